@@ -1,0 +1,47 @@
+"""Errors that a user can act on.
+
+Every error that Outlast raises on purpose derives from `OutlastError`. Its text is one clear
+sentence (or a list of them) that names the setting, its value and the remedy. The command line
+prints that sentence without a traceback and exits with `EXIT_BAD_INPUT`.
+"""
+
+EXIT_DONE = 0
+EXIT_CRASHED = 1
+EXIT_BAD_INPUT = 2
+EXIT_TO_BE_CONTINUED = 3
+
+
+class OutlastError(Exception):
+    """Base of every error that a user can act on."""
+
+
+class JobError(OutlastError):
+    """A job file or an override is wrong; lists every problem found.
+
+    Attributes:
+        problems: One sentence per problem.
+    """
+
+    def __init__(self, problems: list[str], source: str = "the job") -> None:
+        self.problems = problems
+        head = f"{source} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (OutlastError, (str(self),))
+
+
+class DataError(OutlastError):
+    """The corpus, the tokenizer or a token file cannot be used as asked."""
+
+
+class CheckpointError(OutlastError):
+    """A checkpoint cannot be written or restored."""
+
+
+class RunError(OutlastError):
+    """A run directory cannot be used: it belongs to another job or to a live process."""
+
+
+class HardwareError(OutlastError):
+    """A hardware fact is missing or a device cannot be read."""
