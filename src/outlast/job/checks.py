@@ -1,0 +1,97 @@
+"""Combinations of settings that cannot work, found before any process starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outlast.job.sections import Job
+
+
+def impossible_combinations(job: Job) -> list[str]:
+    """One sentence for each combination of settings in `job` that cannot work."""
+    checks = (_model, _data, _schedule, _parallel)
+    return [problem for check in checks for problem in check(job)]
+
+
+def _model(job: Job) -> Iterator[str]:
+    model = job.model
+    named = {"config": model.config, "directory": model.directory, "module": model.module}
+    given = [f"model.{name}" for name, value in named.items() if value]
+    if model.settings:
+        given.append("[model.settings]")
+    if len(given) != 1:
+        said = " and ".join(given) if given else "nothing"
+        yield (
+            f"model: {said} is given, but exactly one of config, directory, module or "
+            "[model.settings] must say what the model is"
+        )
+    if model.arguments and not model.module:
+        yield "model.arguments is given, but it is only used with model.module; remove it"
+    if model.settings and "model_type" not in model.settings:
+        yield 'model.settings has no model_type; add e.g. model_type = "llama"'
+    if model.initialize == "pretrained" and not model.directory:
+        yield 'model.initialize = "pretrained" needs model.directory, where the weights are'
+
+
+def _data(job: Job) -> Iterator[str]:
+    data = job.data
+    if data.source == "stdlib" and (data.train or data.validation):
+        yield (
+            'data.source = "stdlib" reads no files, but data.train or data.validation names some; '
+            'use data.source = "text"'
+        )
+    if data.source in ("text", "tokens") and not data.train:
+        yield f'data.source = "{data.source}" needs data.train, the files to train on'
+    if data.source == "tokens":
+        for key, files in (("train", data.train), ("validation", data.validation)):
+            if len(files) > 1:
+                yield f'data.{key} names {len(files)} files, but data.source = "tokens" takes one'
+    if data.token_dtype and data.source != "tokens":
+        yield 'data.token_dtype is given, but it only serves data.source = "tokens"; remove it'
+
+
+def _schedule(job: Job) -> Iterator[str]:
+    warmup, steps = job.schedule.warmup_steps, job.train.steps
+    if warmup >= steps:
+        yield f"schedule.warmup_steps = {warmup} is not below train.steps = {steps}"
+    decay = round(job.schedule.decay_fraction * steps)
+    if job.schedule.name == "wsd" and warmup + decay > steps:
+        yield (
+            f"schedule.warmup_steps = {warmup} and the decay of {decay} steps "
+            f"(schedule.decay_fraction) together exceed train.steps = {steps}"
+        )
+
+
+def _parallel(job: Job) -> Iterator[str]:
+    parallel, train = job.parallel, job.train
+    if parallel.tensor > 1 and parallel.pipeline > 1:
+        yield (
+            f"parallel.tensor = {parallel.tensor} and parallel.pipeline = {parallel.pipeline} "
+            "cannot be combined yet; set one of them to 1"
+        )
+    if parallel.shard > 1 and parallel.pipeline > 1:
+        yield (
+            f"parallel.shard = {parallel.shard} and parallel.pipeline = {parallel.pipeline} "
+            "cannot be combined yet; set one of them to 1, or use parallel.replicate"
+        )
+    if parallel.tensor > 1 and parallel.replicate > 1 and parallel.shard == 1:
+        yield (
+            f"parallel.tensor = {parallel.tensor} and parallel.replicate = {parallel.replicate} "
+            "cannot be combined; use parallel.shard in place of replicate"
+        )
+    if parallel.pipeline > 1 and train.compile:
+        yield "train.compile = true cannot be combined with parallel.pipeline > 1; set it to false"
+    if train.micro_batch_size > train.batch_size:
+        yield (
+            f"train.micro_batch_size = {train.micro_batch_size} exceeds "
+            f"train.batch_size = {train.batch_size}"
+        )
+    degrees = max(parallel.replicate, 1) * parallel.shard
+    if degrees > train.batch_size:
+        yield (
+            f"train.batch_size = {train.batch_size} gives no sample to some of the {degrees} "
+            "data-parallel processes (parallel.replicate x parallel.shard); raise it"
+        )

@@ -1,0 +1,265 @@
+"""The job file's sections, one pydantic model each.
+
+A field says what it means (`description`, shown by ``outlast train --help`` and written as a
+comment by ``outlast init``) and whether it belongs to the *identity* of a run. Identity fields
+decide which numbers come out (model, data, optimizer, batch, schedule, seed); the others
+(parallelism, micro-batch, cadence of checkpoints, logging) may change from one start of a run to
+the next.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+def setting(default: Any, description: str, *, identity: bool = True, **limits: Any) -> Any:
+    """A field with its description and whether it is part of the run's identity."""
+    return Field(
+        default, description=description, json_schema_extra={"identity": identity}, **limits
+    )
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunSection(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = setting(
+        "run",
+        "name of the run; its directory is <directory>/<name>",
+        identity=False,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )
+    directory: str = setting("runs", "folder that holds the run directories", identity=False)
+    seed: Count = setting(0, "seed of initial weights, sample order, dropout and sampling")
+    deterministic: bool = setting(
+        True, "use deterministic kernels, so that a resumed run ends in bit-identical weights"
+    )
+
+
+class ModelSection(Section):
+    """The model: exactly one of config, directory, module or the table [model.settings]."""
+
+    config: str | None = setting(None, "path of a Hugging Face config.json")
+    directory: str | None = setting(
+        None, "local Hugging Face directory (config.json and *.safetensors)"
+    )
+    module: str | None = setting(
+        None,
+        "package.module:function that returns an nn.Module mapping token ids (batch, sequence) "
+        "to logits (batch, sequence, vocabulary)",
+        pattern=r"^[\w.]+:\w+$",
+    )
+    settings: dict[str, Any] = setting(
+        {}, "Hugging Face config in place, e.g. model_type = 'llama', hidden_size = 128"
+    )
+    arguments: dict[str, Any] = setting({}, "keyword arguments of the module function")
+    initialize: Literal["auto", "scratch", "pretrained"] = setting(
+        "auto", "auto: pretrained when `directory` holds weights, else scratch"
+    )
+    attention: Literal["sdpa", "eager"] = setting(
+        "sdpa", "attention implementation of Hugging Face models"
+    )
+
+
+class DataSection(Section):
+    """The text or tokens that the model learns."""
+
+    source: Literal["stdlib", "text", "tokens"] = setting(
+        "stdlib",
+        "stdlib: the source text of Python's standard library; text: files or globs; "
+        "tokens: .bin or .npy files",
+    )
+    train: list[str] = setting([], "files or globs to train on (one file for tokens)")
+    validation: list[str] = setting([], "files or globs to validate on (one file for tokens)")
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
+        0.05, "share of text files kept for validation, chosen by a hash of the file's name"
+    )
+    tokenizer: str = setting(
+        "byte", "byte, or the path of a tokenizer.json or of a sentencepiece .model"
+    )
+    token_dtype: Literal["uint16", "uint32"] | None = setting(
+        None, "element type of a bare .bin file that has no header (default uint16)"
+    )
+    sequence_length: Annotated[int, Field(ge=2)] = setting(128, "tokens in one sample")
+    prepare_timeout_seconds: Annotated[float, Field(gt=0)] = setting(
+        3600.0, "how long other ranks wait while rank 0 tokenises", identity=False
+    )
+
+
+class TrainSection(Section):
+    """How long, how much at once, and in which precision."""
+
+    steps: Positive = setting(1000, "optimizer steps in the whole run")
+    batch_size: Positive = setting(32, "samples in one optimizer step, over all ranks")
+    micro_batch_size: Count = setting(
+        0,
+        "samples in one forward on one rank; 0: the rank's whole share of the batch",
+        identity=False,
+    )
+    precision: Literal["fp32", "bf16"] = setting(
+        "fp32", "bf16: matrix products in bfloat16, master weights and optimizer in fp32"
+    )
+    gradient_clip: Annotated[float, Field(ge=0.0)] = setting(
+        1.0, "largest global gradient norm; 0: no clipping"
+    )
+    activation_checkpointing: bool = setting(
+        False, "recompute each block's activations in the backward pass", identity=False
+    )
+    compile: bool = setting(False, "torch.compile the model", identity=False)
+    stop_after_steps: Count = setting(
+        0,
+        "stop this start of the run after so many steps, as if a signal had come; 0: never",
+        identity=False,
+    )
+
+
+class OptimizerSection(Section):
+    """Which optimizer and its constants."""
+
+    name: Literal["adamw", "muon"] = setting(
+        "adamw", "muon: torch.optim.Muon for hidden matrices, AdamW for everything else"
+    )
+    learning_rate: Annotated[float, Field(gt=0.0)] = setting(
+        1e-3, "peak learning rate of AdamW (with muon: of embeddings, head and vectors)"
+    )
+    muon_learning_rate: Annotated[float, Field(gt=0.0)] = setting(
+        0.02, "peak learning rate of Muon's matrices"
+    )
+    weight_decay: Annotated[float, Field(ge=0.0)] = setting(
+        0.1, "decoupled weight decay, on matrices only"
+    )
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.9, "AdamW's first moment decay")
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "AdamW's second moment decay")
+    epsilon: Annotated[float, Field(gt=0.0)] = setting(1e-8, "AdamW's epsilon")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "Muon's momentum")
+
+
+class ScheduleSection(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "wsd", "constant"] = setting(
+        "cosine", "cosine decay, warm-up stable decay (wsd), or constant after the warm-up"
+    )
+    warmup_steps: Count = setting(0, "steps of linear warm-up from zero")
+    decay_fraction: Fraction = setting(0.2, "wsd: share of the steps in the final linear decay")
+    final_fraction: Fraction = setting(0.1, "learning rate at the end, as a share of the peak")
+
+
+class ParallelSection(Section):
+    """How the processes share the work: the product of the four degrees is their number."""
+
+    replicate: Count = setting(
+        0, "data-parallel replicas (DDP); 0: whatever the other degrees leave over", identity=False
+    )
+    shard: Positive = setting(
+        1, "processes over which parameters are sharded (FSDP2)", identity=False
+    )
+    tensor: Positive = setting(
+        1, "processes that share every matrix (tensor parallel)", identity=False
+    )
+    pipeline: Positive = setting(
+        1, "processes that share the layers (pipeline parallel)", identity=False
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = setting(
+        "1f1b", "interleaved: every process holds several stages", identity=False
+    )
+    pipeline_microbatches: Count = setting(
+        0, "micro-batches in flight per step; 0: twice the number of stages", identity=False
+    )
+    pipeline_stages_per_rank: Positive = setting(
+        2, "stages per process of the interleaved schedule", identity=False
+    )
+
+
+class CheckpointSection(Section):
+    """When to save, and how much to keep."""
+
+    every_steps: Count = setting(
+        100, "steps between checkpoints; 0: only at the end", identity=False
+    )
+    keep: Positive = setting(3, "newest checkpoints kept", identity=False)
+    asynchronous: bool = setting(
+        True, "write in the background; training goes on after the state is copied", identity=False
+    )
+
+
+class EvaluateSection(Section):
+    """When to measure the validation loss."""
+
+    every_steps: Count = setting(0, "steps between evaluations; 0: only at the end", identity=False)
+    samples: Count = setting(
+        512, "validation samples per evaluation, 0: all of them", identity=False
+    )
+
+
+class SampleSection(Section):
+    """The continuation that the trained model writes at the end."""
+
+    prompt: str = setting("def ", "text to continue", identity=False)
+    tokens: Count = setting(200, "tokens to write; 0: no sample", identity=False)
+    temperature: Annotated[float, Field(ge=0.0)] = setting(
+        0.7, "0: always the most likely token", identity=False
+    )
+
+
+class ExportSection(Section):
+    """What is left behind for others at the end of the run."""
+
+    huggingface: bool = setting(
+        True, "write <run>/model, a Hugging Face directory, at the end", identity=False
+    )
+
+
+class LogSection(Section):
+    """What is written down while training."""
+
+    every_steps: Positive = setting(10, "steps between two records of the loss", identity=False)
+    tensorboard: bool = setting(
+        False, "also log to TensorBoard in <run>/tensorboard", identity=False
+    )
+    wandb_project: str | None = setting(
+        None, "also log to this Weights & Biases project", identity=False
+    )
+
+
+class LaunchSection(Section):
+    """How processes are started by ``outlast train`` itself."""
+
+    nproc: Positive = setting(
+        1, "processes to start on this machine (--nproc says the same)", identity=False
+    )
+    restarts: Count = setting(
+        3, "how often a failed group of processes is restarted", identity=False
+    )
+    timeout_seconds: Annotated[float, Field(gt=0)] = setting(
+        600.0, "longest wait for another process before the run fails", identity=False
+    )
+
+
+class Job(Section):
+    """One training job: what a TOML file and its overrides say, complete and checked."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    sample: SampleSection = SampleSection()
+    export: ExportSection = ExportSection()
+    log: LogSection = LogSection()
+    launch: LaunchSection = LaunchSection()

@@ -1,0 +1,62 @@
+"""A run's memory: its directory, its append-only event log, and how to read both.
+
+from outlast.records import read_run
+run = read_run("runs/quickstart")
+run.losses()[-1]                      # (1500, 1.43)
+run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
+"""
+
+from outlast.records.directory import RunDirectory, RunLock, replace_file, sync_directory
+from outlast.records.events import (
+    FORMAT_VERSION,
+    PURPOSES,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Ready,
+    Sampled,
+    StepsDone,
+    StopRequested,
+    Warned,
+)
+from outlast.records.reader import LOST, Attempt, Record, Run, read_run
+from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
+from outlast.records.stopwatch import Stopwatch
+from outlast.records.writer import RecordWriter, event_file
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LOST",
+    "PURPOSES",
+    "Attempt",
+    "AttemptEnded",
+    "AttemptStarted",
+    "CheckpointFailed",
+    "CheckpointRestored",
+    "CheckpointSaved",
+    "Evaluated",
+    "Event",
+    "Ready",
+    "Record",
+    "RecordWriter",
+    "Run",
+    "RunDirectory",
+    "RunLock",
+    "Sampled",
+    "Sink",
+    "StepsDone",
+    "StopRequested",
+    "Stopwatch",
+    "TensorBoardSink",
+    "WandbSink",
+    "Warned",
+    "event_file",
+    "read_run",
+    "replace_file",
+    "scalars",
+    "sync_directory",
+]

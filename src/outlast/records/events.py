@@ -1,0 +1,205 @@
+"""The kinds of event that a run writes down, each a frozen dataclass.
+
+An event on disk is one JSON object on one line: the envelope (``v``, ``kind``, ``time``,
+``monotonic``, ``rank``, ``attempt``) and the fields of its kind. ``v`` is `FORMAT_VERSION`. A
+reader ignores kinds and fields that it does not know, so newer files stay readable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+FORMAT_VERSION = 1
+
+PURPOSES = (
+    "compute",
+    "data",
+    "communication",
+    "checkpoint",
+    "evaluation",
+    "startup",
+    "restart",
+    "other",
+)
+"""What a run's seconds are spent on; the reader adds ``lost`` for steps that were done again."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Event):
+    """A process group starts to work on the run; the first event of every attempt."""
+
+    kind: ClassVar[str] = "attempt_started"
+    fingerprint: str
+    world_size: int
+    launch: str
+    parallel: dict[str, int]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    total_steps: int
+    samples_per_step: int
+    tokens_per_step: int
+    parameters: int
+    flops_per_token: float
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ready(Event):
+    """Set-up is over and the first step begins.
+
+    Attributes:
+        step: Steps already done (0 for a new run).
+        seconds: From the start of the process to here.
+        parts: Where these seconds went, by phase of the set-up.
+    """
+
+    kind: ClassVar[str] = "ready"
+    step: int
+    seconds: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepsDone(Event):
+    """One or more optimizer steps are done.
+
+    Attributes:
+        step: Steps done so far.
+        steps: Steps that this event covers.
+        loss: Mean training loss over them, in nats per token.
+        gradient_norm: Global gradient norm of the last of them, before clipping.
+        learning_rate: Peak-scaled learning rate of the last of them.
+        tokens: Tokens trained on since the run began.
+        step_seconds: Wall time of each covered step.
+        seconds: Wall time since the previous StepsDone (or Ready), by purpose; sums to wall time.
+    """
+
+    kind: ClassVar[str] = "steps_done"
+    step: int
+    steps: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    step_seconds: list[float]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """The validation loss was measured.
+
+    Attributes:
+        loss: Nats per token.
+        bits_per_byte: None where the number of source bytes is not known.
+    """
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    loss: float
+    bits_per_byte: float | None
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete, verified to be on disk, and published.
+
+    Attributes:
+        blocked_seconds: Time that training waited for it.
+        seconds: Time from the request to the publication.
+        bytes: Size of its files.
+    """
+
+    kind: ClassVar[str] = "checkpoint_saved"
+    step: int
+    blocked_seconds: float
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written; nothing was published."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointRestored(Event):
+    """The run goes on from a checkpoint."""
+
+    kind: ClassVar[str] = "checkpoint_restored"
+    step: int
+    seconds: float
+    skipped: list[str]
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    """All ranks agreed to stop at this step boundary."""
+
+    kind: ClassVar[str] = "stop_requested"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """Something that a person should know, in one sentence."""
+
+    kind: ClassVar[str] = "warned"
+    message: str
+
+
+@dataclass(frozen=True)
+class Sampled(Event):
+    """The trained model continued a prompt."""
+
+    kind: ClassVar[str] = "sampled"
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Event):
+    """The attempt ended in an orderly way.
+
+    Attributes:
+        outcome: ``completed``, ``to_be_continued`` or ``failed``.
+        seconds: Wall time since the last StepsDone (or Ready), by purpose.
+    """
+
+    kind: ClassVar[str] = "attempt_ended"
+    step: int
+    outcome: str
+    reason: str
+    seconds: dict[str, float]
+
+
+KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
+
+
+def from_fields(kind: str, fields: dict[str, Any]) -> Event | None:
+    """The event of this kind, or None when the kind is unknown or a field is missing."""
+    cls = KINDS.get(kind)
+    if cls is None:
+        return None
+    known = {each.name for each in dataclasses.fields(cls)}
+    try:
+        return cls(**{name: value for name, value in fields.items() if name in known})
+    except TypeError:
+        return None

@@ -1,0 +1,217 @@
+"""Reading a run back: its events in order, and what follows from them.
+
+run = read_run("runs/quickstart")
+run.losses()          # [(step, nats per token), ...], each step once
+run.seconds()         # {"compute": 101.2, "data": 0.4, ..., "lost": 0.0}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outlast.errors import RunError
+from outlast.records.directory import RunDirectory
+from outlast.records.events import (
+    PURPOSES,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    Ready,
+    StepsDone,
+    from_fields,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOST = "lost"
+E = TypeVar("E", bound=Event)
+
+_ENVELOPE = ("v", "kind", "time", "monotonic", "rank", "attempt")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One event with its envelope.
+
+    Attributes:
+        time: Wall clock, seconds since the epoch.
+        monotonic: Monotonic clock of the writing host, seconds.
+        rank: Who wrote it.
+        attempt: Which start of the run, from 1.
+        event: The event itself.
+    """
+
+    time: float
+    monotonic: float
+    rank: int
+    attempt: int
+    event: Event
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run, as rank 0 saw it.
+
+    Attributes:
+        start_time: Wall clock when the process began, seconds since the epoch.
+        end_time: Wall clock of the last event.
+        first_step: Steps already done when it was ready, or None when it never was.
+        outcome: ``completed``, ``to_be_continued``, ``failed`` or ``died``.
+    """
+
+    number: int
+    start_time: float
+    end_time: float
+    first_step: int | None
+    world_size: int
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory and its events, oldest first, over all ranks."""
+
+    path: Path
+    job_text: str
+    records: list[Record]
+
+    @property
+    def name(self) -> str:
+        """The run directory's name."""
+        return self.path.name
+
+    def of(self, kind: type[E], rank: int = 0) -> list[tuple[Record, E]]:
+        """All events of this kind that `rank` wrote, with their records."""
+        return [
+            (record, record.event)
+            for record in self.records
+            if record.rank == rank and isinstance(record.event, kind)
+        ]
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """All starts of the run, oldest first."""
+        numbers = sorted({record.attempt for record in self.records if record.rank == 0})
+        return [self._attempt(number) for number in numbers]
+
+    def _attempt(self, number: int) -> Attempt:
+        records = [each for each in self.records if each.attempt == number and each.rank == 0]
+        start_time, first_step, world_size, outcome = records[0].time, None, 1, "died"
+        for record in records:
+            match record.event:
+                case AttemptStarted(world_size=size):
+                    world_size = size
+                case Ready(step=step, seconds=seconds):
+                    start_time, first_step = record.time - seconds, step
+                case AttemptEnded(outcome=ended):
+                    outcome = ended
+                case _:
+                    pass
+        return Attempt(number, start_time, records[-1].time, first_step, world_size, outcome)
+
+    def steps(self) -> list[tuple[Record, StepsDone]]:
+        """The step events that count: those that a later attempt did again are left out."""
+        kept: list[tuple[Record, StepsDone]] = []
+        restarts = {each.number: each.first_step for each in self.attempts}
+        attempt = 0
+        for record, event in self.of(StepsDone):
+            first_step = restarts.get(record.attempt)
+            if record.attempt != attempt and first_step is not None:
+                kept = [(old, done) for old, done in kept if done.step <= first_step]
+            attempt = record.attempt
+            kept.append((record, event))
+        return kept
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Training loss by step: (steps done, mean loss in nats per token)."""
+        return [(event.step, event.loss) for _, event in self.steps()]
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds of all attempts by purpose.
+
+        The purposes are those of `PURPOSES` and ``lost``: the time of steps that a later attempt
+        did again. Their sum is the time from each attempt's process start to its last lap.
+        """
+        total = dict.fromkeys([*PURPOSES, LOST], 0.0)
+        attempt_numbers = [each.number for each in self.attempts]
+        for record, event in self._rank_zero():
+            match event:
+                case Ready(seconds=seconds):
+                    first = record.attempt == attempt_numbers[0]
+                    total["startup" if first else "restart"] += seconds
+                case StepsDone():
+                    share_lost = self._share_lost(record.attempt, event)
+                    for purpose, value in event.seconds.items():
+                        total[purpose] = total.get(purpose, 0.0) + value * (1 - share_lost)
+                        total[LOST] += value * share_lost
+                case AttemptEnded(seconds=seconds):
+                    for purpose, value in seconds.items():
+                        total[purpose] = total.get(purpose, 0.0) + value
+                case _:
+                    pass
+        return total
+
+    def _rank_zero(self) -> Iterator[tuple[Record, Event]]:
+        return ((record, record.event) for record in self.records if record.rank == 0)
+
+    def _share_lost(self, attempt: int, event: StepsDone) -> float:
+        later = [
+            each.first_step
+            for each in self.attempts
+            if each.number > attempt and each.first_step is not None
+        ]
+        kept_until = min(later, default=event.step)
+        lost_steps = min(max(event.step - kept_until, 0), event.steps)
+        return lost_steps / event.steps if event.steps else 0.0
+
+
+def read_run(path: Path | str) -> Run:
+    """Read the run directory at `path`.
+
+    A torn or damaged line is skipped: after a ``kill -9`` or a full disk the rest still counts.
+
+    Raises:
+        RunError: When `path` is not a run directory.
+    """
+    directory = RunDirectory(Path(path))
+    if not directory.exists():
+        raise RunError(
+            f"{path} is not a run directory: it has no job.toml; "
+            "name a folder that `outlast train` made, e.g. runs/quickstart"
+        )
+    records = [
+        record
+        for file in sorted(directory.path.glob("events*.jsonl"))
+        for record in _read_events(file)
+    ]
+    records.sort(key=lambda record: (record.attempt, record.time))
+    job_text = directory.job_file.read_text(encoding="utf-8")
+    return Run(directory.path, job_text, records)
+
+
+def _read_events(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for line in lines:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        time, monotonic = float(fields["time"]), float(fields["monotonic"])
+        rank, attempt, kind = int(fields["rank"]), int(fields["attempt"]), str(fields["kind"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    payload = {name: value for name, value in fields.items() if name not in _ENVELOPE}
+    for name in ("loss", "gradient_norm"):
+        if isinstance(payload.get(name), str):
+            payload[name] = float(payload[name])
+    event = from_fields(kind, payload)
+    return None if event is None else Record(time, monotonic, rank, attempt, event)
