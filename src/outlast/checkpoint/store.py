@@ -107,13 +107,22 @@ class CheckpointStore:
         directory: Where the versions live; made if missing.
         keep: Newest versions kept; older ones are deleted after a newer one is durable.
         asynchronous: Write in a background thread. A second save waits for the first.
+        collective: Whether all ranks of the default process group take part; False: this process
+            works alone, also where there is a group.
     """
 
-    def __init__(self, directory: Path | str, *, keep: int = 3, asynchronous: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep: int = 3,
+        asynchronous: bool = True,
+        collective: bool = True,
+    ) -> None:
         self.directory = Path(directory)
         self.keep = keep
         self.asynchronous = asynchronous
-        self._distributed = dist.is_available() and dist.is_initialized()
+        self._distributed = collective and dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if self._distributed else 0
         self._world_size = dist.get_world_size() if self._distributed else 1
         self._group = dist.new_group(backend="gloo") if self._distributed else None

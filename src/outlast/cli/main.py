@@ -1,0 +1,57 @@
+"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor``.
+
+The commands live in modules of their own, whose heavy imports happen when a command is called, so
+``outlast --help`` answers at once. An `OutlastError` ends a command with its sentence and exit
+code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from outlast import __version__
+from outlast.cli.doctor import doctor
+from outlast.cli.export import export
+from outlast.cli.init import init
+from outlast.cli.report import report
+from outlast.cli.train import train
+from outlast.errors import EXIT_BAD_INPUT, OutlastError
+
+app = typer.Typer(
+    name="outlast",
+    help="Make a PyTorch training run finish: through failures, on shared clusters, measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (train, init, export, report, doctor):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outlast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Run the command line; what ``outlast`` and ``python -m outlast`` call."""
+    try:
+        app()
+    except OutlastError as error:
+        print(f"outlast: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_INPUT)

@@ -1,0 +1,85 @@
+"""What a person sees when a run ends: one table and the model's own words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from outlast.records import AttemptStarted, Evaluated, Run, Sampled, read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+
+
+def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
+    """Print the run's key figures, all of them measured, and where everything is."""
+    console = Console()
+    run = read_run(directory.path)
+    table = Table(
+        title=f"{run.name}: {_outcome(run)}", title_justify="left", title_style="bold", box=None
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, value in _rows(job, run):
+        table.add_row(name, escape(value))
+    table.add_row("run directory", escape(str(directory.path)))
+    if directory.model.exists():
+        table.add_row("model", escape(str(directory.model)))
+    table.add_row("report", escape(str(report)))
+    console.print()
+    if sampled := run.of(Sampled):
+        _, event = sampled[-1]
+        text = f"[bold]{escape(event.prompt)}[/bold]{escape(event.text)}"
+        console.print(Panel(text, title="a sampled continuation", title_align="left"))
+    console.print(table)
+
+
+def _outcome(run: Run) -> str:
+    if not run.attempts:
+        return "not started"
+    outcome = run.attempts[-1].outcome
+    return {
+        "completed": "completed",
+        "to_be_continued": "stopped, to be continued: the same command goes on",
+    }.get(outcome, outcome)
+
+
+def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
+    if evaluations := run.of(Evaluated):
+        _, last = evaluations[-1]
+        bits = (
+            "bits per byte unavailable: the number of source bytes is not known"
+            if last.bits_per_byte is None
+            else f"{last.bits_per_byte:.4f} bits per byte"
+        )
+        yield "validation loss", f"{last.loss:.4f} nats per token, {bits} (step {last.step})"
+    else:
+        yield "validation loss", "unavailable: nothing was evaluated yet"
+    steps = run.steps()
+    if steps:
+        last_step = steps[-1][1]
+        yield "training loss", f"{last_step.loss:.4f} nats per token (step {last_step.step})"
+        yield "steps", f"{last_step.step:,} of {job.train.steps:,}"
+        yield "tokens", f"{last_step.tokens:,}"
+        step_seconds = sum(sum(event.step_seconds) for _, event in steps)
+        counted = sum(event.steps for _, event in steps)
+        tokens = counted * job.train.batch_size * job.data.sequence_length
+        if step_seconds:
+            yield "throughput", f"{tokens / step_seconds:,.0f} tokens/s within steps"
+    if started := run.of(AttemptStarted):
+        yield "parameters", f"{started[-1][1].parameters:,}"
+    seconds = run.seconds()
+    wall = sum(seconds.values())
+    if wall:
+        spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]
+        spent.sort(key=lambda part: -part[1])
+        parts = ", ".join(f"{name} {value:.1f} s ({value / wall:.1%})" for name, value in spent)
+        yield "wall time", f"{wall:.1f} s in {len(run.attempts)} attempts: {parts}"

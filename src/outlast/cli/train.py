@@ -1,0 +1,95 @@
+"""``outlast train``: run a job, or go on with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+
+
+class TrainCommand(typer.core.TyperCommand):
+    """Adds every setting of a job, by section, below the usual help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the usual help, then the settings."""
+        super().format_help(ctx, formatter)
+        from outlast.cli.settings import print_settings
+
+        print_settings()
+
+
+def train(
+    job_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB.TOML]", help="Job file; without one, the embedded default."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that replace the file's."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start on this machine.")
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Move an earlier run of this name aside and start anew."),
+    ] = False,
+) -> None:
+    """Train a language model, or go on where the run was stopped or killed.
+
+    The same command starts, resumes and finishes a run. It works alone, with --nproc, under
+    torchrun and under srun. Exit codes: 0 done, 2 wrong input, 3 stopped and to be continued.
+    """
+    from outlast.job import load_job
+
+    settings = list(overrides or [])
+    if job_file is not None and "=" in str(job_file) and not job_file.exists():
+        # `outlast train train.steps=100` overrides the embedded default.
+        settings.insert(0, str(job_file))
+        job_file = None
+    if nproc is not None:
+        settings.append(f"launch.nproc={nproc}")
+    job = load_job(job_file, settings)
+    raise typer.Exit(run_job(job, fresh=fresh))
+
+
+def run_job(job: Job, *, fresh: bool) -> int:
+    """Run `job` as the environment says: one process of several, a launcher, or alone."""
+    from outlast.train.ranks import ALONE, launched_by, ranks_from
+    from outlast.train.run import Start, check_directory, run_directory, work
+
+    start = Start(job, fresh=fresh)
+    directory = run_directory(job)
+    if launched_by(os.environ) != "alone":
+        ranks = ranks_from(os.environ)
+        code = work(start, ranks)
+        if ranks.is_first:
+            show(job, directory)
+        return code
+    from outlast.train.preflight import preflight
+
+    preflight(job, job.launch.nproc)
+    if not fresh:
+        check_directory(job, directory)
+    if job.launch.nproc > 1:
+        from outlast.train.launch import launch_group
+
+        code = launch_group(start)
+    else:
+        code = work(start, ALONE)
+    show(job, directory)
+    return code
+
+
+def show(job: Job, directory: RunDirectory) -> None:
+    """Write the report and print the summary of a run."""
+    from outlast.cli.summary import print_summary
+    from outlast.report import write_report
+
+    print_summary(job, directory, write_report([directory.path]))

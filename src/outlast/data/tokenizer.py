@@ -1,0 +1,218 @@
+"""Tokenizers: text as bytes in, token ids out.
+
+`ByteTokenizer` needs no file and has 256 symbols. The others wrap a `tokenizer.json` (Hugging
+Face `tokenizers`) or a sentencepiece model. A tokenizer's name carries a hash of its file, so
+that tokens made with another version of the same file are told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import xxhash
+
+from outlast.data.durable import read_json
+from outlast.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What the data package asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """Identity: equal names make equal tokens of equal text."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are in [0, vocabulary_size)."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """Token written after each document; None writes none."""
+
+    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Turns text (UTF-8 bytes) into ids, (tokens,); adds no special token."""
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Turns ids, (tokens,), into text."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Every byte is its own token; byte 0, which text does not use, ends a document.
+
+    Any bytes can be encoded, also such as are not UTF-8. A NUL byte inside a document cannot be
+    told from a document's end.
+    """
+
+    name: str = "byte"
+    vocabulary_size: int = 256
+    end_of_text: int | None = 0
+
+    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Turns bytes into ids, (bytes,) uint8, without a copy."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Turns ids into text; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            DataError: An id is not in [0, 256).
+        """
+        values = np.asarray(ids, dtype=np.int64)
+        if values.size and not 0 <= int(values.min()) <= int(values.max()) < 256:
+            raise DataError(f"token id {int(values.max())} is not a byte: ids must be in [0, 256)")
+        return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class JsonTokenizer:
+    """A `tokenizer.json`, run by the `tokenizers` library."""
+
+    name: str
+    vocabulary_size: int
+    end_of_text: int | None
+    _engine: Any = field(repr=False, compare=False)
+
+    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Turns text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
+        decoded = text.decode("utf-8", errors="replace")
+        return np.array(self._engine.encode(decoded, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Turns ids into text, special tokens included."""
+        return str(self._engine.decode(_as_list(ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`."""
+
+    name: str
+    vocabulary_size: int
+    end_of_text: int | None
+    _engine: Any = field(repr=False, compare=False)
+
+    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Turns text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
+        return np.array(self._engine.encode(text.decode("utf-8", errors="replace")), np.uint32)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Turns ids into text."""
+        return str(self._engine.decode(_as_list(ids)))
+
+
+def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+        name: `byte`; or the path of a `tokenizer.json`, of a folder that holds one (or a
+            `tokenizer.model`), or of a sentencepiece `.model`.
+        base: Folder that a relative path starts from.
+
+    Raises:
+        DataError: The name is neither, the file is broken, or its library is not installed.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = base / Path(name).expanduser()
+    if path.is_dir():
+        candidates = [path / "tokenizer.json", path / "tokenizer.model"]
+        found = [candidate for candidate in candidates if candidate.is_file()]
+        if not found:
+            raise DataError(
+                f"data.tokenizer = {name!r}: the folder {path} holds neither tokenizer.json "
+                "nor tokenizer.model"
+            )
+        path = found[0]
+    if not path.is_file():
+        raise DataError(
+            f"data.tokenizer = {name!r} is neither 'byte' nor a file or folder ({path} does not "
+            "exist); give the path of a tokenizer.json or of a sentencepiece .model"
+        )
+    if path.suffix == ".json":
+        return _load_json(path)
+    if path.suffix == ".model":
+        return _load_sentencepiece(path)
+    raise DataError(
+        f"data.tokenizer = {name!r} ends in {path.suffix!r}; it must be a .json or a .model file"
+    )
+
+
+def _load_json(path: Path) -> JsonTokenizer:
+    try:
+        from tokenizers import Tokenizer as Engine
+    except ImportError as error:
+        raise DataError(f"{path} needs the library tokenizers: pip install tokenizers") from error
+    content = _read(path)
+    try:
+        engine = Engine.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for a bad file
+        raise DataError(f"{path} is not a readable tokenizer.json ({error})") from error
+    # A model's own length limit would silently drop the rest of every document.
+    engine.no_truncation()
+    engine.no_padding()
+    vocabulary: dict[str, int] = engine.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError(f"{path} holds an empty vocabulary")
+    return JsonTokenizer(
+        name=f"tokenizer.json:{xxhash.xxh3_64_hexdigest(content)}",
+        vocabulary_size=max(vocabulary.values()) + 1,
+        end_of_text=_end_of_text(path, vocabulary),
+        _engine=engine,
+    )
+
+
+def _end_of_text(path: Path, vocabulary: dict[str, int]) -> int | None:
+    """The id of `eos_token` in tokenizer_config.json beside the file, else of a usual name."""
+    config = path.with_name("tokenizer_config.json")
+    if config.is_file():
+        token = read_json(config).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in vocabulary:
+            return vocabulary[text]
+    return next((vocabulary[text] for text in _USUAL_END_OF_TEXT if text in vocabulary), None)
+
+
+def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise DataError(
+            f"{path} needs the library sentencepiece: pip install 'outlast[sentencepiece]'"
+        ) from error
+    content = _read(path)
+    engine = SentencePieceProcessor()
+    try:
+        loaded = bool(content) and engine.LoadFromSerializedProto(content)
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"{path} is not a readable sentencepiece model ({error})") from error
+    if not loaded:
+        raise DataError(f"{path} is not a readable sentencepiece model (it is empty)")
+    end_of_text = int(engine.eos_id())
+    return SentencePieceTokenizer(
+        name=f"sentencepiece:{xxhash.xxh3_64_hexdigest(content)}",
+        vocabulary_size=int(engine.get_piece_size()),
+        end_of_text=end_of_text if end_of_text >= 0 else None,
+        _engine=engine,
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _as_list(ids: npt.ArrayLike) -> list[int]:
+    values: list[int] = np.asarray(ids, dtype=np.int64).ravel().tolist()
+    return values

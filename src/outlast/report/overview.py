@@ -1,0 +1,248 @@
+"""One run as the arrays and totals that the report shows.
+
+An `Overview` reads a run's events once; figures and tables only look at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outlast.errors import RunError
+from outlast.records import (
+    LOST,
+    PURPOSES,
+    AttemptEnded,
+    AttemptStarted,
+    Evaluated,
+    Run,
+    StepsDone,
+    read_run,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from outlast.records import Record
+    from outlast.report.series import Floats, Integers
+
+UNRECORDED = "unrecorded"
+_SHORTEST_REST_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What the step events say; arrays of one element per event, redone steps left out.
+
+    Attributes:
+        step: Steps done.
+        tokens: Tokens trained on.
+        seconds: Running time since the run's first start, gaps between attempts left out.
+        loss: Nats per token.
+        gradient_norm: Before clipping.
+        learning_rate: As applied.
+        tokens_per_second: Over the event's own steps.
+    """
+
+    step: Integers
+    tokens: Integers
+    seconds: Floats
+    loss: Floats
+    gradient_norm: Floats
+    learning_rate: Floats
+    tokens_per_second: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """What the evaluations say; arrays of one element per evaluation that counts.
+
+    Attributes:
+        step: Steps done.
+        tokens: Tokens trained on.
+        seconds: Running time, as in `Training`.
+        loss: Nats per token.
+        bits_per_byte: NaN where it is not known.
+    """
+
+    step: Integers
+    tokens: Integers
+    seconds: Floats
+    loss: Floats
+    bits_per_byte: Floats
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Where the wall time went.
+
+    Attributes:
+        seconds: Seconds by purpose; with ``unrecorded``, the rest that no event accounts for.
+        recorded_seconds: Sum of the purposes without that rest.
+        wall_seconds: From start to last event, summed over the attempts.
+    """
+
+    seconds: dict[str, float]
+    recorded_seconds: float
+    wall_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Overview:
+    """A run, its name in the report, and what was drawn from its events.
+
+    Attributes:
+        step_seconds: Wall time of every step done, the redone ones included.
+        elapsed_seconds: From the first start to the last event, gaps included.
+    """
+
+    run: Run
+    label: str
+    training: Training
+    validation: Validation
+    step_seconds: Floats
+    split: TimeSplit
+    elapsed_seconds: float
+
+    @property
+    def starts(self) -> dict[int, AttemptStarted]:
+        """The first event of each attempt, by its number."""
+        return {record.attempt: event for record, event in self.run.of(AttemptStarted)}
+
+    @property
+    def ends(self) -> dict[int, AttemptEnded]:
+        """The last event of each attempt that ended in an orderly way, by its number."""
+        return {record.attempt: event for record, event in self.run.of(AttemptEnded)}
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """World size of each attempt, neighbours that are equal named once."""
+        sizes = (each.world_size for each in self.run.attempts)
+        return [size for size, _ in itertools.groupby(sizes)]
+
+
+def load(paths: Sequence[Path | str]) -> list[Overview]:
+    """Read the run directories, each once, in the order given.
+
+    Raises:
+        RunError: When one is not a run directory, or none is given.
+    """
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        run = read_run(path)
+        # `.` and relative paths have no telling name of their own.
+        runs.setdefault(run.path.resolve(), dataclasses.replace(run, path=run.path.resolve()))
+    if not runs:
+        raise RunError("no run directory is given; name at least one, e.g. runs/quickstart")
+    names = [run.name for run in runs.values()]
+    return [
+        overview(run, run.name if names.count(run.name) == 1 else str(run.path))
+        for run in runs.values()
+    ]
+
+
+def overview(run: Run, label: str) -> Overview:
+    """Draw from `run` all that the report shows."""
+    clock = running_clock(run)
+    attempts = run.attempts
+    elapsed_seconds = attempts[-1].end_time - attempts[0].start_time if attempts else 0.0
+    every_step = [float(value) for _, event in run.of(StepsDone) for value in event.step_seconds]
+    return Overview(
+        run,
+        label,
+        _training(run, clock),
+        _validation(run, clock),
+        np.array(every_step, dtype=np.float64),
+        time_split(run),
+        elapsed_seconds,
+    )
+
+
+def running_clock(run: Run) -> Callable[[Record], float]:
+    """A function from a record to the run's running time, in seconds, without gaps."""
+    starts: dict[int, tuple[float, float]] = {}
+    before = 0.0
+    for attempt in run.attempts:
+        starts[attempt.number] = (before, attempt.start_time)
+        before += max(attempt.end_time - attempt.start_time, 0.0)
+
+    def clock(record: Record) -> float:
+        before, start_time = starts[record.attempt]
+        return before + max(record.time - start_time, 0.0)
+
+    return clock
+
+
+def time_split(run: Run) -> TimeSplit:
+    """Seconds by purpose, completed by the rest up to the wall time of all attempts."""
+    found = run.seconds()
+    order = [*PURPOSES, *(name for name in found if name not in (*PURPOSES, LOST)), LOST]
+    seconds = {name: found.get(name, 0.0) for name in order}
+    recorded_seconds = sum(seconds.values())
+    wall_seconds = sum(max(each.end_time - each.start_time, 0.0) for each in run.attempts)
+    rest_seconds = wall_seconds - recorded_seconds
+    if rest_seconds > max(_SHORTEST_REST_SECONDS, 1e-4 * wall_seconds):
+        seconds[UNRECORDED] = rest_seconds
+    return TimeSplit(seconds, recorded_seconds, wall_seconds)
+
+
+def _training(run: Run, clock: Callable[[Record], float]) -> Training:
+    found = run.steps()
+    tokens_per_step = {
+        record.attempt: event.tokens_per_step for record, event in run.of(AttemptStarted)
+    }
+
+    def rate(record: Record, event: StepsDone) -> float:
+        tokens = tokens_per_step.get(record.attempt)
+        step_seconds = sum(event.step_seconds)
+        if tokens is None or step_seconds <= 0:
+            return float("nan")
+        return tokens * event.steps / step_seconds
+
+    events = [event for _, event in found]
+    return Training(
+        _integers(event.step for event in events),
+        _integers(event.tokens for event in events),
+        _floats(clock(record) for record, _ in found),
+        _floats(event.loss for event in events),
+        _floats(event.gradient_norm for event in events),
+        _floats(event.learning_rate for event in events),
+        _floats(rate(record, event) for record, event in found),
+    )
+
+
+def _validation(run: Run, clock: Callable[[Record], float]) -> Validation:
+    found = [
+        (record, event)
+        for record, event in run.of(Evaluated)
+        if not _done_again(run, record.attempt, event.step)
+    ]
+    events = [event for _, event in found]
+    return Validation(
+        _integers(event.step for event in events),
+        _integers(event.tokens for event in events),
+        _floats(clock(record) for record, _ in found),
+        _floats(event.loss for event in events),
+        _floats(event.bits_per_byte for event in events),
+    )
+
+
+def _done_again(run: Run, attempt: int, step: int) -> bool:
+    return any(
+        later.number > attempt and later.first_step is not None and later.first_step < step
+        for later in run.attempts
+    )
+
+
+def _floats(values: Iterable[Any]) -> Floats:
+    # The log writes NaN and infinities as strings, and an unknown value as null.
+    return np.array([float("nan") if v is None else float(v) for v in values], dtype=np.float64)
+
+
+def _integers(values: Iterable[int]) -> Integers:
+    return np.array(list(values), dtype=np.int64)

@@ -1,0 +1,238 @@
+"""The report's parts as HTML: head, pictures, and what hangs on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outlast.report import charts, curves, palette, text
+from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
+from outlast.report.tables import (
+    Cell,
+    attempts_table,
+    descriptions,
+    job_table,
+    table,
+    time_table,
+    warnings_list,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from outlast.report.curves import Figure
+    from outlast.report.overview import Overview
+
+
+def head(overviews: Sequence[Overview]) -> str:
+    """Names, outcomes and key figures: cards for one run, a comparison table for several."""
+    single = len(overviews) == 1
+    lines = "".join(_name_line(each, index, single) for index, each in enumerate(overviews))
+    figures = _cards(overviews[0]) if single else _comparison(overviews)
+    return f'<section class="head" id="figures" aria-label="Key figures">{lines}{figures}</section>'
+
+
+def _name_line(overview: Overview, index: int, single: bool) -> str:
+    grade, ended = outcome(overview)
+    attempts = overview.run.attempts
+    when = f"started {text.utc(attempts[0].start_time)} UTC" if attempts else ""
+    swatch = "" if single else _swatch(index)
+    tag = "h1" if single else "h2"
+    return (
+        f'<div class="name">{swatch}<{tag}>{text.escape(overview.label)}</{tag}>'
+        f'<span class="outcome {grade}">{text.escape(ended)}</span>'
+        f'<span class="when">{when}</span></div>'
+    )
+
+
+def _swatch(index: int) -> str:
+    return f'<i class="swatch" style="background: {palette.series_colour(index)}"></i>'
+
+
+def _cards(overview: Overview) -> str:
+    cards = "".join(
+        f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
+        f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
+        for figure in key_figures(overview)
+    )
+    return f'<dl class="cards">{cards}</dl>'
+
+
+def _comparison(overviews: Sequence[Overview]) -> str:
+    columns = [{figure.label: figure for figure in key_figures(each)} for each in overviews]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    unknown = Unavailable("not known for this run")
+    rows = [
+        [
+            words(label),
+            *(_compared(each.get(label, KeyFigure(label, unknown))) for each in columns),
+        ]
+        for label in labels
+    ]
+    heads = [
+        words("figure"),
+        *(Cell(_swatch(index) + text.escape(each.label)) for index, each in enumerate(overviews)),
+    ]
+    return table(heads, rows, "Key figures of the runs side by side", css_class="comparison")
+
+
+def _compared(figure: KeyFigure) -> Cell:
+    return Cell(_figure(figure, _kind(figure)))
+
+
+def _figure(figure: KeyFigure, kind: str = "") -> str:
+    if isinstance(figure.value, Unavailable):
+        return f'<span class="missing">unavailable: {text.escape(figure.value.reason)}</span>'
+    unit = f' <span class="unit">{text.escape(figure.unit)}</span>' if figure.unit else ""
+    note = f'<span class="note">{text.escape(figure.note)}</span>' if figure.note else ""
+    value = f'<span class="value">{text.escape(figure.value)}</span>{unit}'
+    return f"<span>{value} {kind}</span>{note}"
+
+
+def _kind(figure: KeyFigure) -> str:
+    return (
+        "" if isinstance(figure.value, Unavailable) else f'<span class="kind">{figure.kind}</span>'
+    )
+
+
+def pictures(overviews: Sequence[Overview]) -> list[Figure]:
+    """All figures of the report, in reading order."""
+    return [
+        curves.loss_figure(overviews),
+        curves.throughput_figure(overviews),
+        charts.step_time_figure(overviews),
+        charts.time_split_figure(overviews),
+        *(
+            charts.timeline_figure(each, f"timeline-{each.label}")
+            for each in overviews
+            if each.run.attempts
+        ),
+        curves.gradient_figure(overviews),
+        curves.learning_rate_figure(overviews),
+    ]
+
+
+def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
+    """Everything below the head."""
+    by_name = {figure.name: figure for figure in figures}
+
+    def timeline(overview: Overview) -> str:
+        figure = by_name.get(f"timeline-{overview.label}")
+        if figure is None:
+            return '<p class="missing">unavailable: no attempt is recorded</p>'
+        return _plot(figure)
+
+    parts = [
+        _section("loss", "Loss", _loss_note(), _plot(by_name["loss"])),
+        '<div class="pair">',
+        _section("throughput", "Throughput", _THROUGHPUT_NOTE, _plot(by_name["throughput"])),
+        _section("step-time", "Step time", _STEP_TIME_NOTE, _plot(by_name["step-time"])),
+        "</div>",
+        _section(
+            "time", "Where the time went", _TIME_NOTE, _plot(by_name["time-split"]),
+            time_table(overviews),
+        ),
+        _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
+        _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
+        _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
+        '<div class="pair">',
+        _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
+        _section("rate", "Learning rate", "", _plot(by_name["rate"])),
+        "</div>",
+        _section("sample", "What the model writes", "", _each(overviews, _sample)),
+        _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
+        _section("job", "Job", "", job_table(overviews), _each(overviews, _job_text)),
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+_THROUGHPUT_NOTE = "Measured; light: every record, strong: moving mean."
+_STEP_TIME_NOTE = "Measured, every step that was done, also those done again later."
+_TIME_NOTE = (
+    "Measured on rank 0. Lost work is the time of steps that a later attempt did again; not "
+    "recorded is the time after the last step record of an attempt that was killed."
+)
+_EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
+
+
+def _loss_note() -> str:
+    return (
+        "Measured; light: every record, strong: centred moving mean over 2 % of the records "
+        "(five in a short run). "
+        "Steps that were done again are shown once."
+    )
+
+
+def _section(name: str, title: str, note: str, *content: str) -> str:
+    about = f'<p class="about">{text.escape(note)}</p>' if note else ""
+    return (
+        f'<section class="panel" id="{name}" aria-labelledby="{name}-title">'
+        f'<h2 id="{name}-title">{text.escape(title)}</h2>{about}{"".join(content)}</section>'
+    )
+
+
+def _plot(figure: Figure) -> str:
+    name = text.escape(figure.name)
+    alt = text.escape(figure.alt)
+    if not figure.data:
+        return f'<p class="missing">unavailable: {alt}</p>'
+    return (
+        f'<figure>{_switches(figure)}<div class="plot" data-figure="{name}" '
+        f'role="img" aria-label="{alt}" style="min-height: {figure.layout["height"]}px"></div>'
+        f"<figcaption>{alt}</figcaption></figure>"
+    )
+
+
+def _switches(figure: Figure) -> str:
+    groups = []
+    if len(figure.views) > 1:
+        buttons = "".join(
+            f'<button type="button" data-view="{index}" aria-pressed="{_truth(index == 0)}">'
+            f"{text.escape(view.label)}</button>"
+            for index, view in enumerate(figure.views)
+        )
+        groups.append(f'<span class="switch" role="group" aria-label="x-axis">{buttons}</span>')
+    if figure.log_scale:
+        buttons = "".join(
+            f'<button type="button" data-scale="{scale}" aria-pressed="{_truth(index == 0)}">'
+            f"{scale}</button>"
+            for index, scale in enumerate(("linear", "log"))
+        )
+        groups.append(f'<span class="switch" role="group" aria-label="y-axis">{buttons}</span>')
+    return f'<div class="switches">{"".join(groups)}</div>' if groups else ""
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _each(overviews: Sequence[Overview], part: Callable[[Overview], str]) -> str:
+    if len(overviews) == 1:
+        return part(overviews[0])
+    return "".join(
+        f"<h3>{_swatch(index)}{text.escape(each.label)}</h3>{part(each)}"
+        for index, each in enumerate(overviews)
+    )
+
+
+def _sample(overview: Overview) -> str:
+    from outlast.records import Sampled
+
+    found = overview.run.of(Sampled)
+    if not found:
+        return '<p class="missing">unavailable: no sample is recorded</p>'
+    event = found[-1][1]
+    continuation = event.text.removeprefix(event.prompt) if event.prompt else event.text
+    return (
+        f'<p class="about">At step {event.step:,}; the prompt is marked.</p>'
+        f'<pre class="sample"><mark>{text.escape(event.prompt)}</mark>'
+        f"{text.escape(continuation)}</pre>"
+    )
+
+
+def _job_text(overview: Overview) -> str:
+    return (
+        "<details><summary>job.toml</summary>"
+        '<div class="copied"><button type="button" class="copy">copy</button>'
+        f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
+    )

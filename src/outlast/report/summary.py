@@ -1,0 +1,197 @@
+"""The key figures of a run, each with the word for how it was found, or why it is missing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from outlast.records import CheckpointFailed, CheckpointSaved, StepsDone
+from outlast.report import text
+from outlast.report.series import percentiles, smoothing_window
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outlast.report.overview import Overview
+
+Kind = Literal["measured", "predicted", "simulated", "published"]
+
+OUTCOME_WORDS = {
+    "completed": "completed",
+    "to_be_continued": "to be continued",
+    "failed": "failed",
+    "died": "died",
+}
+
+_NO_STEP = "no step is recorded"
+_NO_START = "the start of the run is not recorded"
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Stands in the place of a figure that is not known."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """One figure of a run.
+
+    Attributes:
+        value: The number as text.
+        unit: Its unit, or nothing for a bare count.
+        note: What else to know, in a few words.
+        kind: How it was found.
+    """
+
+    label: str
+    value: str | Unavailable
+    unit: str = ""
+    note: str = ""
+    kind: Kind = "measured"
+
+
+def outcome(overview: Overview) -> tuple[str, str]:
+    """How the run ended: one of ``good``, ``caution``, ``bad``, and the words for it."""
+    attempts = overview.run.attempts
+    if not attempts:
+        return "caution", "not started"
+    last = attempts[-1]
+    if last.outcome == "died":
+        return "caution", "no end recorded: killed, or still running"
+    end = overview.ends.get(last.number)
+    words = OUTCOME_WORDS.get(last.outcome, last.outcome)
+    grade = {"completed": "good", "failed": "bad"}.get(last.outcome, "caution")
+    return grade, f"{words}: {end.reason}" if end and end.reason else words
+
+
+def key_figures(overview: Overview) -> list[KeyFigure]:
+    """The run's key figures; what is not known says why, and is never 0."""
+    return [*_quality(overview), *_speed(overview), *_size(overview), *_time(overview)]
+
+
+def _quality(overview: Overview) -> Iterator[KeyFigure]:
+    validation = overview.validation
+    if not len(validation.loss):
+        missing = Unavailable("no evaluation is recorded")
+        yield KeyFigure("Validation loss", missing)
+        yield KeyFigure("Bits per byte", missing)
+    else:
+        note = f"at step {validation.step[-1]:,}"
+        if np.isfinite(validation.loss).any():
+            best = int(
+                np.nanargmin(np.where(np.isfinite(validation.loss), validation.loss, np.inf))
+            )
+            if best != len(validation.loss) - 1:
+                lowest = text.number(validation.loss[best])
+                note += f"; lowest {lowest} at step {validation.step[best]:,}"
+        loss = text.number(validation.loss[-1])
+        yield KeyFigure("Validation loss", loss, "nats/token", note)
+        bits = float(validation.bits_per_byte[-1])
+        unknown = Unavailable("the number of source bytes is not known")
+        yield KeyFigure("Bits per byte", unknown if math.isnan(bits) else text.number(bits))
+    training = overview.training
+    if not len(training.loss):
+        yield KeyFigure("Training loss", Unavailable(_NO_STEP))
+        return
+    window = smoothing_window(len(training.loss))
+    tail = training.loss[-window:]
+    tail = tail[np.isfinite(tail)]
+    last = float(tail.mean()) if len(tail) else float("nan")
+    note = f"mean of the last {text.plural(window, 'record')}"
+    if bad := int((~np.isfinite(training.loss)).sum()):
+        note += f"; {text.plural(bad, 'record')} not finite"
+    yield KeyFigure("Training loss", text.number(last), "nats/token", note)
+
+
+def _speed(overview: Overview) -> Iterator[KeyFigure]:
+    training, wall_seconds = overview.training, overview.split.wall_seconds
+    rates = training.tokens_per_second[np.isfinite(training.tokens_per_second)]
+    if len(rates):
+        note = "median over the step records"
+        if wall_seconds > 0:
+            end_to_end = text.number(float(training.tokens[-1]) / wall_seconds)
+            note += f"; {end_to_end} over the whole wall time"
+        yield KeyFigure("Throughput", text.number(float(np.median(rates))), "tokens/s", note)
+    else:
+        reason = _NO_START if len(training.step) else _NO_STEP
+        yield KeyFigure("Throughput", Unavailable(reason))
+    steps = percentiles(overview.step_seconds)
+    if steps is None:
+        yield KeyFigure("Step time", Unavailable(_NO_STEP))
+    else:
+        note = f"median; p90 {text.duration(steps.p90)}, p99 {text.duration(steps.p99)}"
+        yield KeyFigure("Step time", text.duration(steps.median), note=note)
+    share = utilization(overview)
+    if share is not None:
+        note = "measured tokens/s over the published peak"
+        yield KeyFigure("Model FLOP utilization (MFU)", f"{100 * share:.1f}", "%", note)
+
+
+def utilization(overview: Overview) -> float | None:
+    """Model FLOPs done per FLOP that the devices could have done, or None when not known.
+
+    Needs ``peak_flop_per_s``, the published peak of one process's device, in the machine
+    description that every attempt wrote. MFU as in Chowdhery et al., "PaLM", appendix B.
+    """
+    starts = overview.starts
+    done = possible = 0.0
+    for record, event in overview.run.of(StepsDone):
+        start = starts.get(record.attempt)
+        peak = start.machine.get("peak_flop_per_s") if start else None
+        if start is None or not isinstance(peak, int | float) or peak <= 0:
+            return None
+        done += event.steps * start.tokens_per_step * start.flops_per_token
+        possible += sum(event.step_seconds) * start.world_size * peak
+    return done / possible if possible > 0 and done > 0 else None
+
+
+def _size(overview: Overview) -> Iterator[KeyFigure]:
+    training, starts = overview.training, overview.starts
+    start = starts[max(starts)] if starts else None
+    if len(training.step):
+        note = f"of {start.total_steps:,}" if start else ""
+        yield KeyFigure("Steps", text.count(int(training.step[-1])), note=note)
+        yield KeyFigure("Tokens", text.count(int(training.tokens[-1])))
+    else:
+        yield KeyFigure("Steps", Unavailable(_NO_STEP))
+        yield KeyFigure("Tokens", Unavailable(_NO_STEP))
+    known = start is not None and start.parameters > 0
+    parameters = text.count(start.parameters) if start and known else Unavailable(_NO_START)
+    yield KeyFigure("Parameters", parameters)
+    sizes = " → ".join(str(size) for size in overview.world_sizes)
+    yield KeyFigure("World size", sizes if starts else Unavailable(_NO_START), "processes")
+
+
+def _time(overview: Overview) -> Iterator[KeyFigure]:
+    run, split = overview.run, overview.split
+    if not run.attempts:
+        for label in ("Wall time", "Time in compute", "Checkpoints", "Attempts"):
+            yield KeyFigure(label, Unavailable("the run was not started"))
+        return
+    gaps_seconds = overview.elapsed_seconds - split.wall_seconds
+    note = "all attempts"
+    if gaps_seconds > 0.1:
+        note += f"; {text.duration(overview.elapsed_seconds)} with the gaps between them"
+    yield KeyFigure("Wall time", text.duration(split.wall_seconds), note=note)
+    if split.seconds["compute"] > 0 and split.wall_seconds > 0:
+        share = 100 * split.seconds["compute"] / split.wall_seconds
+        yield KeyFigure("Time in compute", f"{share:.1f}", "%", "of the wall time")
+    else:
+        yield KeyFigure("Time in compute", Unavailable(_NO_STEP))
+    saved, failed = run.of(CheckpointSaved), run.of(CheckpointFailed)
+    waited_seconds = sum(event.blocked_seconds for _, event in saved)
+    note = f"training waited {text.duration(waited_seconds)} for them" if saved else ""
+    if saved:
+        note += f"; the last holds {text.data_size(saved[-1][1].bytes)}"
+    if failed:
+        note += f"; {len(failed)} failed".removeprefix("" if note else "; ")
+    yield KeyFigure("Checkpoints", f"{len(saved):,}", "saved", note)
+    ended = Counter(OUTCOME_WORDS.get(each.outcome, each.outcome) for each in run.attempts[:-1])
+    note = ", ".join(f"{number} {words}" for words, number in ended.items())
+    yield KeyFigure("Attempts", f"{len(run.attempts):,}", note=note and f"before the last: {note}")

@@ -1,0 +1,267 @@
+"""The composition root: from a checked job to a `Trainer` on this rank.
+
+Everything that a run is made of is put together here, in the order in which it happens; a new
+mechanism is composed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from outlast.checkpoint import CheckpointStore
+from outlast.data import (
+    BatchLoader,
+    SampleOrder,
+    SampleWindow,
+    check_vocabulary,
+    microbatch_count,
+    prepare,
+    wait_for,
+)
+from outlast.train.agreement import Agreement
+from outlast.train.dropout import DropoutStream
+from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
+from outlast.train.evaluate import Evaluation
+from outlast.train.layout import Layout, make_mesh
+from outlast.train.loop import Trainer
+from outlast.train.model import build_model
+from outlast.train.optimizer import build_optimizers
+from outlast.train.parallelize import (
+    compile_blocks,
+    recompute_activations,
+    replicate,
+    shard,
+    split_tensors,
+)
+from outlast.train.pipeline import (
+    StageModule,
+    held_blocks,
+    keep_local,
+    make_schedule,
+    make_stage,
+    stage_blocks,
+    stage_view,
+)
+from outlast.train.preflight import Plan, pipeline_shape
+from outlast.train.waits import CommunicationWait
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from outlast.data import Prepared
+    from outlast.job import Job
+    from outlast.records import RecordWriter, RunDirectory, RunLock
+    from outlast.train.ranks import Ranks
+    from outlast.train.signals import StopFlag
+
+
+@dataclass
+class SetUp:
+    """What a rank knows before its trainer is built, and the seconds that the set-up takes."""
+
+    job: Job
+    plan: Plan
+    ranks: Ranks
+    device: torch.device
+    directory: RunDirectory
+    stop: StopFlag
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, name: str, begun: float) -> None:
+        """Note the seconds since `begun` as phase `name` of the set-up."""
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+
+
+def configure_torch(job: Job, ranks: Ranks) -> None:
+    """Threads and determinism of this process."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(cores // ranks.local_world_size, 1))
+    if job.run.deterministic:
+        # cuBLAS needs a fixed workspace for repeatable results (CUDA documentation, cuBLAS 2.1.4).
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def load_data(setup: SetUp) -> Prepared:
+    """Tokenise on rank 0 or open what is there; the other ranks wait for it."""
+    begun = time.perf_counter()
+    data = setup.job.data
+    if not setup.ranks.is_first and data.source != "tokens":
+        wait_for(setup.directory.data, data.prepare_timeout_seconds)
+    prepared = prepare(
+        data.source,
+        cache=setup.directory.data,
+        train_patterns=data.train,
+        validation_patterns=data.validation,
+        validation_fraction=data.validation_fraction,
+        tokenizer=data.tokenizer,
+        token_dtype=data.token_dtype,
+    )
+    vocabulary_size = setup.plan.facts.vocabulary_size
+    if vocabulary_size is not None:
+        for file in (prepared.train, prepared.validation):
+            if file is not None:
+                check_vocabulary(file, vocabulary_size)
+    setup.timed("data", begun)
+    return prepared
+
+
+def build(
+    setup: SetUp, data: Prepared, records: RecordWriter | None, lock: RunLock | None
+) -> tuple[Trainer, nn.Module]:
+    """Build this rank's trainer.
+
+    Returns:
+        The trainer, and the whole model on the meta device, for facts such as its size.
+    """
+    job, layout, device = setup.job, setup.plan.layout, setup.device
+    begun = time.perf_counter()
+    model = build_model(job)
+    whole = _skeleton(model)
+    setup.timed("model", begun)
+    begun = time.perf_counter()
+    mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
+    setup.timed("process group", begun)
+    begun = time.perf_counter()
+    waits = CommunicationWait()
+    if layout.pipeline > 1:
+        assert mesh is not None
+        engine: Engine = _pipeline_engine(setup, model, mesh)
+    else:
+        engine = _replica_engine(setup, model, mesh, waits)
+    setup.timed("parallelize", begun)
+    data_rank = layout.data_rank(setup.ranks.rank)
+    trainer = Trainer(
+        job=job,
+        device=device,
+        model=model,
+        optimizers=build_optimizers(model, job.optimizer),
+        engine=engine,
+        loader=_loader(job, layout, data, data_rank),
+        evaluation=_evaluation(job, layout, data, data_rank),
+        agreement=Agreement(layout, setup.ranks.rank, device),
+        waits=waits,
+        pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
+        store=CheckpointStore(
+            setup.directory.checkpoints,
+            keep=job.checkpoint.keep,
+            asynchronous=job.checkpoint.asynchronous,
+        ),
+        stop=setup.stop,
+        records=records,
+        lock=lock,
+        # Only DDP reorders its sums, and two summands have no order.
+        settle_reduction_order=layout.replicate > 2 and layout.shard * layout.pipeline == 1,
+    )
+    return trainer, whole
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The same modules with parameters of shape only."""
+    import copy
+
+    with torch.device("meta"):
+        memo: dict[int, object] = {
+            id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"))
+            for tensor in model.parameters()
+        }
+        return copy.deepcopy(model, memo)
+
+
+def _replica_engine(
+    setup: SetUp, model: nn.Module, mesh: DeviceMesh | None, waits: CommunicationWait
+) -> ReplicaEngine:
+    """Tensor parallel, recomputation, compile, then FSDP2 or DDP, in this order."""
+    job, layout, device = setup.job, setup.plan.layout, setup.device
+    model.to(device)
+    dropout = DropoutStream(job.run.seed, held_blocks(model))
+    if mesh is not None and layout.tensor > 1:
+        split_tensors(model, mesh["tensor"])
+    if job.train.activation_checkpointing:
+        recompute_activations(model, dropout)
+    if job.train.compile:
+        compile_blocks(model)
+    bf16 = job.train.precision == "bf16"
+    called = model
+    if mesh is not None and layout.shard > 1:
+        axes = ("replicate", "shard") if layout.replicate > 1 else ("shard",)
+        shard(model, mesh[axes], bf16=bf16)
+    elif mesh is not None and layout.replicate > 1:
+        called = replicate(model, mesh["replicate"])
+        waits.watch_gradients(model)
+    return ReplicaEngine(
+        model=called,
+        inner=model,
+        device=device,
+        dropout=dropout,
+        waits=waits,
+        data_ranks=layout.data_ranks,
+        bf16_autocast=bf16 and layout.shard == 1,
+    )
+
+
+def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:
+    """Cut the model into this rank's stages, each replicated over the data ranks."""
+    job, layout, device = setup.job, setup.plan.layout, setup.device
+    stages, microbatches = pipeline_shape(job, layout)
+    rank = layout.pipeline_rank(setup.ranks.rank)
+    # Interleaving gives every rank each pipeline-th stage.
+    mine = range(rank, stages, layout.pipeline)
+    blocks = stage_blocks(setup.plan.facts.layers or 0, stages)
+    local = {block for index in mine for block in blocks[index]}
+    keep_local(model, local, first=0 in mine, last=stages - 1 in mine)
+    model.to(device)
+    dropout = DropoutStream(job.run.seed, held_blocks(model))
+    if job.train.activation_checkpointing:
+        recompute_activations(model, dropout)
+    modules = []
+    for index in mine:
+        first, last = index == 0, index == stages - 1
+        view = stage_view(model, blocks[index], first=first, last=last)
+        bf16 = torch.bfloat16 if job.train.precision == "bf16" else None
+        modules.append(StageModule(view, first=first, last=last, dropout=dropout, autocast=bf16))
+    loss_scale = [1.0]
+    runtimes = [
+        make_stage(module, index, stages, device, mesh["pipeline"].get_group())
+        for index, module in zip(mine, modules, strict=True)
+    ]
+    schedule = make_schedule(
+        runtimes,
+        microbatches,
+        lambda logits, targets: loss_sum(logits, targets) * loss_scale[0],
+    )
+    replicas = mesh["replicate"].get_group()
+    return PipelineEngine(schedule, modules, device, replicas, loss_scale)
+
+
+def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:
+    windows = SampleWindow(data.train, job.data.sequence_length)
+    count = microbatch_count(job.train.batch_size, layout.data_ranks, job.train.micro_batch_size)
+    return BatchLoader(
+        windows,
+        SampleOrder(windows.samples, job.run.seed),
+        batch_size=job.train.batch_size,
+        rank=data_rank,
+        ranks=layout.data_ranks,
+        # A pipeline cuts its share itself.
+        microbatches=1 if layout.pipeline > 1 else count,
+    )
+
+
+def _evaluation(job: Job, layout: Layout, data: Prepared, data_rank: int) -> Evaluation | None:
+    if data.validation is None:
+        return None
+    windows = SampleWindow(data.validation, job.data.sequence_length)
+    samples = min(job.evaluate.samples or windows.samples, windows.samples)
+    share = -(-job.train.batch_size // layout.data_ranks)
+    if layout.pipeline == 1 and job.train.micro_batch_size:
+        share = min(share, job.train.micro_batch_size)
+    return Evaluation(windows, samples, share, data_rank, layout.data_ranks)

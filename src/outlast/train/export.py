@@ -1,0 +1,128 @@
+"""The trained model as a Hugging Face directory, and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.checkpoint import CheckpointStore
+from outlast.errors import CheckpointError, OutlastError
+from outlast.train.model import build_model, load_config, logits_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from outlast.data import Tokenizer
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+
+
+def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
+    """The whole model of the newest intact checkpoint, on the CPU of this process alone.
+
+    Whatever layout wrote the checkpoint, one process reads it.
+
+    Returns:
+        The model in evaluation mode, and the step.
+
+    Raises:
+        CheckpointError: When there is no checkpoint, or none is intact.
+    """
+    scratch = job.model_copy(
+        update={"model": job.model.model_copy(update={"initialize": "scratch"})}
+    )
+    model = build_model(scratch if not job.model.module else job)
+    store = CheckpointStore(directory.checkpoints, keep=job.checkpoint.keep, collective=False)
+    restored = store.restore({"model": model})
+    store.close()
+    if restored is None:
+        raise CheckpointError(f"{directory.checkpoints} holds no checkpoint to export")
+    return model.eval(), restored.step
+
+
+def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
+    """Write the newest checkpoint's model to `target`, for ``from_pretrained`` to load.
+
+    The folder appears complete or not at all; an earlier export there is replaced at the end.
+
+    Returns:
+        The step that was exported.
+
+    Raises:
+        OutlastError: When the model is no Hugging Face model or the disk is full.
+    """
+    if load_config(job.model) is None:
+        raise OutlastError(
+            f'model.module = "{job.model.module}" gives no Hugging Face model, so there is no '
+            "Hugging Face directory to export; set export.huggingface = false"
+        )
+    model, step = load_trained(job, directory)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.save_pretrained(partial)  # type: ignore[operator]
+        _save_tokenizer(job, partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutlastError(f"the model cannot be exported to {target}: {error}") from None
+    return step
+
+
+def _save_tokenizer(job: Job, target: Path) -> None:
+    """Put the tokenizer beside the model, where it has a Hugging Face form."""
+    source = Path(job.data.tokenizer)
+    file = source / "tokenizer.json" if source.is_dir() else source
+    if file.suffix == ".json":
+        from transformers import PreTrainedTokenizerFast
+
+        PreTrainedTokenizerFast(tokenizer_file=str(file)).save_pretrained(target)
+    elif file.suffix == ".model":
+        shutil.copy(file, target / "tokenizer.model")
+
+
+def continue_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    window: int,
+    seed: int,
+) -> str:
+    """Sample a continuation of `prompt`.
+
+    Args:
+        model: Maps (1, sequence) token ids to logits.
+        tokenizer: Encodes the prompt and decodes the continuation.
+        prompt: Text to continue; an empty one starts from token 0.
+        tokens: Tokens to write.
+        temperature: Divides the logits; 0 takes the most likely token.
+        window: Longest context that the model was trained on, in tokens.
+        seed: Seed of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    encoded = tokenizer.encode(prompt.encode())
+    ids = [int(each) for each in encoded] or [0]
+    begun = len(ids)
+    with torch.no_grad():
+        for _ in range(tokens):
+            context = torch.tensor([ids[-window:]])
+            ids.append(_draw(logits_of(model(context))[0, -1], temperature, generator))
+    return tokenizer.decode(ids[begun:])
+
+
+def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0.0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

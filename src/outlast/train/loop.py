@@ -1,0 +1,299 @@
+"""The training loop: one step after the other, with time measured by purpose."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.errors import CheckpointError
+from outlast.records import (
+    AttemptEnded,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointSaved,
+    Evaluated,
+    Ready,
+    StepsDone,
+    StopRequested,
+    Stopwatch,
+    Warned,
+)
+from outlast.train.gradients import clip, global_norm
+from outlast.train.optimizer import set_learning_rate
+from outlast.train.schedule import learning_rate_factor
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from outlast.checkpoint import CheckpointStore, SaveHandle
+    from outlast.data import BatchLoader, MicroBatch
+    from outlast.job import Job
+    from outlast.records import RecordWriter, RunLock
+    from outlast.train.agreement import Agreement
+    from outlast.train.engine import Engine
+    from outlast.train.evaluate import Evaluation
+    from outlast.train.signals import StopFlag
+    from outlast.train.waits import CommunicationWait
+
+_LOCK_REFRESH_SECONDS = 20.0
+
+
+@dataclass
+class Interval:
+    """What has happened since the last step record."""
+
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt went.
+
+    Attributes:
+        last_step: Steps done in the run when it ended.
+        completed: Whether these are all steps of the job.
+        reason: What asked for the stop, or an empty text.
+    """
+
+    last_step: int
+    completed: bool
+    reason: str
+
+    def ended(self, seconds: dict[str, float]) -> AttemptEnded:
+        """The event that closes the attempt; `seconds` are those since the last step record."""
+        outcome = "completed" if self.completed else "to_be_continued"
+        return AttemptEnded(self.last_step, outcome, self.reason, seconds)
+
+
+@dataclass
+class Trainer:
+    """All parts of a run on this rank, put together by `outlast.train.build`.
+
+    `records` and `lock` are None on ranks other than 0.
+    """
+
+    job: Job
+    device: torch.device
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    engine: Engine
+    loader: BatchLoader
+    evaluation: Evaluation | None
+    agreement: Agreement
+    waits: CommunicationWait
+    pipeline_group: ProcessGroup | None
+    store: CheckpointStore
+    stop: StopFlag
+    records: RecordWriter | None
+    lock: RunLock | None
+    settle_reduction_order: bool
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def run(self, started: float, parts: dict[str, float]) -> Outcome:
+        """Restore, train to the last step or until a stop is agreed on, save.
+
+        Args:
+            started: Wall clock when this process (or its launcher) began, seconds since the epoch.
+            parts: Seconds of the set-up so far, by phase; completed here and recorded.
+
+        Raises:
+            CheckpointError: When nothing intact can be restored, or the last save fails.
+        """
+        self._pending: SaveHandle | None = None
+        self._lock_refreshed = time.monotonic()
+        begun = time.perf_counter()
+        first_step = self._restore()
+        parts["restore"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        if self.settle_reduction_order and first_step < self.job.train.steps:
+            self._settle(first_step)
+            parts["settle"] = time.perf_counter() - begun
+        self._record(Ready(first_step, time.time() - started, parts))
+        self.watch.lap()
+        with self.waits.in_collectives():
+            last_step = self._train(first_step)
+            completed = last_step >= self.job.train.steps
+            if completed and first_step < last_step:
+                self._evaluate(last_step)
+            self._save_last(last_step, first_step)
+        reason = "" if completed else self.stop.reason or "another rank"
+        return Outcome(last_step, completed, reason)
+
+    def _restore(self) -> int:
+        begun = time.perf_counter()
+        restored = self.store.restore({"model": self.model, "optimizer": self.optimizers})
+        if restored is None:
+            return 0
+        for problem in restored.skipped:
+            self._record(
+                Warned(f"{problem}; the run goes on from the version of step {restored.step}")
+            )
+        seconds = time.perf_counter() - begun
+        self._record(CheckpointRestored(restored.step, seconds, restored.skipped))
+        return restored.step
+
+    def _settle(self, step: int) -> None:
+        """Run one step's passes and drop the gradients.
+
+        DDP puts gradients into other buckets after its first backward pass, which changes the order
+        in which three or more ranks are summed. Doing that pass here makes the first step of a
+        resumed run sum in the same order as the same step of an uninterrupted one.
+        """
+        self.engine.forward_backward(self.loader.batch(step), step, self._tokens_per_step)
+        self._zero_gradients()
+
+    def _train(self, first_step: int) -> int:
+        """Train from `first_step`; returns the number of steps done when it ends."""
+        steps, interval = self.job.train.steps, Interval()
+        batches = self.loader.prefetching(first_step, steps)
+        last_stop = self.job.train.stop_after_steps
+        done = first_step
+        try:
+            while done < steps:
+                begun = time.perf_counter()
+                with self._timed("data"):
+                    step, parts = next(batches)
+                norm, learning_rate, loss = self._step(step, parts)
+                done = step + 1
+                if last_stop and done - first_step >= last_stop:
+                    self.stop.reason = self.stop.reason or "train.stop_after_steps"
+                stopping = self._agree(loss, interval)
+                interval.step_seconds.append(time.perf_counter() - begun)
+                if done % self.job.log.every_steps == 0 or stopping or done == steps:
+                    self._record_steps(done, interval, norm, learning_rate)
+                    interval = Interval()
+                if stopping and done < steps:
+                    self._record(StopRequested(done, self.stop.reason or "another rank"))
+                    break
+                self._between_steps(done, steps)
+        finally:
+            batches.close()
+        return done
+
+    def _step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
+        """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
+        with self._timed("compute"):
+            loss = self.engine.forward_backward(parts, step, self._tokens_per_step)
+            norm = global_norm(self.model.parameters(), self.pipeline_group)
+            if self.job.train.gradient_clip:
+                clip(self.model.parameters(), norm, self.job.train.gradient_clip)
+            factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
+            learning_rate = set_learning_rate(self.optimizers, factor)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self._zero_gradients()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.watch.move(self.waits.take(), to="communication")
+        return norm, learning_rate, loss
+
+    def _agree(self, loss: torch.Tensor, interval: Interval) -> bool:
+        with self._timed("communication"):
+            wants_stop = 1.0 if self.stop.reason else 0.0
+            mean_loss, stops = self.agreement.sum(loss, wants_stop)
+            self.waits.take()
+        interval.losses.append(mean_loss)
+        return stops > 0
+
+    def _between_steps(self, done: int, steps: int) -> None:
+        """Evaluate and save where the job says so, except at the end, which has its own."""
+        if done == steps:
+            return
+        evaluate, save = self.job.evaluate.every_steps, self.job.checkpoint.every_steps
+        if evaluate and done % evaluate == 0:
+            self._evaluate(done)
+        if save and done % save == 0:
+            self._save(done)
+        self._collect_saved(wait=False)
+        if self.lock and time.monotonic() - self._lock_refreshed > _LOCK_REFRESH_SECONDS:
+            self._lock_refreshed = time.monotonic()
+            self.lock.refresh()
+
+    def _evaluate(self, step: int) -> None:
+        if self.evaluation is None:
+            return
+        begun = time.perf_counter()
+        with self._timed("evaluation"):
+            loss = self.evaluation.measure(self.model, self.engine, self.agreement)
+            self.waits.take()
+        self._record(
+            Evaluated(
+                step,
+                loss,
+                self.evaluation.bits_per_byte(loss),
+                self.evaluation.tokens,
+                time.perf_counter() - begun,
+            )
+        )
+
+    def _save(self, step: int) -> None:
+        with self._timed("checkpoint"):
+            self._collect_saved(wait=True)
+            state = {"model": self.model, "optimizer": self.optimizers}
+            self._pending = self.store.save_async(step, state)
+            self.waits.take()
+
+    def _save_last(self, step: int, first_step: int) -> None:
+        """Save where the run ends and wait for it: here a failure must not be passed over."""
+        newest = self.store.newest()
+        if step > first_step and (newest is None or newest.step < step):
+            self._save(step)
+        with self._timed("checkpoint"):
+            error = self._collect_saved(wait=True)
+        if error is not None:
+            raise CheckpointError(
+                f"{error}; the run can go on from its newest complete checkpoint: mend the cause "
+                "and run the same command again"
+            )
+
+    def _collect_saved(self, *, wait: bool) -> str | None:
+        """Record the save under way if it has ended; returns its error."""
+        if self._pending is None or not (wait or self._pending.done()):
+            return None
+        result = self._pending.result()
+        self._pending = None
+        if result.error is None:
+            self._record(
+                CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
+            )
+        else:
+            self._record(CheckpointFailed(result.step, result.error))
+        return result.error
+
+    def _record_steps(
+        self, done: int, interval: Interval, norm: torch.Tensor, learning_rate: float
+    ) -> None:
+        self._record(
+            StepsDone(
+                step=done,
+                steps=len(interval.losses),
+                loss=sum(interval.losses) / len(interval.losses),
+                gradient_norm=float(norm),
+                learning_rate=learning_rate,
+                tokens=done * self._tokens_per_step,
+                step_seconds=[round(seconds, 6) for seconds in interval.step_seconds],
+                seconds=self.watch.lap(),
+            )
+        )
+
+    def _record(self, event: object) -> None:
+        if self.records is not None:
+            self.records.write(event)  # type: ignore[arg-type]
+
+    def _timed(self, purpose: str) -> AbstractContextManager[None]:
+        return self.watch(purpose)
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.job.train.batch_size * self.job.data.sequence_length

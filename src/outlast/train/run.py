@@ -1,0 +1,279 @@
+"""One start of a run on this process: claim the directory, build, train, hand it back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from outlast import __version__
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, OutlastError, RunError
+from outlast.hardware import this_machine
+from outlast.job import differences, fingerprint, job_from_text, to_toml
+from outlast.records import (
+    AttemptStarted,
+    RecordWriter,
+    RunDirectory,
+    RunLock,
+    Sampled,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    Warned,
+)
+from outlast.train.build import SetUp, build, configure_torch, load_data
+from outlast.train.export import continue_text, export_model, load_trained
+from outlast.train.model import flops_per_token, load_config, parameter_count
+from outlast.train.preflight import preflight
+from outlast.train.progress import progress_sink
+from outlast.train.ranks import Ranks, agree_on_failure, device_of, join, leave
+from outlast.train.signals import StopFlag
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from outlast.data import Prepared
+    from outlast.job import Job
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a process is to work on a run.
+
+    Attributes:
+        job: The checked job.
+        fresh: Whether an earlier run in the same directory is moved aside first.
+    """
+
+    job: Job
+    fresh: bool = False
+
+
+def run_directory(job: Job) -> RunDirectory:
+    """The directory of the job's run."""
+    return RunDirectory(Path(job.run.directory) / job.run.name)
+
+
+def check_directory(job: Job, directory: RunDirectory) -> None:
+    """Refuse a directory that holds the run of another job.
+
+    Raises:
+        RunError: With the settings that differ and what can be done.
+    """
+    if not directory.exists():
+        return
+    path = directory.path
+    try:
+        earlier = job_from_text(directory.job_file.read_text(encoding="utf-8"))
+    except (OutlastError, OSError, UnicodeDecodeError) as error:
+        raise RunError(
+            f"{directory.job_file} cannot be read ({error}); start anew with --fresh, which moves "
+            "the old directory aside"
+        ) from None
+    if changed := differences(earlier, job):
+        listed = "\n".join(f"  - {line}" for line in changed)
+        raise RunError(
+            f"the run directory {path} belongs to another job; these settings differ:\n{listed}\n"
+            "give this run another name (run.name=...), set them back, or start anew with "
+            "--fresh, which moves the old directory aside"
+        )
+
+
+def claim(start: Start) -> RunLock:
+    """Take the run directory for this attempt: move an old one aside if asked, lock, check.
+
+    Raises:
+        RunError: When it is another job's, in use, or cannot be written.
+    """
+    directory = run_directory(start.job)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if start.fresh and not restarted and directory.exists():
+        # Holding the lock for a moment makes sure that no live run is moved aside.
+        lock = RunLock(directory)
+        lock.acquire()
+        lock.release()
+        directory.move_aside()
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"the run directory {directory.path} cannot be made: {error}") from None
+    lock = RunLock(directory)
+    lock.acquire()
+    try:
+        check_directory(start.job, directory)
+        directory.create(to_toml(start.job))
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def work(start: Start, ranks: Ranks) -> int:
+    """Work on the run as one of its processes, from set-up to the end.
+
+    Returns:
+        The exit code, equal on all ranks.
+
+    Raises:
+        OutlastError: For what only this rank could find out, e.g. a last save that failed.
+    """
+    began = _process_start(ranks)
+    with StopFlag() as stop:
+        parts = {"start and imports": time.time() - began}
+        begun = time.perf_counter()
+        configure_torch(start.job, ranks)
+        device = device_of(ranks)
+        join(ranks, device, start.job.launch.timeout_seconds)
+        parts["process group"] = time.perf_counter() - begun
+        lock = None
+        try:
+            lock = _claim_together(start, ranks)
+            setup = SetUp(
+                start.job,
+                preflight(start.job, ranks.world_size),
+                ranks,
+                device,
+                run_directory(start.job),
+                stop,
+                parts,
+            )
+            return _train(setup, lock, began)
+        finally:
+            if lock is not None:
+                lock.release()
+            leave()
+
+
+def _claim_together(start: Start, ranks: Ranks) -> RunLock | None:
+    """Rank 0 claims the directory; if it cannot, every rank raises the same sentence."""
+    lock, problem = None, None
+    if ranks.is_first:
+        try:
+            lock = claim(start)
+        except OutlastError as error:
+            problem = str(error)
+    if (problem := agree_on_failure(problem)) is not None:
+        raise RunError(problem)
+    return lock
+
+
+def _train(setup: SetUp, lock: RunLock | None, began: float) -> int:
+    records = _open_records(setup.job, setup.directory) if setup.ranks.is_first else None
+    data, problem = None, None
+    try:
+        data = load_data(setup)
+    except OutlastError as error:
+        problem = str(error)
+    if (problem := agree_on_failure(problem)) is not None:
+        raise OutlastError(problem)
+    assert data is not None
+    trainer, whole = build(setup, data, records, lock)
+    if records is not None:
+        if data.note is not None:
+            records.write(Warned(data.note))
+        records.write(_attempt_started(setup, data, whole))
+    try:
+        outcome = trainer.run(began, setup.parts)
+        if records is not None:
+            if outcome.completed:
+                _leave_behind(setup, data, records, outcome.last_step)
+            records.write(outcome.ended(trainer.watch.lap()))
+        return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+    finally:
+        trainer.store.close()
+        if records is not None:
+            records.close()
+
+
+def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int) -> None:
+    """The exported model and a sampled continuation of a completed run, made by rank 0 alone."""
+    job, directory = setup.job, setup.directory
+    if job.export.huggingface and job.model.module is None:
+        export_model(job, directory, directory.model)
+    if job.sample.tokens and data.tokenizer is not None:
+        model, _ = load_trained(job, directory)
+        text = continue_text(
+            model,
+            data.tokenizer,
+            job.sample.prompt,
+            tokens=job.sample.tokens,
+            temperature=job.sample.temperature,
+            window=job.data.sequence_length,
+            seed=job.run.seed,
+        )
+        records.write(Sampled(step, job.sample.prompt, text))
+
+
+def _open_records(job: Job, directory: RunDirectory) -> RecordWriter:
+    sinks: list[Sink] = [progress_sink(job)]
+    if job.log.tensorboard:
+        sinks.append(TensorBoardSink(directory.tensorboard))
+    if job.log.wandb_project:
+        config = job.model_dump()
+        run_id = f"{job.run.name}-{fingerprint(job)}"
+        sinks.append(WandbSink(job.log.wandb_project, run_id, config, directory.path))
+    return RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
+
+
+def _attempt_started(setup: SetUp, data: Prepared, whole: nn.Module) -> AttemptStarted:
+    job = setup.job
+    tokens = job.train.batch_size * job.data.sequence_length
+    config = load_config(job.model)
+    return AttemptStarted(
+        fingerprint=fingerprint(job),
+        world_size=setup.ranks.world_size,
+        launch=setup.ranks.launch,
+        parallel=setup.plan.layout.to_dict(),
+        machine=this_machine().to_dict(),
+        versions=_versions(),
+        total_steps=job.train.steps,
+        samples_per_step=job.train.batch_size,
+        tokens_per_step=tokens,
+        parameters=parameter_count(whole),
+        flops_per_token=flops_per_token(whole, job.data.sequence_length, config),
+        data=_data_facts(data),
+    )
+
+
+def _data_facts(data: Prepared) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "train_file": str(data.train.path),
+        "train_tokens": len(data.train.tokens),
+        "validation_tokens": 0 if data.validation is None else len(data.validation.tokens),
+        "tokenizer": None if data.tokenizer is None else data.tokenizer.name,
+    }
+    if data.train.header is not None:
+        facts["source_hash"] = data.train.header.source_hash
+        facts["file_hash"] = data.train.header.file_hash
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "outlast": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "numpy": importlib.metadata.version("numpy"),
+    }
+
+
+def _process_start(ranks: Ranks) -> float:
+    """Wall clock when the user's command began, as far as this process can know.
+
+    A worker that `outlast train --nproc` has just forked counts from its launcher's start; after a
+    restart it counts from its own.
+    """
+    process = psutil.Process()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if ranks.launch == "nproc" and restarts == 0:
+        parent = process.parent()
+        process = parent if parent is not None else process
+    return process.create_time()
