@@ -2,12 +2,14 @@
 
 Modules and optimizers go through ``torch.distributed.checkpoint.state_dict``, which names every
 tensor by its fully qualified name, whatever wraps or shards it; that is what makes a checkpoint
-independent of the number of ranks.
+independent of the number of ranks. Objects with a ``state_dict`` of their own are saved whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from outlast.errors import CheckpointError
 
@@ -47,9 +51,13 @@ def gather(state: State) -> dict[str, Any]:
         if isinstance(value, nn.Module):
             found[name] = get_model_state_dict(value)
         elif (optimizers := _optimizers(value)) is not None:
-            found[name] = get_optimizer_state_dict(_owner(model, name), optimizers, options=_FLAT)
+            with contextlib.ExitStack() as completed:
+                for optimizer in optimizers:
+                    completed.enter_context(_completed(optimizer))
+                owner = _owner(model, name)
+                found[name] = get_optimizer_state_dict(owner, optimizers, options=_FLAT)
         else:
-            found[name] = value.state_dict()
+            found[name] = _as_bytes(name, value.state_dict())
     return found
 
 
@@ -60,10 +68,84 @@ def scatter(state: State, loaded: dict[str, Any]) -> None:
         if isinstance(value, nn.Module):
             set_model_state_dict(value, loaded[name])
         elif (optimizers := _optimizers(value)) is not None:
+            for optimizer in optimizers:
+                _complete(optimizer)
             owner = _owner(model, name)
             set_optimizer_state_dict(owner, optimizers, loaded[name], options=_FLAT)
         else:
-            value.load_state_dict(loaded[name])
+            value.load_state_dict(_from_bytes(loaded[name]))
+
+
+@contextlib.contextmanager
+def _completed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """`optimizer` with a state for every parameter; what was added is taken out at the end.
+
+    Only what every live state has can be restored into a new optimizer, and training must go on
+    as if nothing had been saved.
+    """
+    added = _complete(optimizer)
+    try:
+        yield
+    finally:
+        for parameter in added:
+            del optimizer.state[parameter]
+
+
+@torch.no_grad()
+def _complete(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Give the parameters that have had no gradient yet the state of an optimizer before step 1.
+
+    PyTorch's own initialisation counts it as a step, which changes Adam's bias correction, and
+    leaves out parameters without a gradient when others have had one.
+
+    Returns:
+        The parameters that had no state.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    missing = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
+    if not missing:
+        return []
+    gradients = [each.grad for each in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+    added = [each for each in missing if each in optimizer.state]
+    for parameter in added:
+        steps = optimizer.state[parameter].get("step")
+        if steps is not None:
+            optimizer.state[parameter]["step"] = steps * 0
+    return added
+
+
+def _as_bytes(name: str, state: dict[str, Any]) -> bytes:
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)):
+        raise CheckpointError(
+            f"`{name}` holds sharded tensors, of which each rank has a part only; save them as "
+            "parameters or buffers of the module"
+        )
+    # As nested keys, DCP would restore only those that the new object has too, and turn integer
+    # keys into strings.
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
+
+
+def _from_bytes(content: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    return state
 
 
 def _optimizers(value: Any) -> list[torch.optim.Optimizer] | None:

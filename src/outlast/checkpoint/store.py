@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from outlast.checkpoint.fit import ExactLoadPlanner
 from outlast.checkpoint.state import State, gather, scatter
 from outlast.checkpoint.version import (
     Version,
@@ -28,6 +29,8 @@ from outlast.checkpoint.version import (
     partial_path,
     publish,
     published_path,
+    remove,
+    remove_partial,
     set_aside,
     verify,
 )
@@ -37,7 +40,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future as Writes
+
 T = TypeVar("T")
+
+# DCP says this at every save and load of a process alone. A filter around the calls would race
+# with the filters of other threads.
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class SaveResult:
         step: The step saved.
         blocked_seconds: How long the caller waited in `CheckpointStore.save_async`.
         seconds: From the request to the publication.
-        bytes: Size of the published files (0 on ranks other than 0, which do not publish).
+        bytes: Size of the published files of all ranks; 0 when it failed.
         error: Why it failed, or None.
     """
 
@@ -109,6 +122,9 @@ class CheckpointStore:
         asynchronous: Write in a background thread. A second save waits for the first.
         collective: Whether all ranks of the default process group take part; False: this process
             works alone, also where there is a group.
+
+    Raises:
+        CheckpointError: When `keep` is less than 1.
     """
 
     def __init__(
@@ -119,6 +135,8 @@ class CheckpointStore:
         asynchronous: bool = True,
         collective: bool = True,
     ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep = {keep} keeps no checkpoint; it must be at least 1")
         self.directory = Path(directory)
         self.keep = keep
         self.asynchronous = asynchronous
@@ -133,11 +151,16 @@ class CheckpointStore:
         """Copy `state` and write it in the background as the version of `step`.
 
         Returns when the copy is made (after the previous save has ended). The handle's result
-        carries an error instead of raising, so that a failed write need not stop training.
+        carries an error instead of raising, so that a failed write need not stop training. A step
+        that is published already is refused in the same way: no version is ever overwritten.
+
+        Raises:
+            CheckpointError: When `step` is negative or the state cannot be saved.
         """
+        if step < 0:
+            raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
         begun = time.perf_counter()
-        if self._last is not None:
-            self._last.result()
+        self._settle()
         staged = self._stage(gather(state))
         blocked_seconds = time.perf_counter() - begun
         future = self._executor.submit(self._write, step, staged, begun, blocked_seconds)
@@ -159,6 +182,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: When versions exist but none verifies, or the chosen one does not fit.
         """
+        self._settle()
         chosen = self._from_rank_zero(self._choose)
         if chosen is None:
             return None
@@ -169,6 +193,7 @@ class CheckpointStore:
             dcp.load(
                 target,
                 storage_reader=dcp.FileSystemReader(path),
+                planner=ExactLoadPlanner(),
                 process_group=self._group,
                 no_dist=not self._distributed,
             )
@@ -186,6 +211,11 @@ class CheckpointStore:
         """Wait for a save under way and end the background thread."""
         self._executor.shutdown(wait=True)
 
+    def _settle(self) -> None:
+        """Wait for the save under way: two at a time would mix their messages in the group."""
+        if self._last is not None:
+            self._last.result()
+
     def _stage(self, gathered: dict[str, Any]) -> dict[str, Any]:
         """A copy in host memory that later training steps do not touch."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -200,44 +230,57 @@ class CheckpointStore:
         size, error = 0, None
         try:
             size = self._write_and_publish(step, staged)
-        except (OSError, dcp.CheckpointException, RuntimeError, CheckpointError) as problem:
-            reason = str(problem) if isinstance(problem, CheckpointError) else _cause(problem)
-            error = f"the checkpoint of step {step} in {self.directory} failed: {reason}"
+        except (Exception, dcp.CheckpointException) as problem:
+            error = f"the checkpoint of step {step} in {self.directory} failed: {_cause(problem)}"
+            if self._rank == 0:
+                shutil.rmtree(partial_path(self.directory, step), ignore_errors=True)
         return SaveResult(step, blocked_seconds, time.perf_counter() - begun, size, error)
 
     def _write_and_publish(self, step: int, staged: dict[str, Any]) -> int:
         partial = partial_path(self.directory, step)
-        self._from_rank_zero(lambda: _make_empty(partial))
-        writer = dcp.FileSystemWriter(partial, sync_files=True, overwrite=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(
-                staged,
-                storage_writer=writer,
-                process_group=self._group,
-                no_dist=not self._distributed,
-            )
+        self._from_rank_zero(lambda: self._prepare(partial, step))
+        dcp.save(
+            staged,
+            storage_writer=_Writer(partial, sync_files=True, overwrite=False),
+            process_group=self._group,
+            no_dist=not self._distributed,
+        )
         return self._from_rank_zero(lambda: self._publish(partial, step))
+
+    def _prepare(self, partial: Path, step: int) -> None:
+        existing = Version(step, published_path(self.directory, step))
+        if existing.path.exists():
+            if not _damaged(existing):
+                raise CheckpointError(
+                    f"{existing.path} is published already and is never overwritten; delete it to "
+                    "save this step again"
+                )
+            set_aside(existing)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
     def _publish(self, partial: Path, step: int) -> int:
         target = published_path(self.directory, step)
         size = publish(partial, target, step, self._world_size)
         for version in list_versions(self.directory)[: -self.keep]:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(version.path)
+            # After a return to an earlier step, the new version may be the oldest by number.
+            if version.step != step:
+                with contextlib.suppress(OSError):
+                    remove(version)
+        remove_partial(self.directory, before=step)
         return size
 
     def _choose(self) -> tuple[int, list[str]] | None:
         skipped, damaged = [], []
         for version in reversed(list_versions(self.directory)):
-            try:
-                verify(version)
-            except CheckpointError as problem:
-                skipped.append(str(problem))
+            if problem := _damaged(version):
+                skipped.append(problem)
                 damaged.append(version)
                 continue
             for each in damaged:
-                set_aside(each)
+                # One who may only read can restore as well.
+                with contextlib.suppress(OSError):
+                    set_aside(each)
             return version.step, skipped
         if skipped:
             raise CheckpointError(
@@ -252,8 +295,8 @@ class CheckpointStore:
         if self._rank == 0:
             try:
                 outcome[0] = work()
-            except (OSError, CheckpointError) as problem:
-                outcome[1] = str(problem)
+            except Exception as problem:
+                outcome[1] = _cause(problem)
         if self._distributed:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[1] is not None:
@@ -262,9 +305,27 @@ class CheckpointStore:
         return result
 
 
-def _make_empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+class _Writer(dcp.FileSystemWriter):
+    """Reports the operating system's error, where PyTorch's zip writer hides it behind its own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Writes[list[WriteResult]]:
+        """Write this rank's file."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            behind: BaseException | None = error
+            while behind is not None and not isinstance(behind, OSError):
+                behind = behind.__cause__ or behind.__context__
+            raise behind or error from None
+
+
+def _damaged(version: Version) -> str:
+    """Why `version` does not verify; empty when it does."""
+    try:
+        verify(version)
+    except CheckpointError as problem:
+        return str(problem)
+    return ""
 
 
 def _cause(error: BaseException) -> str:
@@ -272,4 +333,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):
         for failure in error.failures.values():
             return _cause(failure[0])
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+    if isinstance(error, (OSError, CheckpointError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
 _PARTIAL = ".partial"
+_PUBLISHED = re.compile(_PREFIX + r"(\d{8}|[1-9]\d{8,})", re.ASCII)
 _CHUNK_BYTES = 1 << 22
 
 
@@ -54,9 +57,9 @@ def list_versions(root: Path) -> list[Version]:
     found = []
     if root.is_dir():
         for path in root.iterdir():
-            digits = path.name.removeprefix(_PREFIX)
-            if path.name.startswith(_PREFIX) and digits.isdigit() and path.is_dir():
-                found.append(Version(int(digits), path))
+            named = _PUBLISHED.fullmatch(path.name)
+            if named and path.is_dir():
+                found.append(Version(int(named[1]), path))
     return sorted(found, key=lambda version: version.step)
 
 
@@ -92,25 +95,40 @@ def verify(version: Version) -> None:
     """Check every file of `version` against its manifest.
 
     Raises:
-        CheckpointError: Naming the file that is missing, cut or changed.
+        CheckpointError: Naming the file that is missing, cut, changed or cannot be read.
     """
+    manifest_path = version.path / MANIFEST
     try:
-        manifest = json.loads((version.path / MANIFEST).read_text())
-        files = manifest["files"]
+        manifest = json.loads(manifest_path.read_text())
         if manifest["format"] != FORMAT_VERSION or manifest["step"] != version.step:
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{version.path / MANIFEST} is missing or damaged") from None
-    for name, expected in files.items():
+        files = [
+            (name, each["bytes"], each["xxh3_128"]) for name, each in manifest["files"].items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{manifest_path} is missing or damaged") from None
+    for name, size, digest in files:
         path = version.path / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes where {expected['bytes']} were written"
-            )
-        if _hash(path) != expected["xxh3_128"]:
-            raise CheckpointError(f"{path} does not have the content that was written")
+        try:
+            _check(path, size, digest)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def remove(version: Version) -> None:
+    """Delete `version`; when it is cut short, what is left does not look like a version."""
+    leftover = partial_path(version.path.parent, version.step)
+    shutil.rmtree(leftover, ignore_errors=True)
+    version.path.rename(leftover)
+    shutil.rmtree(leftover)
+
+
+def remove_partial(root: Path, before: int) -> None:
+    """Delete what killed processes left behind of versions of steps smaller than `before`."""
+    for path in root.glob(f"{_PREFIX}*{_PARTIAL}"):
+        named = _PUBLISHED.fullmatch(path.name.removesuffix(_PARTIAL))
+        if named and int(named[1]) < before:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(version: Version) -> Path:
@@ -120,6 +138,15 @@ def set_aside(version: Version) -> Path:
         number += 1
     version.path.rename(target)
     return target
+
+
+def _check(path: Path, size: int, digest: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    if path.stat().st_size != size:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes where {size} were written")
+    if _hash(path) != digest:
+        raise CheckpointError(f"{path} does not have the content that was written")
 
 
 def _hash(path: Path) -> str:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
     from outlast.job.sections import Job
 
 
-def impossible_combinations(job: Job) -> list[str]:
-    """One sentence for each combination of settings in `job` that cannot work."""
-    checks = (_model, _data, _schedule, _parallel)
-    return [problem for check in checks for problem in check(job)]
+def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[str]:
+    """One sentence for each combination of settings in `job` that cannot work.
+
+    Nothing is said about the sections in `unsure`, whose settings are not known to be what the
+    user meant.
+    """
+    checks = (
+        (_model, {"model"}),
+        (_data, {"data"}),
+        (_schedule, {"schedule", "train"}),
+        (_parallel, {"parallel", "train"}),
+    )
+    return [
+        problem for check, sections in checks if not sections & unsure for problem in check(job)
+    ]
 
 
 def _model(job: Job) -> Iterator[str]:

@@ -27,13 +27,19 @@ def identity(job: Job) -> dict[str, Any]:
 
 def fingerprint(job: Job) -> str:
     """A short hash (16 hexadecimal digits) of the job's identity."""
-    text = json.dumps(identity(job), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_canonical(identity(job)).encode()).hexdigest()[:16]
 
 
 def differences(old: Job, new: Job) -> list[str]:
     """One line ``section.key: old -> new`` for every identity setting that differs."""
     before, after = identity(old), identity(new)
     return [
-        f"{key}: {before[key]!r} -> {after[key]!r}" for key in before if before[key] != after[key]
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in before
+        if _canonical(before[key]) != _canonical(after[key])
     ]
+
+
+def _canonical(value: Any) -> str:
+    # One text for both functions: as Python values, true would equal 1 and the fingerprints differ.
+    return json.dumps(value, sort_keys=True)

@@ -16,11 +16,31 @@ from pydantic import ValidationError
 from outlast.errors import JobError
 from outlast.job.checks import impossible_combinations
 from outlast.job.sections import Job, Section
+from outlast.job.template import toml_value
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_JOB = "the embedded default job"
+
+# Beside its own error, tomllib lets through those of numbers and nestings beyond Python's limits.
+_NOT_TOML = (ValueError, RecursionError)
+_LONGEST_VALUE = 80
+
+_RIGHT = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false, without quotes",
+    "string_type": "text in quotes",
+    "list_type": 'a list of texts such as ["a.txt", "b.txt"]',
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+    "not_toml": "{right}",
+}
+"""What would be right instead, by the kind of pydantic error."""
 
 
 def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Job:
@@ -54,27 +74,33 @@ def _read(path: Path | None, source: str) -> dict[str, Any]:
     if path is None:
         return _parse(default_job_text(), source)
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a byte order mark, which is no TOML.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         message = "the file does not exist; `outlast init` writes one to start from"
         raise JobError([message], source) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError([f"the file cannot be read: {error}"], source) from None
+    except UnicodeDecodeError as error:
+        message = f"the file is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        raise JobError([message], source) from None
+    except OSError as error:
+        raise JobError([f"the file cannot be read: {error.strerror}"], source) from None
     return _parse(text, source)
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         raise JobError([f"not valid TOML: {error}"], source) from None
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> list[str]:
     key, equals, value = override.partition("=")
-    parts = key.strip().split(".")
+    parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
         return [f"the override `{override}` is not of the form section.key=value"]
+    if not _is_unicode(override):
+        return [f"the override {override!a} is not UTF-8 text; rename the file that it names"]
     table = tables
     for part in parts[:-1]:
         table = table.setdefault(part, {})
@@ -86,16 +112,25 @@ def _apply_override(tables: dict[str, Any], override: str) -> list[str]:
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        document = tomllib.loads(f"value = {text}")
+    except _NOT_TOML:
         return text
+    # A text of several lines may happen to be a TOML document.
+    return document["value"] if len(document) == 1 else text
+
+
+def _is_unicode(text: str) -> bool:
+    # Python hands over bytes of a command line that are not UTF-8 as lone surrogates.
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _build(tables: dict[str, Any], problems: list[str], source: str) -> Job:
     try:
         job = Job.model_validate(tables)
     except ValidationError as error:
-        problems = problems + [_sentence(detail) for detail in error.errors()]
+        details = error.errors()
+        problems = problems + [_sentence(detail) for detail in details]
+        problems += _combinations_beside(details, tables)
         raise JobError(problems, source) from None
     problems = problems + impossible_combinations(job)
     if problems:
@@ -103,16 +138,53 @@ def _build(tables: dict[str, Any], problems: list[str], source: str) -> Job:
     return job
 
 
+def _combinations_beside(details: list[Any], tables: dict[str, Any]) -> list[str]:
+    """Impossible combinations in the sections that have no problem themselves."""
+    wrong = {detail["loc"][0] for detail in details}
+    job = Job.model_validate({name: table for name, table in tables.items() if name not in wrong})
+    if not wrong <= Job.model_fields.keys():
+        # A misspelt section is missing elsewhere: say nothing about those that are not there.
+        wrong |= Job.model_fields.keys() - tables.keys()
+    return impossible_combinations(job, wrong)
+
+
 def _sentence(detail: Any) -> str:
     """One sentence from one pydantic error: the setting, its value, and what would be right."""
-    where = [str(part) for part in detail["loc"]]
-    name, value = ".".join(where), detail["input"]
+    where, value = [str(part) for part in detail["loc"]], detail["input"]
     if detail["type"] == "extra_forbidden":
         return _unknown_key(where)
-    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{name} = {value!r} must be a section: write [{name}] and its keys below it"
-    message = detail["msg"].removeprefix("Input ").removeprefix("should ")
-    return f"{name} = {value!r} is not possible: it should {message}"
+    if detail["type"] == "not_toml":
+        where += detail["ctx"]["path"]
+        for part in detail["ctx"]["path"]:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+    name = ".".join(where)
+    shown = toml_value(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = shown[: _LONGEST_VALUE - 3] + "..."
+    if detail["type"] in ("model_type", "dict_type"):
+        return f"{name} = {shown} must be a section: write [{name}] and its keys below it"
+    return f"{name} = {shown} is not possible: it should be {_right(detail, where)}"
+
+
+def _right(detail: Any, where: list[str]) -> str:
+    """What the value of one pydantic error should be, in words."""
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "literal_error":
+            return str(context["expected"]).replace("'", '"')
+        case "int_type" if _is_whole(detail["input"]):
+            return f"a whole number, written {int(detail['input'])}"
+        case "string_pattern_mismatch":
+            field = Job.model_fields[where[0]].annotation.model_fields[where[1]]  # type: ignore[union-attr]
+            return str(field.json_schema_extra["form"])
+        case kind if kind in _RIGHT:
+            return _RIGHT[kind].format_map(context)
+        case _:
+            return str(detail["msg"])
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _unknown_key(where: list[str]) -> str:

@@ -9,26 +9,74 @@ the next.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.config import JsonDict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-def setting(default: Any, description: str, *, identity: bool = True, **limits: Any) -> Any:
-    """A field with its description and whether it is part of the run's identity."""
-    return Field(
-        default, description=description, json_schema_extra={"identity": identity}, **limits
-    )
+TOML_VALUES = "text, a number, true, false, a list or a table of these"
+
+
+def setting(
+    default: Any, description: str, *, identity: bool = True, form: str = "", **limits: Any
+) -> Any:
+    """A field with its description and whether it is part of the run's identity.
+
+    `form` says in words what a `pattern` among the `limits` asks for.
+    """
+    extra: JsonDict = {"identity": identity, "form": form}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def _only_toml(table: dict[str, Any]) -> dict[str, Any]:
+    for path, value in _not_toml(table, ()):
+        raise PydanticCustomError(
+            "not_toml",
+            "{name} = {value} should be {right}",
+            {"path": path, "name": ".".join(path), "value": repr(value), "right": TOML_VALUES},
+        )
+    return table
+
+
+def _not_toml(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What inside `value` a job file cannot say, or not say again: None, dates, NaN, objects."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            yield from _not_toml(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _not_toml(inner, (*path, str(index)))
+    elif not isinstance(value, (str, bool, int, float)) or _is_nan(value):
+        yield path, value
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+Table = Annotated[dict[str, Any], AfterValidator(_only_toml)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused."""
+    """Base of all sections: immutable, unknown keys refused, no value converted to another type.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    TOML has types, so `steps = "5"`, `steps = true` and `compile = "no"` are mistakes.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class RunSection(Section):
@@ -38,6 +86,7 @@ class RunSection(Section):
         "run",
         "name of the run; its directory is <directory>/<name>",
         identity=False,
+        form="letters, digits, dots, dashes and underscores, with a letter or a digit first",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
     directory: str = setting("runs", "folder that holds the run directories", identity=False)
@@ -58,12 +107,13 @@ class ModelSection(Section):
         None,
         "package.module:function that returns an nn.Module mapping token ids (batch, sequence) "
         "to logits (batch, sequence, vocabulary)",
+        form="package.module:function",
         pattern=r"^[\w.]+:\w+$",
     )
-    settings: dict[str, Any] = setting(
+    settings: Table = setting(
         {}, "Hugging Face config in place, e.g. model_type = 'llama', hidden_size = 128"
     )
-    arguments: dict[str, Any] = setting({}, "keyword arguments of the module function")
+    arguments: Table = setting({}, "keyword arguments of the module function")
     initialize: Literal["auto", "scratch", "pretrained"] = setting(
         "auto", "auto: pretrained when `directory` holds weights, else scratch"
     )

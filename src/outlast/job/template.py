@@ -58,10 +58,15 @@ def toml_value(value: Any) -> str:
         pairs = (f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return _quoted(value)
     return repr(value)
 
 
 def _key(text: str) -> str:
     bare = text.replace("_", "").replace("-", "").isalnum() and text.isascii()
-    return text if bare else json.dumps(text)
+    return text if bare else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    # TOML's escapes are those of JSON, but TOML also forbids a raw DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,12 +2,14 @@
 
 An event on disk is one JSON object on one line: the envelope (``v``, ``kind``, ``time``,
 ``monotonic``, ``rank``, ``attempt``) and the fields of its kind. ``v`` is `FORMAT_VERSION`. A
-reader ignores kinds and fields that it does not know, so newer files stay readable.
+reader ignores kinds and fields that it does not know, so newer files stay readable. Numbers that
+are not finite are the texts ``nan``, ``inf`` and ``-inf``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -194,12 +196,41 @@ KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()
 
 
 def from_fields(kind: str, fields: dict[str, Any]) -> Event | None:
-    """The event of this kind, or None when the kind is unknown or a field is missing."""
+    """The event of this kind, or None when the kind is unknown or a field is missing or damaged."""
     cls = KINDS.get(kind)
     if cls is None:
         return None
-    known = {each.name for each in dataclasses.fields(cls)}
     try:
-        return cls(**{name: value for name, value in fields.items() if name in known})
-    except TypeError:
+        return cls(
+            **{
+                each.name: _read_back(fields[each.name], str(each.type))
+                for each in dataclasses.fields(cls)
+                if each.name in fields
+            }
+        )
+    except (TypeError, ValueError):
         return None
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: `value` with these as the texts ``nan``, ``inf``, ``-inf``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def _read_back(value: Any, annotation: str) -> Any:
+    """The inverse of `finite` for a field of this type; raises ValueError for other texts."""
+    if "float" not in annotation:
+        return value
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: float(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [float(inner) for inner in value]
+    return value

@@ -8,6 +8,7 @@ run.seconds()         # {"compute": 101.2, "data": 0.4, ..., "lost": 0.0}
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from outlast.records.events import (
     StepsDone,
     from_fields,
 )
+from outlast.records.writer import event_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,17 +117,16 @@ class Run:
         return Attempt(number, start_time, records[-1].time, first_step, world_size, outcome)
 
     def steps(self) -> list[tuple[Record, StepsDone]]:
-        """The step events that count: those that a later attempt did again are left out."""
-        kept: list[tuple[Record, StepsDone]] = []
-        restarts = {each.number: each.first_step for each in self.attempts}
-        attempt = 0
-        for record, event in self.of(StepsDone):
-            first_step = restarts.get(record.attempt)
-            if record.attempt != attempt and first_step is not None:
-                kept = [(old, done) for old, done in kept if done.step <= first_step]
-            attempt = record.attempt
-            kept.append((record, event))
-        return kept
+        """The step events that count.
+
+        Left out are those that reach beyond the step from which a later attempt went on: their
+        work was lost, and is done again.
+        """
+        return [
+            (record, event)
+            for record, event in self.of(StepsDone)
+            if event.step <= self._kept_until[record.attempt]
+        ]
 
     def losses(self) -> list[tuple[int, float]]:
         """Training loss by step: (steps done, mean loss in nats per token)."""
@@ -135,7 +136,9 @@ class Run:
         """Wall seconds of all attempts by purpose.
 
         The purposes are those of `PURPOSES` and ``lost``: the time of steps that a later attempt
-        did again. Their sum is the time from each attempt's process start to its last lap.
+        did again (of an event that covers both kinds of step, the share of the steps). Their sum
+        is the time from each attempt's process start to its last lap; an attempt that died before
+        it was ready counts nothing.
         """
         total = dict.fromkeys([*PURPOSES, LOST], 0.0)
         attempt_numbers = [each.number for each in self.attempts]
@@ -160,14 +163,17 @@ class Run:
         return ((record, record.event) for record in self.records if record.rank == 0)
 
     def _share_lost(self, attempt: int, event: StepsDone) -> float:
-        later = [
-            each.first_step
-            for each in self.attempts
-            if each.number > attempt and each.first_step is not None
-        ]
-        kept_until = min(later, default=event.step)
-        lost_steps = min(max(event.step - kept_until, 0), event.steps)
+        lost_steps = min(max(event.step - self._kept_until[attempt], 0), event.steps)
         return lost_steps / event.steps if event.steps else 0.0
+
+    @cached_property
+    def _kept_until(self) -> dict[int, float]:
+        """For each attempt, the lowest step from which a later attempt went on."""
+        lowest, found = math.inf, {}
+        for each in reversed(self.attempts):
+            found[each.number] = lowest
+            lowest = min(lowest, math.inf if each.first_step is None else each.first_step)
+        return found
 
 
 def read_run(path: Path | str) -> Run:
@@ -184,14 +190,23 @@ def read_run(path: Path | str) -> Run:
             f"{path} is not a run directory: it has no job.toml; "
             "name a folder that `outlast train` made, e.g. runs/quickstart"
         )
-    records = [
-        record
-        for file in sorted(directory.path.glob("events*.jsonl"))
-        for record in _read_events(file)
-    ]
-    records.sort(key=lambda record: (record.attempt, record.time))
-    job_text = directory.job_file.read_text(encoding="utf-8")
-    return Run(directory.path, job_text, records)
+    files = [event_file(directory.path, 0), *sorted(directory.path.glob("events.rank*.jsonl"))]
+    try:
+        stamped = [each for file in files if file.exists() for each in _in_order(file)]
+        job_text = directory.job_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
+    stamped.sort(key=lambda each: each[0])
+    return Run(directory.path, job_text, [record for _, record in stamped])
+
+
+def _in_order(file: Path) -> Iterator[tuple[tuple[int, float], Record]]:
+    """The file's records with keys that merge files by time and keep each file's own order."""
+    latest = (0, -math.inf)
+    for record in _read_events(file):
+        # The wall clock may be set back while a run writes; its events do not change places.
+        latest = max(latest, (record.attempt, record.time))
+        yield latest, record
 
 
 def _read_events(file: Path) -> Iterator[Record]:
@@ -207,11 +222,8 @@ def _parse(line: bytes) -> Record | None:
         fields: dict[str, Any] = json.loads(line)
         time, monotonic = float(fields["time"]), float(fields["monotonic"])
         rank, attempt, kind = int(fields["rank"]), int(fields["attempt"]), str(fields["kind"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
     payload = {name: value for name, value in fields.items() if name not in _ENVELOPE}
-    for name in ("loss", "gradient_norm"):
-        if isinstance(payload.get(name), str):
-            payload[name] = float(payload[name])
     event = from_fields(kind, payload)
     return None if event is None else Record(time, monotonic, rank, attempt, event)

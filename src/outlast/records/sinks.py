@@ -97,9 +97,20 @@ class WandbSink:
                 "pip install 'outlast[wandb]', or remove log.wandb_project"
             ) from None
         # The same id on every start makes one curve out of all attempts of a run.
-        self._run = wandb.init(
-            project=project, name=name, id=name, resume="allow", config=config, dir=str(directory)
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=name,
+                resume="allow",
+                config=config,
+                dir=str(directory),
+            )
+        except wandb.Error as error:
+            raise OutlastError(
+                f'log.wandb_project = "{project}" does not work ({error}); run `wandb login`, '
+                "set the environment variable WANDB_MODE=offline, or remove log.wandb_project"
+            ) from None
 
     def write(self, event: Event) -> None:
         """Log the curves of the event at its step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
@@ -91,9 +91,14 @@ def _last_failure(error: ChildFailedError, restarts: int) -> str:
     if failure.exitcode < 0:
         cause = f"was killed by {signal.Signals(-failure.exitcode).name}"
     else:
-        cause = f"failed: {failure.message.strip().splitlines()[-1] if failure.message else '?'}"
+        # torch types this as text, but a recorded failure is a dictionary.
+        message: Any = failure.message
+        if isinstance(message, dict):
+            message = message.get("message", "")
+        lines = str(message).strip().splitlines()
+        cause = f"failed: {lines[0] if lines else f'exit code {failure.exitcode}'}"
     return (
-        f"rank {rank} {cause}, and the group was restarted {restarts} times (launch.restarts) "
-        "already; the run can go on from its newest complete checkpoint: mend the cause and run "
-        "the same command again"
+        f"rank {rank} {cause}; the group had been restarted {restarts} times already "
+        "(launch.restarts), and the run can go on from its newest complete checkpoint: mend the "
+        "cause and run the same command again"
     )

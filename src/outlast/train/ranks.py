@@ -155,6 +155,7 @@ def join(ranks: Ranks, device: torch.device, timeout_seconds: float) -> None:
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=_store(ranks, host, port, timedelta(seconds=timeout_seconds)),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -165,6 +166,24 @@ def join(ranks: Ranks, device: torch.device, timeout_seconds: float) -> None:
             f"rank {ranks.rank} waited {timeout_seconds:g} s (launch.timeout_seconds) at "
             f"{host}:{port} for {ranks.world_size} processes to come: {error}"
         ) from None
+
+
+def _store(ranks: Ranks, host: str, port: int, timeout: timedelta) -> dist.Store:
+    """The key-value store in which the ranks find each other, with keys of this attempt alone.
+
+    torch elastic 2.13 keeps one store for all restarts of a group, so without a prefix a restarted
+    rank would read the addresses of its dead predecessors.
+    """
+    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host,
+        port,
+        ranks.world_size,
+        is_master=ranks.is_first and not hosted_by_agent,
+        timeout=timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"outlast/attempt-{attempt}", store)
 
 
 def leave() -> None:

@@ -1,0 +1,158 @@
+"""Combinations that cannot work: each is refused in a sentence, its nearest neighbour is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.errors import JobError
+from outlast.job import Job, job_from_text
+
+SETTINGS = '[model.settings]\nmodel_type = "llama"\n'
+
+
+def check(*settings: str, model: str = SETTINGS) -> list[str]:
+    """The problems of a job with these `section.key = value` settings."""
+    try:
+        job = job_from_text("\n".join(settings) + "\n" + model)
+    except JobError as error:
+        return error.problems
+    assert isinstance(job, Job)
+    return []
+
+
+def test_model_must_be_given() -> None:
+    (problem,) = check(model="")
+    assert problem.startswith("model: nothing is given, but exactly one of")
+    assert check() == []
+
+
+@pytest.mark.parametrize("key", ["config", "directory", "module"])
+def test_model_must_be_given_once(key: str) -> None:
+    value = "package.module:function"
+    (problem,) = check(f'model.{key} = "{value}"', 'model.settings.model_type = "x"', model="")
+    assert problem.startswith(f"model: model.{key} and [model.settings] is given, but exactly one")
+    assert check(f'model.{key} = "{value}"', model="") == []
+
+
+def test_arguments_need_a_module() -> None:
+    assert check("model.arguments.width = 3", 'model.config = "c.json"', model="") == [
+        "model.arguments is given, but it is only used with model.module; remove it"
+    ]
+    assert check("model.arguments.width = 3", 'model.module = "a:b"', model="") == []
+
+
+def test_settings_need_a_model_type() -> None:
+    assert check(model="[model.settings]\nhidden_size = 3") == [
+        'model.settings has no model_type; add e.g. model_type = "llama"'
+    ]
+    assert check(model='[model.settings]\nmodel_type = "gpt2"\nhidden_size = 3') == []
+
+
+def test_pretrained_weights_need_a_directory() -> None:
+    pretrained = 'model.initialize = "pretrained"'
+    assert check(pretrained, 'model.config = "c.json"', model="") == [
+        'model.initialize = "pretrained" needs model.directory, where the weights are'
+    ]
+    assert check(pretrained, 'model.directory = "llama"', model="") == []
+
+
+@pytest.mark.parametrize("key", ["train", "validation"])
+def test_stdlib_reads_no_files(key: str) -> None:
+    (problem,) = check(f'data.{key} = ["a.txt"]')
+    assert problem.startswith('data.source = "stdlib" reads no files, but')
+    files = {"train": 'data.train = ["b.txt"]', key: f'data.{key} = ["a.txt"]'}
+    assert check('data.source = "text"', *files.values()) == []
+
+
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_files_need_names(source: str) -> None:
+    assert check(f'data.source = "{source}"') == [
+        f'data.source = "{source}" needs data.train, the files to train on'
+    ]
+    assert check(f'data.source = "{source}"', 'data.train = ["a"]') == []
+
+
+@pytest.mark.parametrize("key", ["train", "validation"])
+def test_tokens_are_one_file(key: str) -> None:
+    files = {"train": ["a.bin"], "validation": ["b.bin"]} | {key: ["a.bin", "c.bin"]}
+    settings = [f"data.{name} = {names}" for name, names in files.items()]
+    assert check('data.source = "tokens"', *settings) == [
+        f'data.{key} names 2 files, but data.source = "tokens" takes one'
+    ]
+    assert check('data.source = "text"', *settings) == []
+    assert check('data.source = "tokens"', f"data.{key} = ['a']", "data.train = ['a']"[:0]) == (
+        [] if key == "train" else ['data.source = "tokens" needs data.train, the files to train on']
+    )
+
+
+def test_token_dtype_only_serves_tokens() -> None:
+    dtype, files = 'data.token_dtype = "uint16"', 'data.train = ["a"]'
+    assert check('data.source = "text"', dtype, files) == [
+        'data.token_dtype is given, but it only serves data.source = "tokens"; remove it'
+    ]
+    assert check('data.source = "tokens"', dtype, files) == []
+
+
+def test_warmup_ends_before_the_run() -> None:
+    assert check("train.steps = 10", "schedule.warmup_steps = 10") == [
+        "schedule.warmup_steps = 10 is not below train.steps = 10"
+    ]
+    assert check("train.steps = 10", "schedule.warmup_steps = 9") == []
+
+
+def test_warmup_and_decay_fit_into_the_run() -> None:
+    decay = ["train.steps = 10", "schedule.decay_fraction = 0.5", 'schedule.name = "wsd"']
+    (problem,) = check(*decay, "schedule.warmup_steps = 6")
+    assert problem == (
+        "schedule.warmup_steps = 6 and the decay of 5 steps (schedule.decay_fraction) together "
+        "exceed train.steps = 10"
+    )
+    assert check(*decay, "schedule.warmup_steps = 5") == []
+    assert check(*decay[:2], "schedule.warmup_steps = 6") == []  # cosine has no such decay
+
+
+def test_tensor_and_pipeline_exclude_each_other() -> None:
+    (problem,) = check("parallel.tensor = 2", "parallel.pipeline = 3")
+    assert problem.startswith("parallel.tensor = 2 and parallel.pipeline = 3 cannot be combined")
+    assert check("parallel.tensor = 2") == check("parallel.pipeline = 3") == []
+
+
+def test_shard_and_pipeline_exclude_each_other() -> None:
+    (problem,) = check("parallel.shard = 2", "parallel.pipeline = 3")
+    assert problem.startswith("parallel.shard = 2 and parallel.pipeline = 3 cannot be combined")
+    assert check("parallel.replicate = 2", "parallel.pipeline = 3") == []
+
+
+def test_tensor_and_replicate_need_shards() -> None:
+    (problem,) = check("parallel.tensor = 2", "parallel.replicate = 3")
+    assert problem == (
+        "parallel.tensor = 2 and parallel.replicate = 3 cannot be combined; use parallel.shard in "
+        "place of replicate"
+    )
+    assert check("parallel.tensor = 2", "parallel.shard = 3") == []
+    assert check("parallel.tensor = 2", "parallel.shard = 3", "parallel.replicate = 2") == []
+
+
+def test_pipeline_is_not_compiled() -> None:
+    assert check("parallel.pipeline = 2", "train.compile = true") == [
+        "train.compile = true cannot be combined with parallel.pipeline > 1; set it to false"
+    ]
+    assert check("parallel.pipeline = 2") == check("train.compile = true") == []
+
+
+def test_micro_batch_is_not_larger_than_the_batch() -> None:
+    assert check("train.batch_size = 8", "train.micro_batch_size = 9") == [
+        "train.micro_batch_size = 9 exceeds train.batch_size = 8"
+    ]
+    assert check("train.batch_size = 8", "train.micro_batch_size = 8") == []
+
+
+def test_every_process_gets_a_sample() -> None:
+    (problem,) = check("train.batch_size = 8", "parallel.replicate = 3", "parallel.shard = 3")
+    assert problem.startswith("train.batch_size = 8 gives no sample to some of the 9 data-parallel")
+    assert check("train.batch_size = 9", "parallel.replicate = 3", "parallel.shard = 3") == []
+
+
+def test_several_impossible_combinations_are_listed_together() -> None:
+    settings = ("train.steps = 5", "schedule.warmup_steps = 5", "train.micro_batch_size = 99")
+    assert len(check(*settings)) == 2
