@@ -240,3 +240,16 @@ def restore_during_a_save(directory: Path) -> int:
 
 def test_restore_waits_for_the_save_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2)(restore_during_a_save, tmp_path) == [2, 2]
+
+
+def save_after_the_other_left(directory: Path) -> str | None:
+    dist.init_process_group("gloo")
+    store = CheckpointStore(directory)
+    store.save(1, {"model": Net(0)})
+    return None if dist.get_rank() else store.save_async(2, {"model": Net(0)}).result().error
+
+
+def test_a_rank_that_is_gone_is_an_error_not_a_wait(ranks: Ranks, tmp_path: Path) -> None:
+    error, _ = ranks(2)(save_after_the_other_left, tmp_path)
+    assert "the checkpoint of step 2" in error
+    assert [version.step for version in list_versions(tmp_path)] == [1]

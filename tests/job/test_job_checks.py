@@ -80,9 +80,8 @@ def test_tokens_are_one_file(key: str) -> None:
         f'data.{key} names 2 files, but data.source = "tokens" takes one'
     ]
     assert check('data.source = "text"', *settings) == []
-    assert check('data.source = "tokens"', f"data.{key} = ['a']", "data.train = ['a']"[:0]) == (
-        [] if key == "train" else ['data.source = "tokens" needs data.train, the files to train on']
-    )
+    one_each = ['data.train = ["a.bin"]', 'data.validation = ["b.bin"]']
+    assert check('data.source = "tokens"', *one_each) == []
 
 
 def test_token_dtype_only_serves_tokens() -> None:

@@ -81,8 +81,10 @@ def test_key_above_every_section_is_answered_with_its_section() -> None:
         ('[data]\ntrain = ["a", 1]', "data.train.1 = 1; it should be text in quotes"),
         (
             '[run]\nname = "a b"',
-            'run.name = "a b"; it should be letters, digits, dots, dashes and underscores, with a '
-            "letter or a digit first",
+            (
+                'run.name = "a b"; it should be letters, digits, dots, dashes and underscores, '
+                "with a letter or a digit first"
+            ),
         ),
         ("[run]\nname = 2024", "run.name = 2024; it should be text in quotes"),
     ],
@@ -144,7 +146,7 @@ def test_long_value_is_shown_shortened() -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="absent.toml has 1 problem:\n  - the file does not exist"):
+    with pytest.raises(JobError, match=r"absent\.toml has 1 problem:\n  - the file does not ex"):
         load_job(tmp_path / "absent.toml")
 
 

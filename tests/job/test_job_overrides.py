@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,7 +102,5 @@ def test_problems_of_overrides_and_file_come_together(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=50)
 def test_any_override_gives_a_job_or_a_sentence(text: str) -> None:
     for override in (text, f"sample.prompt={text}", f"model.settings.{text}"):
-        try:
+        with contextlib.suppress(JobError):  # any other error would be a traceback for the user
             load_job(None, [override])
-        except JobError as error:
-            assert error.problems

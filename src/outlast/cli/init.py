@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,17 @@ def init(
     from outlast.job import load_job, to_toml
     from outlast.records import replace_file
 
+    if path.is_dir():
+        raise OutlastError(f"{path} is a folder; give the name of a file, e.g. {path / 'job.toml'}")
     if path.exists() and not force:
         raise OutlastError(f"{path} exists; give another name or --force to replace it")
     if not path.parent.is_dir():
         raise OutlastError(f"the folder {path.parent} does not exist; make it first")
-    job = load_job()
-    renamed = job.model_copy(update={"run": job.run.model_copy(update={"name": path.stem})})
-    replace_file(path, to_toml(renamed).encode())
+    # A run's name allows fewer characters than a file's.
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
+    job = load_job(None, [f"run.name={json.dumps(name)}"])
+    try:
+        replace_file(path, to_toml(job).encode())
+    except OSError as error:
+        raise OutlastError(f"{path} cannot be written: {error.strerror}") from None
     typer.echo(f"wrote {path}; train with: outlast train {path}")

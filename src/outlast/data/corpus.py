@@ -159,6 +159,14 @@ def text_files(patterns: Sequence[str], base: Path) -> list[Path]:
     return sorted(found)
 
 
+def common_folder(files: Sequence[Path]) -> Path:
+    """The deepest folder that holds all `files`.
+
+    Names relative to it are the same wherever the corpus lies and wherever the program was started.
+    """
+    return Path(os.path.commonpath([path.absolute().parent for path in files]))
+
+
 def whole_files(files: Sequence[Path], root: Path) -> Corpus:
     """Makes each file one document, ordered by name; empty files are left out.
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from outlast.data.corpus import (
     Corpus,
+    common_folder,
     split_by_name,
     stdlib_files,
     stdlib_root,
@@ -163,10 +164,13 @@ def _corpora(recipe: dict[str, Any], base: Path) -> dict[str, Corpus]:
         kept = [path for path in text_files(recipe["train"], base) if path not in set(held_out)]
         if not kept:
             raise DataError("every file of data.train is also in data.validation")
-        return {"train": whole_files(kept, base), "validation": whole_files(held_out, base)}
+        return {
+            "train": whole_files(kept, common_folder(kept)),
+            "validation": whole_files(held_out, common_folder(held_out)),
+        }
     from_stdlib = recipe["source"] == "stdlib"
     files = stdlib_files() if from_stdlib else text_files(recipe["train"], base)
-    root = stdlib_root() if from_stdlib else base
+    root = stdlib_root() if from_stdlib else common_folder(files)
     train, validation = split_by_name(files, root, recipe["validation_fraction"])
     return {"train": train} if validation is None else {"train": train, "validation": validation}
 

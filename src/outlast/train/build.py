@@ -30,7 +30,7 @@ from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
 from outlast.train.evaluate import Evaluation
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
-from outlast.train.model import build_model
+from outlast.train.model import build_model, held_blocks
 from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import (
     compile_blocks,
@@ -38,15 +38,6 @@ from outlast.train.parallelize import (
     replicate,
     shard,
     split_tensors,
-)
-from outlast.train.pipeline import (
-    StageModule,
-    held_blocks,
-    keep_local,
-    make_schedule,
-    make_stage,
-    stage_blocks,
-    stage_view,
 )
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.waits import CommunicationWait
@@ -79,14 +70,20 @@ class SetUp:
 
 
 def configure_torch(job: Job, ranks: Ranks) -> None:
-    """Threads and determinism of this process."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(cores // ranks.local_world_size, 1))
+    """Threads and determinism of this process.
+
+    OMP_NUM_THREADS is respected; without it the ranks of a machine share its cores evenly. The
+    number of threads decides the order of sums, so equal bits need an equal number.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(cores // ranks.local_world_size, 1))
     if job.run.deterministic:
         # cuBLAS needs a fixed workspace for repeatable results (CUDA documentation, cuBLAS 2.1.4).
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+        # Filling fresh memory finds bugs in kernels; it is no part of determinism and costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -210,6 +207,16 @@ def _replica_engine(
 
 def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:
     """Cut the model into this rank's stages, each replicated over the data ranks."""
+    # torch's pipelining loads its compiler, a second that other layouts need not spend.
+    from outlast.train.pipeline import (
+        StageModule,
+        keep_local,
+        make_schedule,
+        make_stage,
+        stage_blocks,
+        stage_view,
+    )
+
     job, layout, device = setup.job, setup.plan.layout, setup.device
     stages, microbatches = pipeline_shape(job, layout)
     rank = layout.pipeline_rank(setup.ranks.rank)

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 
 _MASK32 = 0xFFFFFFFF
 
+# Further functions that draw from torch's generator, with the place of their probability.
+_DRAWING: dict[object, tuple[int, str]] = {
+    functional.scaled_dot_product_attention: (4, "dropout_p"),
+    functional.multi_head_attention_forward: (10, "dropout_p"),
+    functional.alpha_dropout: (1, "p"),
+    functional.feature_alpha_dropout: (1, "p"),
+    functional.dropout1d: (1, "p"),
+    functional.dropout2d: (1, "p"),
+    functional.dropout3d: (1, "p"),
+}
+
 
 class SampleDropout(TorchFunctionMode):
     """Answers dropout calls for the samples of one micro-batch.
@@ -65,14 +76,11 @@ class SampleDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.dropout:
             return self._dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
-            probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if probability > 0:
-                raise OutlastError(
-                    "the model drops attention weights inside the fused kernel, where masks cannot "
-                    'belong to samples; set model.attention = "eager", or the attention dropout '
-                    "to 0"
-                )
+        if func in _DRAWING:
+            place, name = _DRAWING[func]
+            probability = kwargs.get(name, args[place] if len(args) > place else 0.0)
+            if probability > 0 and kwargs.get("training", True):
+                _refuse(func)
         return func(*args, **kwargs)
 
     def _dropout(
@@ -80,13 +88,32 @@ class SampleDropout(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training or p == 0.0:
             return input
+        samples = len(self.sample_ids)
+        if input.ndim == 0 or input.shape[0] != samples:
+            raise OutlastError(
+                f"the model drops units of a tensor of shape {tuple(input.shape)}, whose first "
+                f"dimension is not the {samples} samples of the micro-batch, so masks cannot "
+                "belong to samples; drop before reshaping, or set that dropout to 0"
+            )
         key = _mix(_mix(_mix(self.seed) ^ self.step) ^ (self.block << 16) ^ self.call)
         self.call += 1
         self.used += 1
         with torch._C.DisableTorchFunction():
             keep = uniform(key, self.sample_ids.to(input.device), input.shape) >= p
-            dropped = input * keep.to(input.dtype) / (1.0 - p)
+            dropped = input * keep.to(input.dtype) / (1.0 - p if p < 1.0 else 1.0)
             return input.copy_(dropped) if inplace else dropped
+
+
+def _refuse(func: object) -> None:
+    if func is functional.scaled_dot_product_attention:
+        raise OutlastError(
+            "the model drops attention weights inside the fused kernel, where masks cannot "
+            'belong to samples; set model.attention = "eager", or the attention dropout to 0'
+        )
+    raise OutlastError(
+        f"the model drops units in torch.nn.functional.{func.__name__}, where masks cannot "  # type: ignore[attr-defined]
+        "belong to samples; use torch.nn.functional.dropout, or set that dropout to 0"
+    )
 
 
 def uniform(key: int, sample_ids: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, OutlastError
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from outlast.data import Tokenizer
     from outlast.job import Job
     from outlast.records import RunDirectory
+
+_TOKENIZER_COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
@@ -48,40 +56,66 @@ def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
 def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
     """Write the newest checkpoint's model to `target`, for ``from_pretrained`` to load.
 
-    The folder appears complete or not at all; an earlier export there is replaced at the end.
+    The folder appears complete or not at all. The run's own earlier export (`directory.model`) is
+    replaced at the end; any other folder must be new or empty.
 
     Returns:
         The step that was exported.
 
     Raises:
-        OutlastError: When the model is no Hugging Face model or the disk is full.
+        OutlastError: When the model is no Hugging Face model, `target` is taken, or the disk is
+            full.
     """
     if load_config(job.model) is None:
         raise OutlastError(
             f'model.module = "{job.model.module}" gives no Hugging Face model, so there is no '
             "Hugging Face directory to export; set export.huggingface = false"
         )
+    target = target.absolute()
+    _check_target(target, directory.model.absolute())
     model, step = load_trained(job, directory)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, earlier = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "old"))
     try:
+        shutil.rmtree(partial, ignore_errors=True)
         with contextlib.redirect_stderr(io.StringIO()):
             model.save_pretrained(partial)  # type: ignore[operator]
         _save_tokenizer(job, partial)
+        shutil.rmtree(earlier, ignore_errors=True)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(earlier)
         partial.rename(target)
-    except OSError as error:
+        shutil.rmtree(earlier, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OutlastError(f"the model cannot be exported to {target}: {error}") from None
     return step
 
 
+def _check_target(target: Path, own: Path) -> None:
+    """Nothing that a run did not make itself is ever replaced."""
+    if target == own:
+        return
+    with contextlib.suppress(OSError):
+        if target.is_dir() and not any(target.iterdir()):
+            return
+    if target.exists():
+        raise OutlastError(f"{target} exists; give another folder to export to, or remove it")
+
+
 def _save_tokenizer(job: Job, target: Path) -> None:
     """Put the tokenizer beside the model, where it has a Hugging Face form."""
-    source = Path(job.data.tokenizer)
-    file = source / "tokenizer.json" if source.is_dir() else source
-    if file.suffix == ".json":
+    file = Path(job.data.tokenizer).expanduser()
+    if file.is_dir():
+        # In the order in which the data package looks for them.
+        found = [file / name for name in ("tokenizer.json", "tokenizer.model")]
+        file = next(each for each in found if each.is_file())
+    companions = [file.with_name(name) for name in _TOKENIZER_COMPANIONS]
+    if file.suffix == ".json" and companions[0].is_file():
+        shutil.copy(file, target / "tokenizer.json")
+        for companion in companions:
+            if companion.is_file():
+                shutil.copy(companion, target)
+    elif file.suffix == ".json":
         from transformers import PreTrainedTokenizerFast
 
         PreTrainedTokenizerFast(tokenizer_file=str(file)).save_pretrained(target)
@@ -117,7 +151,9 @@ def continue_text(
     with torch.no_grad():
         for _ in range(tokens):
             context = torch.tensor([ids[-window:]])
-            ids.append(_draw(logits_of(model(context))[0, -1], temperature, generator))
+            # A model's vocabulary may be padded beyond what its tokenizer can decode.
+            logits = logits_of(model(context))[0, -1, : tokenizer.vocabulary_size]
+            ids.append(_draw(logits, temperature, generator))
     return tokenizer.decode(ids[begun:])
 
 

@@ -6,7 +6,9 @@ result or as the result's ``logits``, as Hugging Face's causal language models d
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,13 @@ from torch import nn
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import PretrainedConfig
 
     from outlast.job import Job, ModelSection
+
+_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -57,27 +63,52 @@ def load_config(model: ModelSection) -> PretrainedConfig | None:
     from transformers import AutoConfig
 
     if model.settings:
-        settings = dict(model.settings)
-        kind = settings.pop("model_type")
-        try:
-            config = AutoConfig.for_model(kind, **settings)
-        except (ValueError, TypeError) as error:
-            raise OutlastError(
-                f"[model.settings] is no {kind} config: {_first_line(error)}"
-            ) from None
+        config = _config_in_place(model)
     else:
         name, place = _place(model)
         if not place.exists():
             raise OutlastError(f'model.{name} = "{place}" does not exist')
         try:
             config = AutoConfig.from_pretrained(str(place), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the config classes raise errors of many kinds
             raise OutlastError(
-                f'model.{name} = "{place}" holds no Hugging Face config: {_first_line(error)}'
+                f'model.{name} = "{place}" holds no Hugging Face config: {_reason(error)}'
             ) from None
     # A key-value cache serves generation only and costs memory in training.
     config.use_cache = False
     return config
+
+
+def _config_in_place(model: ModelSection) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    settings = dict(model.settings)
+    kind = settings.pop("model_type")
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise OutlastError(
+            f'model.settings.model_type = "{kind}" is no model type that transformers knows'
+            f"{_did_you_mean(str(kind), CONFIG_MAPPING_NAMES)}"
+        )
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # the config classes raise errors of many kinds
+        raise OutlastError(f"[model.settings] is no {kind} config: {_reason(error)}") from None
+    # Hugging Face keeps a key that it does not know as one more attribute, and says nothing.
+    usual = type(config)()
+    unknown = [key for key in settings if hasattr(config, key) and not hasattr(usual, key)]
+    if unknown:
+        known = [name for name in dir(usual) if not name.startswith("_")]
+        named = "; ".join(
+            f"model.settings.{key} is not known{_did_you_mean(key, known)}" for key in unknown
+        )
+        raise OutlastError(f"[model.settings] is no {kind} config: {named}")
+    return config
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _place(model: ModelSection) -> tuple[str, Path]:
@@ -87,8 +118,13 @@ def _place(model: ModelSection) -> tuple[str, Path]:
     return "directory", Path(model.directory)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0]
+def _reason(error: BaseException) -> str:
+    """What a library's error says, in one line; a bare key or number needs the error's name."""
+    said = " ".join(str(error).split())
+    if len(said) > _LONGEST_REASON:
+        said = said[: _LONGEST_REASON - 3] + "..."
+    clear = isinstance(error, (OSError, ValueError, RuntimeError)) and said
+    return said if clear else f"{type(error).__name__}: {said}"
 
 
 def facts_of(config: PretrainedConfig | None) -> ModelFacts:
@@ -100,7 +136,11 @@ def facts_of(config: PretrainedConfig | None) -> ModelFacts:
     dropout = tuple(
         name
         for name, value in sorted(text.to_dict().items())
-        if ("drop" in name or "pdrop" in name) and isinstance(value, float) and value > 0
+        if "drop" in name
+        # These belong to heads for other tasks, which a causal language model has not.
+        and not name.startswith(("summary_", "classifier_"))
+        and isinstance(value, float)
+        and value > 0
     )
     return ModelFacts(
         vocabulary_size=getattr(text, "vocab_size", None),
@@ -130,13 +170,26 @@ def build_model(job: Job) -> nn.Module:
     settings = {"attn_implementation": model.attention, "dtype": torch.float32}
     try:
         if _wants_weights(model):
-            built = AutoModelForCausalLM.from_pretrained(
-                model.directory, config=config, local_files_only=True, **settings
+            built, found = AutoModelForCausalLM.from_pretrained(
+                model.directory,
+                config=config,
+                local_files_only=True,
+                output_loading_info=True,
+                **settings,
             )
+            if missing := sorted(found["missing_keys"]):
+                # Hugging Face would fill them with random numbers and train on.
+                raise OutlastError(
+                    f'model.directory = "{model.directory}" holds no weights for {len(missing)} '
+                    f"tensors of the model, such as {missing[0]}; complete the *.safetensors files "
+                    'or set model.initialize = "scratch"'
+                )
         else:
             built = AutoModelForCausalLM.from_config(config, **settings)
-    except (OSError, ValueError, KeyError) as error:
-        raise OutlastError(f"the model cannot be built: {_first_line(error)}") from None
+    except OutlastError:
+        raise
+    except Exception as error:  # the model classes raise errors of many kinds
+        raise OutlastError(f"the model cannot be built: {_reason(error)}") from None
     assert isinstance(built, nn.Module)
     return built.train()
 
@@ -145,6 +198,11 @@ def _wants_weights(model: ModelSection) -> bool:
     if model.initialize == "scratch" or not model.directory:
         return False
     has_weights = any(Path(model.directory).glob("*.safetensors"))
+    if not has_weights and any(Path(model.directory).glob("*.bin")):
+        raise OutlastError(
+            f'model.directory = "{model.directory}" holds *.bin weights, and only *.safetensors '
+            'can be read; convert them, or set model.initialize = "scratch"'
+        )
     if model.initialize == "pretrained" and not has_weights:
         raise OutlastError(
             f'model.initialize = "pretrained", but model.directory = "{model.directory}" holds no '
@@ -163,12 +221,14 @@ def _from_function(model: ModelSection) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise OutlastError(f'model.module = "{model.module}" cannot be imported: {error}') from None
     try:
-        built = function(**model.arguments)
+        # Only the call itself: a TypeError from inside the function is the author's to see whole.
+        inspect.signature(function).bind(**model.arguments)
     except TypeError as error:
         raise OutlastError(
             f'model.module = "{model.module}" cannot be called with model.arguments = '
             f"{model.arguments}: {error}"
         ) from None
+    built = function(**model.arguments)
     if not isinstance(built, nn.Module):
         raise OutlastError(
             f'model.module = "{model.module}" returned a {type(built).__name__}, not an nn.Module'
@@ -220,3 +280,20 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         return {}
     name, longest = max(lists, key=lambda item: len(item[1]))
     return {f"{name}.{index}": block for index, block in enumerate(longest)}
+
+
+class Elsewhere(nn.Module):
+    """Stands for a block of another stage: returns its first argument."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hand `hidden_states` (batch, sequence, width) on."""
+        return hidden_states
+
+
+def held_blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """Blocks of `model` with their dropout index (from 1), without those held elsewhere."""
+    return {
+        index + 1: block
+        for index, block in enumerate(blocks_of(model).values())
+        if not isinstance(block, Elsewhere)
+    }

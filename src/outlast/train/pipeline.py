@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from outlast.errors import OutlastError
-from outlast.train.model import blocks_of, logits_of
+from outlast.train.model import Elsewhere, logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     from outlast.train.dropout import DropoutStream
-
-
-class Elsewhere(nn.Module):
-    """Stands for a block of another stage: returns its first argument."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Hand `hidden_states` (batch, sequence, width) on."""
-        return hidden_states
 
 
 class StageModule(nn.Module):
@@ -218,12 +210,3 @@ def make_stage(
 ) -> PipelineStage:
     """The stage runtime; shapes are learnt from the first micro-batch."""
     return PipelineStage(module, index, stages, device, group=group)
-
-
-def held_blocks(model: nn.Module) -> dict[int, nn.Module]:
-    """Blocks of `model` with their dropout index (from 1), without those held elsewhere."""
-    return {
-        index + 1: block
-        for index, block in enumerate(blocks_of(model).values())
-        if not isinstance(block, Elsewhere)
-    }

@@ -42,11 +42,14 @@ def preflight(job: Job, world_size: int) -> Plan:
         layout = resolve_layout(job.parallel, world_size)
     except OutlastError as error:
         problems.append(str(error))
+        # The degrees themselves can be checked whatever the number of processes.
+        degrees = job.parallel
+        layout = Layout(degrees.pipeline, degrees.replicate or 1, degrees.shard, degrees.tensor)
     try:
         facts = facts_of(load_config(job.model))
     except OutlastError as error:
         problems.append(str(error))
-    for check in (_data_problems, _length_problems):
+    for check in (_data_problems, _length_problems, _head_problems):
         problems += check(job, facts)
     for check_layout in (_batch_problems, _tensor_problems, _pipeline_problems):
         problems += check_layout(job, facts, layout)
@@ -83,6 +86,15 @@ def _length_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"data.sequence_length = {length} exceeds the model's max_position_embeddings = "
             f"{positions}; shorten the one or raise the other"
+        )
+
+
+def _head_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
+    heads, shared = facts.heads, facts.key_value_heads
+    if heads and shared and heads % shared:
+        yield (
+            f"the model's num_key_value_heads = {shared} does not divide its "
+            f"num_attention_heads = {heads}"
         )
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -168,7 +169,7 @@ class TerminalDisplay:
             self._rate.add(event)
             self._progress.update(self._task, completed=event.step, status=self._status(event))
         elif (message := message_of(event)) is not None:
-            self._progress.console.print(f"[dim]{message}[/dim]", highlight=False)
+            self._progress.console.print(escape(message), style="dim", highlight=False)
 
     def _start(self, step: int) -> None:
         self._task = self._progress.add_task(

@@ -77,6 +77,11 @@ def ranks_from(environment: Environment) -> Ranks:
             f"the environment of a {launch} process must set {names[0]} and {names[1]} to whole "
             f"numbers, but {error} is missing or wrong; start it with torchrun or srun"
         ) from None
+    if not 0 <= rank < world_size:
+        raise OutlastError(
+            f"{names[0]} = {rank} is not below {names[1]} = {world_size}; start all processes of "
+            "the run with one torchrun or srun"
+        )
     return Ranks(rank, world_size, local_rank, local_world_size, launch)
 
 
@@ -95,10 +100,16 @@ def rendezvous_address(environment: Environment) -> tuple[str, int]:
     torchrun sets MASTER_ADDR and MASTER_PORT. Under srun it is the first node of the step, and a
     port that follows from the job and step numbers, so that two steps on a node do not collide.
     """
-    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+            return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    except (KeyError, ValueError) as error:
+        raise OutlastError(
+            "where rank 0 listens is not known: MASTER_ADDR and MASTER_PORT are not both set, or "
+            f"wrong, and this is no srun step ({error}); start with torchrun or srun"
+        ) from None
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", ""))
-    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     port = 20_000 + (job * 64 + step) % 12_000
     return _first_host(node_list), port
 

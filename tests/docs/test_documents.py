@@ -1,0 +1,134 @@
+"""The documents say what is there: links, code, commands, settings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from outlast.cli.main import app
+from outlast.job import Job, job_from_text
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = FRONT + PAGES
+TEXT_SUFFIXES = {".md", ".py", ".toml", ".json", ".txt", ".html", ".css", ".js", ".sh"}
+
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"(?<![\w./-])outlast ([a-z]+)")
+SECTIONS = "|".join(Job.model_fields)
+SETTING = re.compile(rf"(?<![\w./\"-])({SECTIONS})\.([a-z_]+)(?:\.\w+)*(?=\s*(?:=|$))")
+# `train.bin` is a file.
+FILE_ENDINGS = {"bin", "html", "json", "jsonl", "md", "npy", "py", "safetensors", "toml", "txt"}
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(path.read_text()) if language in languages]
+
+
+def prose(path: Path) -> str:
+    """The text without its code blocks."""
+    return FENCE.sub("", path.read_text())
+
+
+def inline_code(path: Path) -> list[str]:
+    return [" ".join(code.split()) for _, code in INLINE_CODE.findall(prose(path))]
+
+
+def shell_lines(path: Path) -> list[str]:
+    lines = [line for body in blocks(path, "console", "bash", "sh") for line in body.splitlines()]
+    return [line.partition(" #")[0].rstrip() for line in lines if not line.startswith("#")]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ +(.+?)\s*$", prose(path), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@every_document
+def test_local_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for target in LINK.findall(INLINE_CODE.sub("", prose(path))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+@every_document
+def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
+    for block in blocks(path, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outlast"):
+                module = importlib.import_module(node.module or "")
+                missing = [each.name for each in node.names if not hasattr(module, each.name)]
+                assert not missing, f"{node.module} has no {missing}"
+
+
+@every_document
+def test_job_examples_are_jobs(path: Path) -> None:
+    for block in blocks(path, "toml"):
+        if re.search(rf"^\[({SECTIONS})[\].]", block, re.MULTILINE):
+            # An excerpt need not say what the model is.
+            whole = "[model" in block
+            job_from_text(block if whole else f'{block}\n[model]\nconfig = "config.json"\n')
+
+
+@every_document
+def test_commands_exist(path: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = COMMAND.findall("\n".join(shell_lines(path) + inline_code(path)))
+    assert set(named) <= known
+
+
+@every_document
+def test_settings_exist(path: Path) -> None:
+    words = [word for line in shell_lines(path) if "outlast" in line for word in line.split()]
+    unknown = [
+        f"{section}.{key}"
+        for text in inline_code(path) + words
+        for section, key in SETTING.findall(text)
+        if key not in FILE_ENDINGS and key not in _keys(section)
+    ]
+    assert not unknown
+
+
+def _keys(section: str) -> set[str]:
+    return set(type(Job.model_fields[section].default).model_fields)
+
+
+@every_document
+def test_every_figure_is_filled_in(path: Path) -> None:
+    assert re.findall(r"TODO-FIGURE\(([\w-]+)\)", path.read_text()) == []
+
+
+def _texts() -> Iterator[Path]:
+    yield from FRONT
+    for folder in ("docs", "src", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in TEXT_SUFFIXES and "_build" not in path.parts and path.is_file():
+                yield path
+
+
+def test_no_text_names_a_place_on_somebodys_machine() -> None:
+    place = re.compile(r"(?<![\w.})-])/(?:work|home|root|Users|mnt)/\w")
+    assert [str(path) for path in _texts() if place.search(path.read_text())] == []

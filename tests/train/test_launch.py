@@ -1,0 +1,183 @@
+"""Four ways to start a run give the same run: alone, --nproc, torchrun and srun."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import losses, tiny_job
+
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.job import Job, to_toml
+from outlast.records import AttemptStarted, StepsDone, read_run
+from outlast.train.export import load_trained
+from outlast.train.run import run_directory
+
+# Training loss (nats) between one and two processes; measured: see docs/train.md.
+TOLERANCE = 2e-5
+SLURM_SCRIPT = Path(__file__).parents[1] / "tools" / "slurm_local.sh"
+OUTLAST = [sys.executable, "-m", "outlast", "train"]
+
+
+def job_file(job: Job, folder: Path) -> str:
+    file = folder / f"{job.run.name}.toml"
+    file.write_text(to_toml(job))
+    return str(file)
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    print(done.stdout, done.stderr)
+    return done.returncode
+
+
+def launched_by(job: Job) -> tuple[str, int]:
+    [(_, event)] = read_run(run_directory(job).path).of(AttemptStarted)
+    return event.launch, event.world_size
+
+
+def final_weights(job: Job) -> dict[str, torch.Tensor]:
+    model, _ = load_trained(job, run_directory(job))
+    return dict(model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def nproc_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """The run that all others are compared with: two processes by --nproc."""
+    folder = tmp_path_factory.mktemp("launch")
+    job = tiny_job(folder, "nproc")
+    assert run([*OUTLAST, job_file(job, folder), "--nproc", "2"]) == EXIT_DONE
+    assert launched_by(job) == ("nproc", 2)
+    return folder, job
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A real Slurm with two virtual nodes on this machine."""
+    missing = [name for name in ("slurmctld", "slurmd", "srun", "munged") if not shutil.which(name)]
+    if missing:
+        pytest.skip(f"Slurm is not installed ({', '.join(missing)}); .ci/run installs it")
+    if os.geteuid() != 0:
+        pytest.skip("the test's own Slurm must be started by root")
+    root = Path("/tmp") / f"outlast-slurm-{os.getpid()}"
+    environment = {"SLURM_LOCAL_ROOT": str(root), "BASEPORT": "17400", "GPUS": "0"}
+    command = [str(SLURM_SCRIPT), "up", "2"]
+    subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=60)
+    try:
+        yield {"SLURM_CONF": str(root / "slurm.conf")}
+    finally:
+        down = [str(SLURM_SCRIPT), "down"]
+        subprocess.run(down, env={**os.environ, **environment}, check=False, timeout=60)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def assert_same_run(job: Job, other: Job) -> None:
+    assert losses(job) == losses(other)
+    weights, expected = final_weights(job), final_weights(other)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.distributed
+def test_alone_gives_the_same_run(nproc_run: tuple[Path, Job]) -> None:
+    folder, reference = nproc_run
+    job = tiny_job(folder, "alone")
+    assert run([*OUTLAST, job_file(job, folder)]) == EXIT_DONE
+    assert launched_by(job) == ("alone", 1)
+    assert losses(job) == pytest.approx(losses(reference), abs=TOLERANCE)
+
+
+@pytest.mark.distributed
+def test_torchrun_gives_the_same_run(nproc_run: tuple[Path, Job]) -> None:
+    folder, reference = nproc_run
+    job = tiny_job(folder, "torchrun")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    assert run([*torchrun, "-m", "outlast", "train", job_file(job, folder)]) == EXIT_DONE
+    assert launched_by(job) == ("torchrun", 2)
+    assert_same_run(job, reference)
+
+
+@pytest.mark.slurm
+def test_srun_gives_the_same_run(nproc_run: tuple[Path, Job], slurm: dict[str, str]) -> None:
+    folder, reference = nproc_run
+    job = tiny_job(folder, "srun")
+    # Another working directory must not change the run either.
+    srun = ["srun", "--nodes=2", "--ntasks=2", f"--chdir={folder}"]
+    assert run([*srun, *OUTLAST, job_file(job, folder)], slurm) == EXIT_DONE
+    assert launched_by(job) == ("srun", 2)
+    assert_same_run(job, reference)
+
+
+@pytest.mark.slurm
+def test_a_batch_job_that_is_warned_goes_on_in_the_next(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    """Slurm sends SIGUSR1 to the step; the batch script sees exit code 3, the next job goes on."""
+    long = ("train.steps=100000", "checkpoint.every_steps=0")
+    job = tiny_job(tmp_path, "batch", *long)
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        f"srun --ntasks=2 {' '.join(OUTLAST)} {job_file(job, tmp_path)}\n"
+        f"echo $? > {tmp_path}/code\n"
+    )
+    environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1"}
+    submit = ["sbatch", "--parsable", "--nodes=2", "--ntasks=2", f"--output={tmp_path}/log", script]
+    for _ in range(2):
+        (tmp_path / "code").unlink(missing_ok=True)
+        before = _last_step(job)
+        identity = subprocess.run(
+            submit, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        _wait(lambda before=before: _last_step(job) >= before + 5, tmp_path)
+        cancel = ["scancel", "--signal=USR1", identity]
+        subprocess.run(cancel, env=environment, check=True)
+        _wait(lambda: (tmp_path / "code").exists(), tmp_path)
+        assert int((tmp_path / "code").read_text()) == EXIT_TO_BE_CONTINUED
+    first, second = read_run(run_directory(job).path).attempts
+    assert first.outcome == second.outcome == "to_be_continued"
+    assert second.first_step is not None
+    assert second.first_step >= 5
+
+
+def _last_step(job: Job) -> int:
+    try:
+        done = read_run(run_directory(job).path).of(StepsDone)
+    except Exception:  # the run has not begun
+        return 0
+    return done[-1][1].step if done else 0
+
+
+def _wait(condition: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + 120.0
+    while not condition():
+        log = folder / "log"
+        said = log.read_text() if log.exists() else ""
+        assert time.monotonic() < deadline, f"not in 120 s; the job said:\n{said}"
+        time.sleep(0.1)
+
+
+@pytest.mark.distributed
+def test_the_launcher_hands_signals_on(tmp_path: Path) -> None:
+    long = ("train.steps=100000", "checkpoint.every_steps=0")
+    job = tiny_job(tmp_path, "handed", *long)
+    process = subprocess.Popen(
+        [*OUTLAST, job_file(job, tmp_path), "--nproc", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    _wait(lambda: _last_step(job) >= 5, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_TO_BE_CONTINUED, output
+    assert read_run(run_directory(job).path).attempts[-1].outcome == "to_be_continued"
