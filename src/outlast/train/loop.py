@@ -95,6 +95,8 @@ class Trainer:
     lock: RunLock | None
     settle_reduction_order: bool
     watch: Stopwatch = field(default_factory=Stopwatch)
+    _pending: SaveHandle | None = None
+    _lock_refreshed: float = field(default_factory=time.monotonic)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -106,8 +108,6 @@ class Trainer:
         Raises:
             CheckpointError: When nothing intact can be restored, or the last save fails.
         """
-        self._pending: SaveHandle | None = None
-        self._lock_refreshed = time.monotonic()
         begun = time.perf_counter()
         first_step = self._restore()
         parts["restore"] = time.perf_counter() - begun
@@ -118,7 +118,7 @@ class Trainer:
         self._record(Ready(first_step, time.time() - started, parts))
         self.watch.lap()
         with self.waits.in_collectives():
-            last_step = self._train(first_step)
+            last_step = self.train_from(first_step)
             completed = last_step >= self.job.train.steps
             if completed and first_step < last_step:
                 self._evaluate(last_step)
@@ -149,8 +149,12 @@ class Trainer:
         self.engine.forward_backward(self.loader.batch(step), step, self._tokens_per_step)
         self._zero_gradients()
 
-    def _train(self, first_step: int) -> int:
-        """Train from `first_step`; returns the number of steps done when it ends."""
+    def train_from(self, first_step: int) -> int:
+        """Train from `first_step` until all steps are done or a stop is agreed on.
+
+        Returns:
+            The number of steps done in the run.
+        """
         steps, interval = self.job.train.steps, Interval()
         batches = self.loader.prefetching(first_step, steps)
         last_stop = self.job.train.stop_after_steps
