@@ -98,7 +98,7 @@ def measure(job: Job, blocks: int, steps: int) -> list[Pair]:
         )
         data = load_data(setup)
         records = RecordWriter(setup.directory.path) if ranks.is_first else None
-        trainer, _ = build(setup, data, records, lock)
+        trainer, _ = build(setup, data, records)
         trainer.watch = Stopwatch()
         hand = HandLoop(job, data.train.tokens, ranks.world_size, ranks.rank)
         pairs = []

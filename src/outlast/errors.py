@@ -24,11 +24,12 @@ class JobError(OutlastError):
 
     def __init__(self, problems: list[str], source: str = "the job") -> None:
         self.problems = problems
+        self.source = source
         head = f"{source} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in problems)]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (OutlastError, (str(self),))
+        return (JobError, (self.problems, self.source))
 
 
 class DataError(OutlastError):

@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outlast.cli import doctor as doctor_module
-from outlast.cli.doctor import doctor, matmul_check, render
+from outlast.cli import diagnosis
+from outlast.cli.diagnosis import matmul_check, render
+from outlast.cli.doctor import doctor
 from outlast.errors import HardwareError
 from outlast.hardware.checks import Check
 
@@ -48,7 +49,7 @@ def test_a_broken_essential_gives_exit_code_1_and_is_named(tmp_path, monkeypatch
         essential=True,
     )
     optional = Check(group="Optional", name="wandb", state="missing", found="not installed")
-    monkeypatch.setattr(doctor_module, "collect", lambda _path, _machine: [broken, optional])
+    monkeypatch.setattr(diagnosis, "collect", lambda _path, _machine: [broken, optional])
     result = run("--path", str(tmp_path))
     assert result.exit_code == 1
     assert "Training does not work here. Broken: PyTorch: all-reduce." in result.stdout

@@ -185,7 +185,7 @@ def test_lock_that_is_just_being_written_is_waited_for(tmp_path: Path) -> None:
 def test_lock_that_never_gets_an_owner_is_given_up_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outlast.records.directory._ACQUIRE_SECONDS", 0.1)
+    monkeypatch.setattr("outlast.records.lock._ACQUIRE_SECONDS", 0.1)
     (tmp_path / "lock").write_text("")
     with pytest.raises(RunError, match=r"could not be taken within 0.1 s; if no other process wor"):
         lock_of(tmp_path).acquire()
@@ -218,7 +218,7 @@ def test_lock_that_another_contender_replaced_meanwhile_is_not_broken(
         (tmp_path / "lock").write_bytes(owner)
         monkeypatch.undo()
 
-    monkeypatch.setattr("outlast.records.directory.fcntl.flock", flock)
+    monkeypatch.setattr("outlast.records.lock.fcntl.flock", flock)
     with pytest.raises(RunError, match="is in use"):
         lock_of(tmp_path).acquire()
     assert (tmp_path / "lock").read_bytes() == owner

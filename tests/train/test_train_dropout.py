@@ -1,4 +1,4 @@
-"""Dropout belongs to samples: the same units whatever the ranks, micro-batches and recomputation."""
+"""Dropout belongs to samples: the same units on any ranks and in any micro-batch."""
 
 import copy
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (loaded once, before ranks fork)
+from forked import RanksFailedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import evaluations, losses, tiny_job, train
 from torch import nn
 from torch.nn import functional
 
-from conftest import RanksFailed
 from outlast.errors import EXIT_DONE, OutlastError
 from outlast.train.dropout import DropoutStream, SampleDropout, uniform
 from outlast.train.model import held_blocks
@@ -116,7 +116,7 @@ def test_numbers_are_uniform_and_neighbours_unrelated_in_every_direction():
     bins = 32
     for name, stream in streams():
         values = stream.double().flatten().numpy()
-        assert 0.0 <= values.min(), name
+        assert values.min() >= 0.0, name
         assert values.max() < 1.0, name
         # With bins - 1 degrees of freedom the standard deviation is sqrt(2 (bins - 1)).
         assert abs(chi_square(values, bins) - (bins - 1)) < 5 * (2 * (bins - 1)) ** 0.5, name
@@ -195,7 +195,7 @@ def attention(p):
 def test_fused_attention_that_drops_is_refused_with_the_remedy():
     with SampleDropout(0, 0, numbers([0, 1])):
         attention(0.0)
-        with pytest.raises(OutlastError, match='set model.attention = "eager"'):
+        with pytest.raises(OutlastError, match=r'set model.attention = "eager"'):
             attention(0.1)
         query = torch.ones(2, 1, 4, 8)
         with pytest.raises(OutlastError):
@@ -301,5 +301,5 @@ def test_dropout_under_pipelining_is_that_of_one_process(tmp_path):
 
 @pytest.mark.distributed
 def test_a_job_with_fused_attention_dropout_is_refused(tmp_path):
-    with pytest.raises(RanksFailed, match='set model.attention = "eager"'):
+    with pytest.raises(RanksFailedError, match=r'set model.attention = "eager"'):
         train(tiny_job(tmp_path, "fused", GPT2), 1)

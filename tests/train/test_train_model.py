@@ -92,7 +92,7 @@ def test_settings_config_file_and_directory_give_the_same_model(tmp_path):
 def test_weights_depend_on_the_seed_alone():
     job = job_of(settings=TINY)
     first = build_model(job)
-    torch.rand(7), random.random()  # noqa: B018 - other draws must not matter
+    torch.rand(7), random.random()
     assert same_weights(first, build_model(job))
     other = job.model_copy(update={"run": job.run.model_copy(update={"seed": 1})})
     assert not same_weights(first, build_model(other))
@@ -253,7 +253,7 @@ def test_facts_of_gpt2():
     assert facts.tied
     # Not summary_first_dropout, which belongs to a head that a language model has not.
     assert facts.dropout == ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-    off = {name: 0.0 for name in facts.dropout}
+    off = dict.fromkeys(facts.dropout, 0.0)
     assert facts_of(load_config(job_of(settings=settings | off).model)).dropout == ()
 
 

@@ -114,10 +114,7 @@ def test_without_an_address_for_rank_zero_is_one_sentence(environment):
 
 def test_srun_listens_on_the_first_node_of_the_step(scontrol):
     scontrol(
-        'case "$*" in\n'
-        '"show hostnames gpu[03-04]") echo localhost; echo gpu04;;\n'
-        "*) exit 1;;\n"
-        "esac"
+        'case "$*" in\n"show hostnames gpu[03-04]") echo localhost; echo gpu04;;\n*) exit 1;;\nesac'
     )
     host, port = rendezvous_address(SRUN)
     assert host == "localhost"

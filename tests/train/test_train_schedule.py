@@ -1,5 +1,7 @@
 """The learning rate over a run: its corners, its limits, its direction."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +74,7 @@ def test_rates_rise_in_the_warm_up_and_never_after_it(run):
     steps, schedule = run
     rates = [learning_rate_factor(step, steps, schedule) for step in range(steps)]
     warmup = schedule.warmup_steps
-    assert all(low < high for low, high in zip(rates[:warmup], rates[1:warmup], strict=False))
+    assert all(low < high for low, high in itertools.pairwise(rates[:warmup]))
     after = rates[warmup:]
-    assert all(high >= low for high, low in zip(after, after[1:], strict=False))
+    assert all(high >= low for high, low in itertools.pairwise(after))
     assert min(after) >= min(schedule.final_fraction, 1.0) - 1e-12

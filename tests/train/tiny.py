@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded once, before ranks fork)
-from conftest import run_ranks
+from forked import run_ranks
+
 from outlast.job import Job, load_job
 from outlast.records import AttemptStarted, Evaluated, read_run
 from outlast.train.ranks import ranks_from

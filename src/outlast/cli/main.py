@@ -17,7 +17,7 @@ from outlast.cli.doctor import doctor
 from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.report import report
-from outlast.cli.train import train
+from outlast.cli.train import TrainCommand, train
 from outlast.errors import EXIT_BAD_INPUT, OutlastError
 
 app = typer.Typer(
@@ -28,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, init, export, report, doctor):
+app.command(cls=TrainCommand)(train)
+for command in (init, export, report, doctor):
     app.command()(command)
 
 
@@ -51,7 +52,7 @@ def options(
 def main() -> None:
     """Run the command line; what ``outlast`` and ``python -m outlast`` call."""
     try:
-        app()
+        app(prog_name="outlast")
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)

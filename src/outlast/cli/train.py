@@ -27,11 +27,11 @@ class TrainCommand(typer.core.TyperCommand):
 def train(
     job_file: Annotated[
         Path | None,
-        typer.Argument(metavar="[JOB.TOML]", help="Job file; without one, the embedded default."),
+        typer.Argument(metavar="JOB.TOML", help="Job file; without one, the embedded default."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that replace the file's."),
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Processes to start on this machine.")

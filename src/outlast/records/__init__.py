@@ -6,7 +6,7 @@ run.losses()[-1]                      # (1500, 1.43)
 run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
 """
 
-from outlast.records.directory import RunDirectory, RunLock, replace_file, sync_directory
+from outlast.records.directory import RunDirectory, replace_file, sync_directory
 from outlast.records.events import (
     FORMAT_VERSION,
     PURPOSES,
@@ -23,6 +23,7 @@ from outlast.records.events import (
     StopRequested,
     Warned,
 )
+from outlast.records.lock import RunLock
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
 from outlast.records.stopwatch import Stopwatch

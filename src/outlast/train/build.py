@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from outlast.data import Prepared
     from outlast.job import Job
-    from outlast.records import RecordWriter, RunDirectory, RunLock
+    from outlast.records import RecordWriter, RunDirectory
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
 
@@ -111,9 +111,7 @@ def load_data(setup: SetUp) -> Prepared:
     return prepared
 
 
-def build(
-    setup: SetUp, data: Prepared, records: RecordWriter | None, lock: RunLock | None
-) -> tuple[Trainer, nn.Module]:
+def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[Trainer, nn.Module]:
     """Build this rank's trainer.
 
     Returns:
@@ -154,7 +152,6 @@ def build(
         ),
         stop=setup.stop,
         records=records,
-        lock=lock,
         # Only DDP reorders its sums, and two summands have no order.
         settle_reduction_order=layout.replicate > 2 and layout.shard * layout.pipeline == 1,
     )

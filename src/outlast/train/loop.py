@@ -34,14 +34,12 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore, SaveHandle
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
-    from outlast.records import RecordWriter, RunLock
+    from outlast.records import RecordWriter
     from outlast.train.agreement import Agreement
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
     from outlast.train.signals import StopFlag
     from outlast.train.waits import CommunicationWait
-
-_LOCK_REFRESH_SECONDS = 20.0
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Outcome:
 class Trainer:
     """All parts of a run on this rank, put together by `outlast.train.build`.
 
-    `records` and `lock` are None on ranks other than 0.
+    `records` is None on ranks other than 0.
     """
 
     job: Job
@@ -92,11 +90,9 @@ class Trainer:
     store: CheckpointStore
     stop: StopFlag
     records: RecordWriter | None
-    lock: RunLock | None
     settle_reduction_order: bool
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
-    _lock_refreshed: float = field(default_factory=time.monotonic)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -216,9 +212,6 @@ class Trainer:
         if save and done % save == 0:
             self._save(done)
         self._collect_saved(wait=False)
-        if self.lock and time.monotonic() - self._lock_refreshed > _LOCK_REFRESH_SECONDS:
-            self._lock_refreshed = time.monotonic()
-            self.lock.refresh()
 
     def _evaluate(self, step: int) -> None:
         if self.evaluation is None:

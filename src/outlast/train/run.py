@@ -144,7 +144,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 stop,
                 parts,
             )
-            return _train(setup, lock, began)
+            return _train(setup, began)
         finally:
             if lock is not None:
                 lock.release()
@@ -164,17 +164,19 @@ def _claim_together(start: Start, ranks: Ranks) -> RunLock | None:
     return lock
 
 
-def _train(setup: SetUp, lock: RunLock | None, began: float) -> int:
-    records = _open_records(setup.job, setup.directory) if setup.ranks.is_first else None
+def _train(setup: SetUp, began: float) -> int:
+    records = None
     data, problem = None, None
     try:
+        if setup.ranks.is_first:
+            records = _open_records(setup.job, setup.directory)
         data = load_data(setup)
     except OutlastError as error:
         problem = str(error)
     if (problem := agree_on_failure(problem)) is not None:
         raise OutlastError(problem)
     assert data is not None
-    trainer, whole = build(setup, data, records, lock)
+    trainer, whole = build(setup, data, records)
     if records is not None:
         if data.note is not None:
             records.write(Warned(data.note))

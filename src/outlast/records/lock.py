@@ -1,0 +1,183 @@
+"""The lock that keeps two live processes out of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from outlast.errors import RunError
+
+if TYPE_CHECKING:
+    from outlast.records.directory import RunDirectory
+
+# A lock has no content for a moment after its creation; its owner may die in that moment.
+_WRITING_SECONDS = 5.0
+_ACQUIRE_SECONDS = 6.0
+# Twice the resolution of /proc; two processes with one pid are at least a round of pids apart.
+_SAME_START_SECONDS = 0.02
+
+
+class RunLock:
+    """Holds a run directory for this process; a lock whose owner is dead is broken.
+
+    The lock is a file created with O_EXCL that names the owner: host, its boot id, pid, and when
+    the process started after that boot (so a reused pid is told from a live owner, and setting the
+    clock changes nothing). An owner on another host, or before a reboot, cannot be examined from
+    here: its lock counts as live while its heartbeat (the file's modification time, see `refresh`)
+    is younger than `stale_after_seconds`.
+    """
+
+    stale_after_seconds = 120.0
+    heartbeat_seconds = 20.0
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._path = directory.lock_file
+        self._owner: dict[str, Any] | None = None
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            RunError: When a live process holds it; names host and pid.
+        """
+        try:
+            deadline = time.monotonic() + _ACQUIRE_SECONDS
+            while time.monotonic() < deadline:
+                if self._create():
+                    return
+                self._break_if_stale()
+                time.sleep(0.01)
+        except OSError as error:
+            raise RunError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
+        raise RunError(
+            f"the lock {self._path} could not be taken within {_ACQUIRE_SECONDS:g} s; if no other "
+            "process works on this run, remove that file"
+        )
+
+    def _create(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        owner = _this_process()
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(owner, file)
+        except BaseException:
+            self._path.unlink(missing_ok=True)
+            raise
+        self._owner = owner
+        self._released.clear()
+        threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
+        return True
+
+    def _break_if_stale(self) -> None:
+        try:
+            file = self._path.open("r+b")
+        except FileNotFoundError:
+            return
+        with file:
+            # Of several contenders that found the same dead owner, one at a time may look and
+            # unlink; the others then see that the path is no longer the file that they opened.
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # a file system without flock: the few microseconds' risk is taken
+            opened = os.fstat(file.fileno())
+            if not _is_file(self._path, opened):
+                return
+            owner, age_seconds = _parse_owner(file.read()), time.time() - opened.st_mtime
+            if not owner and age_seconds < _WRITING_SECONDS:
+                return
+            if owner and _alive(owner, age_seconds, self.stale_after_seconds):
+                raise RunError(
+                    f"the run directory {self._path.parent} is in use by process {owner['pid']} "
+                    f"on host {owner['host']}; wait for it to end or give this run another name "
+                    "(run.name=...)"
+                )
+            self._path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Refresh the lock until it is released, also during long steps and set-ups."""
+        while not self._released.wait(self.heartbeat_seconds):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Tell other hosts that the owner is alive; the lock's own thread calls it."""
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                os.utime(self._path)
+
+    def release(self) -> None:
+        """Give the lock back, if this process still holds it."""
+        self._released.set()
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                self._path.unlink()
+        self._owner = None
+
+    def _is_ours(self) -> bool:
+        """Whether the lock is held and was not broken while this process was suspended."""
+        return self._owner is not None and _parse_owner(self._path.read_bytes()) == self._owner
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot_id(),
+        "pid": pid,
+        "started": _started_seconds(psutil.Process(pid)),
+    }
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _started_seconds(process: psutil.Process) -> float:
+    # psutil adds the boot time, which moves when the clock is set; the difference does not.
+    return round(process.create_time() - psutil.boot_time(), 2)
+
+
+def _is_file(path: Path, opened: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), opened)
+    except FileNotFoundError:
+        return False
+
+
+def _parse_owner(content: bytes) -> dict[str, Any]:
+    """The owner that a lock file names; empty when it is being written, or damaged."""
+    try:
+        owner = json.loads(content)
+    except ValueError:
+        return {}
+    whole = isinstance(owner, dict) and {"host", "boot", "pid", "started"} <= owner.keys()
+    return owner if whole else {}
+
+
+def _alive(owner: dict[str, Any], age_seconds: float, stale_after_seconds: float) -> bool:
+    if (owner["host"], owner["boot"]) != (socket.gethostname(), _boot_id()):
+        return age_seconds < stale_after_seconds
+    try:
+        process = psutil.Process(owner["pid"])
+        same = abs(_started_seconds(process) - owner["started"]) < _SAME_START_SECONDS
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

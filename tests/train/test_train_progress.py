@@ -1,0 +1,159 @@
+"""What a person sees while training, on a terminal and in a log."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from outlast.job import load_job
+from outlast.records import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointSaved,
+    Evaluated,
+    Ready,
+    Sampled,
+    StepsDone,
+    StopRequested,
+    Warned,
+)
+from outlast.train import progress
+from outlast.train.progress import LineDisplay, Rate, TerminalDisplay, message_of, progress_sink
+
+STARTED = AttemptStarted(
+    fingerprint="f",
+    world_size=4,
+    launch="nproc",
+    parallel={"replicate": 2, "shard": 2, "tensor": 1, "pipeline": 1},
+    machine={},
+    versions={},
+    total_steps=40,
+    samples_per_step=16,
+    tokens_per_step=2048,
+    parameters=1234567,
+    flops_per_token=1.0,
+)
+
+
+def steps_done(step, seconds=0.5):
+    return StepsDone(step, 1, 2.25, 1.0, 1e-3, step * 2048, [seconds], {"compute": seconds})
+
+
+EVENTS = [
+    Warned("before the start"),
+    STARTED,
+    CheckpointRestored(3, 0.25, ["step 4 is damaged"]),
+    Ready(3, 4.0, {"imports": 2.5, "model": 1.0, "data": 0.25, "restore": 0.25}),
+    steps_done(4),
+    Evaluated(4, 1.5, 2.125, 64, 0.5),
+    Evaluated(4, 1.5, None, 64, 0.5),
+    CheckpointSaved(4, 0.005, 0.5, 2_500_000),
+    CheckpointFailed(5, "the disk [/data/runs] is full"),
+    Warned("no file matches [a-z]*.txt, and [/bold] is no markup"),
+    StopRequested(6, "SIGTERM"),
+    steps_done(40),
+    Sampled(40, "def ", "x[0] = 1"),
+    AttemptEnded(6, "to_be_continued", "SIGTERM", {}),
+    AttemptEnded(40, "completed", "", {}),
+]
+
+SAID = [
+    "warning: before the start",
+    "model: 1,234,567 parameters on 4 processes (replicate 2, shard 2)",
+    "restored the checkpoint of step 3 in 0.25 s",
+    "ready at step 3 after 4.0 s (imports 2.5 s, model 1.0 s, data 0.2 s)",
+    "step 4: validation loss 1.5000 nats, 2.125 bits/byte",
+    "step 4: validation loss 1.5000 nats",
+    "step 4: checkpoint saved, 2.5 MB in 0.50 s (training waited 5 ms)",
+    "warning: the disk [/data/runs] is full; training goes on",
+    "warning: no file matches [a-z]*.txt, and [/bold] is no markup",
+    "step 6: stopping (SIGTERM)",
+    "saved at step 6; the same command goes on from there",
+]
+
+
+@pytest.fixture
+def job():
+    return load_job(None, ["train.steps=40"])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def test_lines_say_every_event_in_words(job, capsys):
+    display = LineDisplay(job)
+    for event in EVENTS:
+        display.write(event)
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "tokens/s" not in line] == SAID
+    assert [message_of(event) for event in EVENTS if message_of(event)] == SAID
+
+
+def test_a_log_gets_one_line_per_interval_and_the_last_step(job, clock, capsys):
+    display = LineDisplay(job)
+    for step in range(1, 41):
+        clock.seconds += 1.0
+        display.write(steps_done(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(re.match(r"step (\d+)/40 ", line)[1]) for line in lines] == [
+        *range(1, 40, 5),
+        40,
+    ]
+    assert lines[1] == "step 6/40  loss 2.2500  4,096 tokens/s  500.0 ms/step  eta 17 s"
+
+
+def test_one_process_is_called_one(job, capsys):
+    event = AttemptStarted(**(STARTED.__dict__ | {"world_size": 1, "parallel": {"shard": 1}}))
+    LineDisplay(job).write(event)
+    assert capsys.readouterr().out == "model: 1,234,567 parameters on 1 process\n"
+
+
+def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160, color_system=None)
+    monkeypatch.setattr(progress, "Console", lambda: console)
+    display = TerminalDisplay(job)
+    for event in EVENTS:
+        display.write(event)
+    display._progress.refresh()
+    display.close()
+    shown = screen.getvalue()
+    for sentence in SAID:
+        assert sentence in shown
+    assert re.search(r"quickstart .* 40/40 loss 2\.250  4\.1k tokens/s  500\.0 ms/step", shown)
+    assert "saved at 4" in shown
+
+
+def test_a_terminal_display_that_never_became_ready_closes(job, monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(progress, "Console", lambda: console)
+    display = TerminalDisplay(job)
+    display.write(steps_done(1))
+    display.close()
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, TerminalDisplay), (False, LineDisplay)])
+def test_the_display_fits_where_the_output_goes(job, monkeypatch, terminal, kind):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", stream)
+    assert isinstance(progress_sink(job), kind)
+
+
+def test_the_rate_is_that_of_the_last_steps():
+    rate = Rate(1000)
+    assert rate.tokens_per_second == 0.0
+    for seconds in [100.0] * 10 + [0.5] * 50:
+        rate.add(steps_done(1, seconds))
+    assert rate.tokens_per_second == pytest.approx(2000.0)
+    assert rate.step_seconds == pytest.approx(0.5)
