@@ -84,8 +84,10 @@ def test_init_writes_a_job_that_can_be_loaded(outlast, tmp_path):
     text = file.read_text()
     for name, field in Job.model_fields.items():
         assert f"[{name}]" in text
-        for each in type(field.default).model_fields.values():
-            assert each.description.split()[0] in text
+        for key, each in type(field.default).model_fields.items():
+            if each.default != {}:
+                assert f"{key} =" in text
+                assert f"\n# {each.description[:40]}" in text
 
 
 @pytest.mark.parametrize("name", ["my job.toml", "_hidden.toml", ".toml", "größe.toml", "---"])

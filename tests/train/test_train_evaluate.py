@@ -51,7 +51,7 @@ def evaluation(tmp_path, **settings):
 
 
 @given(samples=st.integers(1, 40), batch_size=st.integers(1, 9), ranks=st.integers(1, 7))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_any_ranks_and_batch_sizes_give_the_same_mean(samples, batch_size, ranks, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     model, noting, engines = nn.Identity(), Noting(), []

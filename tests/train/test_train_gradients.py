@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -27,6 +27,7 @@ def parameters_with_gradients(shapes=SHAPES, scale=1.0):
 @given(
     st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6), st.floats(1e-6, 1e6)
 )
+@settings(deadline=None)
 def test_norm_and_clipping_are_torchs(shapes, scale):
     ours, theirs = (parameters_with_gradients(shapes, scale) for _ in range(2))
     largest = 1.5
@@ -64,6 +65,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(wrong):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=12), st.integers(1, 20))
+@settings(deadline=None)
 def test_buckets_hold_every_tensor_once_in_order(sizes, capacity):
     kinds = {True: torch.float32, False: torch.bfloat16}
     tensors = [torch.zeros(size, dtype=kinds[single]) for size, single in sizes]

@@ -1,7 +1,7 @@
 """Which rank does what: degrees, coordinates, and the device mesh that must agree with them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import OutlastError
@@ -13,6 +13,7 @@ any_layout = st.builds(Layout, degrees, degrees, degrees, degrees)
 
 
 @given(any_layout)
+@settings(deadline=None)
 def test_every_rank_has_coordinates_of_its_own(layout):
     coordinates = {
         (layout.pipeline_rank(rank), layout.data_rank(rank), layout.tensor_rank(rank))
@@ -27,6 +28,7 @@ def test_every_rank_has_coordinates_of_its_own(layout):
 
 
 @given(any_layout)
+@settings(deadline=None)
 def test_each_share_of_the_batch_counts_its_loss_once(layout):
     counting = [rank for rank in range(layout.world_size) if layout.counts_loss(rank)]
     assert [layout.data_rank(rank) for rank in counting] == list(range(layout.data_ranks))
@@ -34,6 +36,7 @@ def test_each_share_of_the_batch_counts_its_loss_once(layout):
 
 
 @given(any_layout)
+@settings(deadline=None)
 def test_degrees_multiply_to_the_number_of_processes(layout):
     parallel = ParallelSection(**layout.to_dict())
     assert resolve_layout(parallel, layout.world_size) == layout
@@ -43,6 +46,7 @@ def test_degrees_multiply_to_the_number_of_processes(layout):
 
 
 @given(any_layout)
+@settings(deadline=None)
 def test_replicate_zero_takes_what_is_left_over(layout):
     parallel = ParallelSection(**(layout.to_dict() | {"replicate": 0}))
     assert resolve_layout(parallel, layout.world_size) == layout

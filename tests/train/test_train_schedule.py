@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.job import ScheduleSection
@@ -63,6 +63,7 @@ def test_constant_ignores_the_final_fraction():
 
 
 @given(runs())
+@settings(deadline=None)
 def test_factors_are_positive_and_at_most_one(run):
     steps, schedule = run
     for step in range(steps):
@@ -70,6 +71,7 @@ def test_factors_are_positive_and_at_most_one(run):
 
 
 @given(runs())
+@settings(deadline=None)
 def test_rates_rise_in_the_warm_up_and_never_after_it(run):
     steps, schedule = run
     rates = [learning_rate_factor(step, steps, schedule) for step in range(steps)]

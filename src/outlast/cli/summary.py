@@ -27,7 +27,7 @@ def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
         title=f"{run.name}: {_outcome(run)}", title_justify="left", title_style="bold", box=None
     )
     table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # a path cut short is of no use
     for name, value in _rows(job, run):
         table.add_row(name, escape(value))
     table.add_row("run directory", escape(str(directory.path)))

@@ -176,7 +176,7 @@ def _replica_engine(
     """Tensor parallel, recomputation, compile, then FSDP2 or DDP, in this order."""
     job, layout, device = setup.job, setup.plan.layout, setup.device
     model.to(device)
-    dropout = DropoutStream(job.run.seed, held_blocks(model))
+    dropout = DropoutStream(job.run.seed, held_blocks(model), never=job.train.compile)
     if mesh is not None and layout.tensor > 1:
         split_tensors(model, mesh["tensor"])
     if job.train.activation_checkpointing:

@@ -159,12 +159,13 @@ class DropoutStream:
     """Gives every micro-batch its `SampleDropout`, and none once the model is seen to drop nothing.
 
     The first training micro-batch always runs under the mode. If no call with a probability above 0
-    came, later ones run without it, so models without dropout pay nothing.
+    came, later ones run without it, so models without dropout pay nothing. With `never` the model is
+    known to drop nothing (a compiled model would be compiled again for the mode).
     """
 
-    def __init__(self, seed: int, blocks: Mapping[int, nn.Module]) -> None:
+    def __init__(self, seed: int, blocks: Mapping[int, nn.Module], *, never: bool = False) -> None:
         self._seed = seed
-        self._needed: bool | None = None
+        self._needed: bool | None = False if never else None
         self._active: SampleDropout | None = None
         for index, block in blocks.items():
             block.register_forward_pre_hook(self._marker(index))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures the mean loss over the first samples of the validation data.
+    """Measures the mean loss over samples spread evenly over the validation data.
 
     Attributes:
         windows: Validation samples.
@@ -68,7 +68,8 @@ class Evaluation:
             first, last = share(start, stop, self.rank, self.ranks)
             # Rows beyond the share repeat sample 0 and do not count.
             ids = np.zeros(self.batch_size, dtype=np.int64)
-            ids[: last - first] = np.arange(first, last)
+            # Evenly spread over the data, whose beginning may be unlike the rest.
+            ids[: last - first] = np.arange(first, last) * self.windows.samples // self.samples
             inputs, targets = self.windows.gather(ids)
             targets[last - first :] = IGNORED_TARGET
             yield MicroBatch(ids, inputs, targets)

@@ -6,6 +6,7 @@ result or as the result's ``logits``, as Hugging Face's causal language models d
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -222,7 +223,8 @@ def _from_function(model: ModelSection) -> nn.Module:
         raise OutlastError(f'model.module = "{model.module}" cannot be imported: {error}') from None
     try:
         # Only the call itself: a TypeError from inside the function is the author's to see whole.
-        inspect.signature(function).bind(**model.arguments)
+        with contextlib.suppress(ValueError):  # something built in does not say what it takes
+            inspect.signature(function).bind(**model.arguments)
     except TypeError as error:
         raise OutlastError(
             f'model.module = "{model.module}" cannot be called with model.arguments = '

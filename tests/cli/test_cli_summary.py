@@ -1,0 +1,105 @@
+"""The table at the end of a run: finished, stopped, or with nothing to show."""
+
+import pytest
+
+from outlast.cli.summary import print_summary
+from outlast.job import load_job, to_toml
+from outlast.records import (
+    AttemptEnded,
+    AttemptStarted,
+    Evaluated,
+    Ready,
+    RecordWriter,
+    RunDirectory,
+    Sampled,
+    StepsDone,
+)
+
+STARTED = AttemptStarted(
+    fingerprint="f",
+    world_size=1,
+    launch="alone",
+    parallel={},
+    machine={},
+    versions={},
+    total_steps=20,
+    samples_per_step=16,
+    tokens_per_step=2048,
+    parameters=1234567,
+    flops_per_token=1.0,
+)
+
+
+@pytest.fixture
+def job():
+    return load_job(None, ["train.steps=20", "schedule.warmup_steps=0"])
+
+
+@pytest.fixture
+def summary(tmp_path, job, capsys):
+    """Write these events as a run's; gives what is printed at its end."""
+    directory = RunDirectory(tmp_path / "run[1]")
+    directory.create(to_toml(job))
+
+    def show(*events):
+        writer = RecordWriter(directory.path)
+        for event in events:
+            writer.write(event)
+        writer.close()
+        print_summary(job, directory, directory.report)
+        return " ".join(capsys.readouterr().out.split())
+
+    return show
+
+
+def steps_done(step):
+    return StepsDone(step, 10, 2.5, 1.0, 1e-3, step * 2048, [0.5] * 10, {"compute": 5.0})
+
+
+def test_a_finished_run(summary, job, tmp_path):
+    (tmp_path / "run[1]" / "model").mkdir()
+    shown = summary(
+        STARTED,
+        Ready(0, 2.0, {}),
+        steps_done(10),
+        steps_done(20),
+        Evaluated(20, 1.25, 1.8034, 640, 0.5),
+        Sampled(20, "def ", "f(x): return x[0] # [bold]"),
+        AttemptEnded(20, "completed", "", {"evaluation": 0.5}),
+    )
+    assert "run[1]: completed" in shown
+    assert "validation loss 1.2500 nats per token, 1.8034 bits per byte (step 20)" in shown
+    assert "training loss 2.5000 nats per token (step 20)" in shown
+    assert "steps 20 of 20" in shown
+    assert "tokens 40,960" in shown
+    assert "throughput 4,096 tokens/s within steps" in shown
+    assert "parameters 1,234,567" in shown
+    assert "12.5 s in 1 attempts: compute 10.0 s (80.0%), startup 2.0 s (16.0%)" in shown
+    assert "evaluation 0.5 s (4.0%)" in shown
+    assert "def f(x): return x[0] # [bold]" in shown
+    # Paths are whole, however narrow the output.
+    joined = shown.replace(" ", "")
+    assert f"report{tmp_path}/run[1]/report.html" in joined
+    assert f"model{tmp_path}/run[1]/model" in joined
+
+
+def test_a_stopped_run(summary):
+    shown = summary(
+        STARTED,
+        Ready(0, 2.0, {}),
+        steps_done(10),
+        AttemptEnded(10, "to_be_continued", "SIGTERM", {}),
+    )
+    assert "stopped, to be continued: the same command goes on" in shown
+    assert "validation loss unavailable: nothing was evaluated yet" in shown
+    assert "steps 10 of 20" in shown
+
+
+def test_a_run_that_died_and_one_that_never_began(summary):
+    assert "not started" in summary()
+    assert "died" in summary(STARTED)
+
+
+def test_bits_per_byte_that_are_not_known_are_not_zero(summary):
+    shown = summary(STARTED, Ready(0, 2.0, {}), Evaluated(3, 1.25, None, 640, 0.5))
+    assert "bits per byte unavailable: the number of source bytes is not known" in shown

@@ -1,0 +1,48 @@
+"""The examples run as they stand."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.job import load_job
+from outlast.records import Sampled, read_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.distributed
+def test_a_model_of_ones_own_trains_and_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "own_model"
+    shutil.copytree(EXAMPLES / "own_model", folder)
+    short = ["train.steps=12", "schedule.warmup_steps=2", "evaluate.samples=32", "sample.tokens=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "outlast", "train", "job.toml", *short],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    run = read_run(folder / "runs" / "own-model")
+    assert run.losses()[-1][0] == 12
+    assert run.losses()[-1][1] < 5.6
+    [(_, sampled)] = run.of(Sampled)
+    assert sampled.text
+
+
+def test_every_job_file_is_a_job() -> None:
+    files = list(EXAMPLES.rglob("*.toml"))
+    assert files
+    for file in files:
+        load_job(file)
+
+
+def test_shell_scripts_parse() -> None:
+    for file in EXAMPLES.rglob("*.sh"):
+        subprocess.run(["bash", "-n", str(file)], check=True)
