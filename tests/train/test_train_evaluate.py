@@ -59,7 +59,11 @@ def test_any_ranks_and_batch_sizes_give_the_same_mean(samples, batch_size, ranks
         part = evaluation(folder, samples=samples, batch_size=batch_size, rank=rank, ranks=ranks)
         engines.append(Counting())
         part.measure(model, engines[-1], noting)
-    expected = TOKENS[1 : samples * LENGTH + 1].sum()
+    windows = part.windows.samples
+    chosen = [number * windows // samples for number in range(samples)]
+    expected = sum(TOKENS[i * LENGTH + 1 : (i + 1) * LENGTH + 1].sum() for i in chosen)
+    assert len(set(chosen)) == samples
+    assert chosen[-1] >= windows - windows / samples - 1
     assert sum(noting.totals) == expected
     assert part.tokens == samples * LENGTH
     # Collective operations of sharded models need equal batches on all ranks.

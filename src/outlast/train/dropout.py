@@ -159,8 +159,8 @@ class DropoutStream:
     """Gives every micro-batch its `SampleDropout`, and none once the model is seen to drop nothing.
 
     The first training micro-batch always runs under the mode. If no call with a probability above 0
-    came, later ones run without it, so models without dropout pay nothing. With `never` the model is
-    known to drop nothing (a compiled model would be compiled again for the mode).
+    came, later ones run without it, so models without dropout pay nothing. With `never` the model
+    is known to drop nothing (a compiled model would be compiled again for the mode).
     """
 
     def __init__(self, seed: int, blocks: Mapping[int, nn.Module], *, never: bool = False) -> None:
