@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outlast.job import Job, load_job
-from outlast.records import Ready, RecordWriter, Stopwatch, read_run
+from outlast.records import Evaluated, Ready, RecordWriter, Stopwatch, read_run
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.preflight import preflight
 from outlast.train.ranks import device_of, join, leave, ranks_from
@@ -183,6 +183,41 @@ def throughput_bars(folder: Path, quick: bool) -> list[Bar]:
     return bars
 
 
+def agreement_bar(folder: Path) -> Bar:
+    """The largest difference in loss between a one-process run and the same job on layouts."""
+    settings = [
+        f'run.directory="{folder}"',
+        "model.settings.hidden_size=64",
+        "model.settings.intermediate_size=128",
+        "train.steps=20",
+        "train.batch_size=12",
+        "schedule.warmup_steps=5",
+        "optimizer.name=adamw",
+        "log.every_steps=1",
+        "checkpoint.every_steps=0",
+        "evaluate.samples=16",
+        "sample.tokens=0",
+        "export.huggingface=false",
+    ]
+    layouts = {
+        "alone": [],
+        "replicate": ["parallel.replicate=2", "launch.nproc=2"],
+        "uneven": ["parallel.replicate=3", "launch.nproc=3", "train.micro_batch_size=3"],
+        "shard": ["parallel.shard=2", "launch.nproc=2"],
+        "tensor": ["parallel.tensor=2", "launch.nproc=2"],
+        "pipeline": ["parallel.pipeline=2", "launch.nproc=2", "parallel.pipeline_microbatches=4"],
+    }
+    curves = {}
+    for name, layout in layouts.items():
+        command = [sys.executable, "-m", "outlast", "train", f"run.name=agree-{name}"]
+        subprocess.run([*command, *settings, *layout], check=True, capture_output=True)
+        curves[name] = [loss for _, loss in read_run(folder / f"agree-{name}").losses()]
+    alone = np.array(curves.pop("alone"))
+    largest = max(float(np.abs(np.array(curve) - alone).max()) for curve in curves.values())
+    peer = f"one process, 20 steps in fp32; {', '.join(curves)}"
+    return at_most("largest loss difference", largest, "nats", 2e-5, peer)
+
+
 def timer_bar(folder: Path) -> Bar:
     """What the stopwatch costs, as a share of the quickstart's step time."""
     watch, repeats = Stopwatch(), 20_000
@@ -249,8 +284,6 @@ def quickstart_bars(folder: Path) -> list[Bar]:
     )
     seconds = time.perf_counter() - begun
     run = read_run(folder / "quickstart")
-    from outlast.records import Evaluated
-
     _, last = run.of(Evaluated)[-1]
     assert last.bits_per_byte is not None
     return [
@@ -267,6 +300,7 @@ def main() -> None:
         bars += command_bars(folder, 2 if options.quick else 7)
         bars.append(timer_bar(folder))
         if not options.quick:
+            bars.append(agreement_bar(folder))
             bars += quickstart_bars(folder)
     publish("train", bars, options.json)
 

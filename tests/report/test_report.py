@@ -56,7 +56,7 @@ def test_key_figures_of_a_run_with_two_attempts(new_run: Any) -> None:
     assert "Steps 600 of 600 measured" in words
     assert "Tokens 1,228,800 measured" in words
     assert "Parameters 459,264 measured" in words
-    assert "World size 4 → 2 processes" in words
+    assert "Processes 4 → 2" in words
     assert "5 saved training waited 155 ms for them; the last holds 5.51 MB; 1 failed measured" in (
         words
     )

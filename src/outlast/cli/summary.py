@@ -82,4 +82,5 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]
         spent.sort(key=lambda part: -part[1])
         parts = ", ".join(f"{name} {value:.1f} s ({value / wall:.1%})" for name, value in spent)
-        yield "wall time", f"{wall:.1f} s in {len(run.attempts)} attempts: {parts}"
+        attempts = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
+        yield "wall time", f"{wall:.1f} s in {attempts}: {parts}"

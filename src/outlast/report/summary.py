@@ -165,7 +165,7 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
     parameters = text.count(start.parameters) if start and known else Unavailable(_NO_START)
     yield KeyFigure("Parameters", parameters)
     sizes = " → ".join(str(size) for size in overview.world_sizes)
-    yield KeyFigure("World size", sizes if starts else Unavailable(_NO_START), "processes")
+    yield KeyFigure("Processes", sizes if starts else Unavailable(_NO_START))
 
 
 def _time(overview: Overview) -> Iterator[KeyFigure]:

@@ -15,7 +15,7 @@ import torch
 
 from outlast import __version__
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, OutlastError, RunError
-from outlast.hardware import this_machine
+from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml
 from outlast.records import (
     AttemptStarted,
@@ -233,7 +233,7 @@ def _attempt_started(setup: SetUp, data: Prepared, whole: nn.Module) -> AttemptS
         world_size=setup.ranks.world_size,
         launch=setup.ranks.launch,
         parallel=setup.plan.layout.to_dict(),
-        machine=this_machine().to_dict(),
+        machine=_machine_facts(setup),
         versions=_versions(),
         total_steps=job.train.steps,
         samples_per_step=job.train.batch_size,
@@ -242,6 +242,20 @@ def _attempt_started(setup: SetUp, data: Prepared, whole: nn.Module) -> AttemptS
         flops_per_token=flops_per_token(whole, job.data.sequence_length, config),
         data=_data_facts(data),
     )
+
+
+def _machine_facts(setup: SetUp) -> dict[str, object]:
+    """This machine, and the published peak of one accelerator in the job's precision if known."""
+    facts = this_machine().to_dict()
+    if setup.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(setup.device)
+        device = device_reported_as(properties.name, properties.total_memory)
+        if isinstance(device, Device):
+            bf16 = setup.job.train.precision == "bf16"
+            peak = device.bf16_peak_flop_per_s if bf16 else device.fp32_peak_flop_per_s
+            if isinstance(peak, Figure):
+                facts["peak_flop_per_s"] = peak.value
+    return facts
 
 
 def _data_facts(data: Prepared) -> dict[str, object]:
