@@ -158,7 +158,7 @@ def _rank(rank: int, size: int, port: int, pipe: Any, job: Job, blocks: int, ste
 def throughput_bars(folder: Path, quick: bool) -> list[Bar]:
     """Tokens/s of `outlast train`'s loop over that of the hand-written one."""
     bars = []
-    blocks, steps = (6, 10) if quick else (24, 25)
+    blocks, steps = (6, 10) if quick else (16, 20)
     for size in (1, 2):
         job = load_job(
             None,

@@ -49,7 +49,7 @@ def test_setting_of_one_start_leaves_the_run_the_same(override: str) -> None:
     [
         ("run.seed=1", "run.seed: 0 -> 1"),
         ("run.deterministic=false", "run.deterministic: True -> False"),
-        ("train.steps=7000", "train.steps: 1500 -> 7000"),
+        ("train.steps=7000", "train.steps: 450 -> 7000"),
         ("train.batch_size=8", "train.batch_size: 16 -> 8"),
         ("train.precision=bf16", "train.precision: 'fp32' -> 'bf16'"),
         ("optimizer.name=adamw", "optimizer.name: 'muon' -> 'adamw'"),
@@ -72,7 +72,7 @@ def test_order_of_the_keys_does_not_matter() -> None:
 
 def test_identity_names_settings_as_the_user_writes_them() -> None:
     found = identity(load_job())
-    assert found["train.steps"] == 1500
+    assert found["train.steps"] == 450
     assert found["model.settings"]["hidden_size"] == 128
 
 

@@ -37,7 +37,7 @@ def test_unset_keys_are_shown_as_comments_and_stay_unset() -> None:
 
 def test_comments_say_what_every_setting_means() -> None:
     text = to_toml(load_job())
-    assert "# optimizer steps in the whole run\nsteps = 1500\n" in text
+    assert "# optimizer steps in the whole run\nsteps = 450\n" in text
     assert "# optimizer steps" not in to_toml(load_job(), comments=False)
 
 

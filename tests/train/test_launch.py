@@ -181,3 +181,24 @@ def test_the_launcher_hands_signals_on(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_TO_BE_CONTINUED, output
     assert read_run(run_directory(job).path).attempts[-1].outcome == "to_be_continued"
+
+
+@pytest.mark.distributed
+def test_a_wrong_input_that_rank_0_finds_late_ends_all_ranks_with_its_sentence(
+    tmp_path: Path,
+) -> None:
+    settings = ("data.sequence_length=30000", "model.settings.max_position_embeddings=40000")
+    job = tiny_job(tmp_path, "late", *settings)
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*OUTLAST, job_file(job, tmp_path), "--nproc", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "too few for one sample of data.sequence_length = 30000" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - begun < 60

@@ -87,10 +87,29 @@ def test_stopped_on_four_resumed_on_two_then_three(tmp_path: Path) -> None:
         assert torch.allclose(tensor, expected[name], atol=1e-4), name
 
 
+def test_one_run_goes_through_every_kind_of_layout(tmp_path: Path) -> None:
+    whole = tiny_job(tmp_path, "whole", "train.steps=10")
+    assert train(whole, 1) == EXIT_DONE
+    layouts = (
+        (4, ["parallel.shard=2", "parallel.tensor=2"]),
+        (4, ["parallel.replicate=2", "parallel.shard=2"]),
+        (2, ["parallel.tensor=2"]),
+        (2, ["parallel.pipeline=2", "parallel.pipeline_microbatches=2"]),
+        (1, []),
+    )
+    for number, (size, overrides) in enumerate(layouts):
+        last = number == len(layouts) - 1
+        stop = [] if last else ["train.stop_after_steps=2"]
+        part = tiny_job(tmp_path, "parts", "train.steps=10", *overrides, *stop)
+        assert train(part, size) == (EXIT_DONE if last else EXIT_TO_BE_CONTINUED)
+    assert losses(part) == pytest.approx(losses(whole), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
         (1, []),
+        (4, ["parallel.replicate=2", "parallel.shard=2"]),
         (1, ["optimizer.name=muon"]),
         (3, []),
         (4, ["parallel.replicate=4"]),
@@ -149,6 +168,19 @@ def test_killed_at_any_moment_ends_in_equal_bits(tmp_path: Path, nproc: int) -> 
     assert_equal_bits(weights(job), weights(whole))
     assert losses(job) == losses(whole)
     assert len(read_run(run_directory(job).path).of(CheckpointRestored)) >= 2
+
+
+def test_a_killed_launcher_leaves_a_run_that_goes_on_at_once(tmp_path: Path) -> None:
+    job = tiny_job(
+        tmp_path, "launcher", "train.steps=90", "checkpoint.every_steps=10", "launch.nproc=2"
+    )
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 15, process)
+    process.kill()
+    process.communicate()
+    code, output = finish(start_process(job, tmp_path))
+    assert code == EXIT_DONE, output
+    assert read_run(run_directory(job).path).of(CheckpointRestored)
 
 
 def test_a_killed_worker_is_restarted_with_its_group(tmp_path: Path) -> None:

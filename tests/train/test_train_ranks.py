@@ -1,18 +1,19 @@
 """Who a process is: torchrun's and Slurm's environments, and what is wrong with a broken one."""
 
 import socket
+import time
 
 import pytest
 
-from outlast.errors import OutlastError
+from outlast.errors import DataError, OutlastError
 from outlast.train.ranks import (
     ALONE,
     Ranks,
-    agree_on_failure,
     join,
     launched_by,
     ranks_from,
     rendezvous_address,
+    together,
 )
 
 TORCHRUN = {
@@ -168,18 +169,39 @@ def _one_fails():
 
     ranks = ranks_from(os.environ)
     join(ranks, torch.device("cpu"), 60.0)
-    told = agree_on_failure("no disk left" if ranks.rank == 1 else None)
-    return told, agree_on_failure(None)
+    begun = time.monotonic()
+    sentences = []
+    for failing in (DataError("no disk left"), ValueError("a bug")):
+
+        def work(failing=failing):
+            if ranks.rank == 1:
+                raise failing
+            return "well"
+
+        try:
+            together(work)
+        except Exception as error:
+            sentences.append(f"{type(error).__name__}: {error}")
+    return sentences, together(lambda: ranks.rank), time.monotonic() - begun
 
 
 @pytest.mark.distributed
 def test_all_ranks_hear_of_one_ranks_problem(ranks):
-    assert ranks(3)(_one_fails) == [("no disk left", None)] * 3
+    for rank, (sentences, result, seconds) in enumerate(ranks(3)(_one_fails)):
+        told = "ValueError: a bug" if rank == 1 else "OutlastError: ValueError: a bug"
+        assert sentences == ["OutlastError: no disk left", told]
+        assert result == rank
+        assert seconds < 10
 
 
 def test_a_process_alone_agrees_with_itself():
-    assert agree_on_failure("no disk left") == "no disk left"
-    assert agree_on_failure(None) is None
+    assert together(lambda: 7) == 7
+    with pytest.raises(OutlastError, match="no disk left"):
+        together(_fail)
+
+
+def _fail():
+    raise DataError("no disk left")
 
 
 def _waits_in_vain():

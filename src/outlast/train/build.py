@@ -22,7 +22,6 @@ from outlast.data import (
     check_vocabulary,
     microbatch_count,
     prepare,
-    wait_for,
 )
 from outlast.train.agreement import Agreement
 from outlast.train.dropout import DropoutStream
@@ -35,11 +34,13 @@ from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import (
     compile_blocks,
     recompute_activations,
+    refuse_dropout,
     replicate,
     shard,
     split_tensors,
 )
 from outlast.train.preflight import Plan, pipeline_shape
+from outlast.train.ranks import together
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
@@ -83,16 +84,16 @@ def configure_torch(job: Job, ranks: Ranks) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+        # The memory-efficient attention's backward pass adds in no fixed order.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
         # Filling fresh memory finds bugs in kernels; it is no part of determinism and costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def load_data(setup: SetUp) -> Prepared:
-    """Tokenise on rank 0 or open what is there; the other ranks wait for it."""
+    """Tokenise the job's corpus, or open the tokens that are there already."""
     begun = time.perf_counter()
     data = setup.job.data
-    if not setup.ranks.is_first and data.source != "tokens":
-        wait_for(setup.directory.data, data.prepare_timeout_seconds)
     prepared = prepare(
         data.source,
         cache=setup.directory.data,
@@ -119,7 +120,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
-    model = build_model(job)
+    model = together(lambda: build_model(job))
     whole = _skeleton(model)
     setup.timed("model", begun)
     begun = time.perf_counter()
@@ -175,10 +176,14 @@ def _replica_engine(
 ) -> ReplicaEngine:
     """Tensor parallel, recomputation, compile, then FSDP2 or DDP, in this order."""
     job, layout, device = setup.job, setup.plan.layout, setup.device
-    model.to(device)
+    if job.train.compile:
+        refuse_dropout(model)
     dropout = DropoutStream(job.run.seed, held_blocks(model), never=job.train.compile)
     if mesh is not None and layout.tensor > 1:
         split_tensors(model, mesh["tensor"])
+    if layout.shard == 1:
+        # FSDP2 moves block by block itself, so the whole model need not fit on one device.
+        model.to(device)
     if job.train.activation_checkpointing:
         recompute_activations(model, dropout)
     if job.train.compile:

@@ -12,11 +12,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from outlast.data import MicroBatch
 from outlast.train.gradients import average_over
 from outlast.train.model import logits_of
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-    from outlast.data import MicroBatch
     from outlast.train.dropout import DropoutStream
     from outlast.train.pipeline import StageModule
     from outlast.train.waits import CommunicationWait
@@ -91,7 +92,7 @@ class ReplicaEngine:
         scale = self.data_ranks / global_tokens
         for batch in batches:
             last = batch is batches[-1]
-            inputs, targets, sample_ids = tensors(batch, self.device)
+            inputs, targets, sample_ids = tensors(_never_empty(batch), self.device)
             with self._synchronise_gradients(last):
                 with self.dropout.for_samples(step, sample_ids), self._autocast():
                     loss = loss_sum(logits_of(self.model(inputs)), targets)
@@ -173,6 +174,21 @@ class PipelineEngine:
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _never_empty(batch: MicroBatch) -> MicroBatch:
+    """`batch`, or one row that does not count where this rank has no sample left.
+
+    Ranks with fewer samples than micro-batches still take part in every collective operation.
+    """
+    if len(batch.sample_ids):
+        return batch
+    shape = (1, batch.inputs.shape[1])
+    return MicroBatch(
+        sample_ids=np.zeros(1, dtype=np.int64),
+        inputs=np.zeros(shape, dtype=np.int64),
+        targets=np.full(shape, IGNORED_TARGET, dtype=np.int64),
+    )
 
 
 def tensors(

@@ -158,6 +158,11 @@ def continue_text(
 
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if not bool(torch.isfinite(logits).all()):
+        raise OutlastError(
+            "the model's logits are not finite, so it cannot write a sample; the training "
+            "diverged: lower the learning rate"
+        )
     if temperature == 0.0:
         return int(logits.argmax())
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _MONITOR_SECONDS = 0.1
+_interrupts: list[int] = []
 
 
 def launch_group(start: Start) -> int:
@@ -79,6 +80,11 @@ def _worker(start: Start) -> tuple[int, str | None]:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        _interrupts.append(number)
+        if len(_interrupts) > 1:
+            # A person who presses Ctrl-C twice wants the end; elastic ends the workers.
+            raise KeyboardInterrupt
     # Ctrl-C reaches the workers from the terminal as well; SIGTERM may come twice without harm.
     passed = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
     for child in multiprocessing.active_children():

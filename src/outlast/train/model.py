@@ -35,6 +35,7 @@ class ModelFacts:
     """What must be known of a model before it is built; None where it cannot be known.
 
     Attributes:
+        model_type: Hugging Face's name of the architecture.
         vocabulary_size: Number of token ids.
         positions: Longest sequence.
         heads: Attention heads.
@@ -44,6 +45,7 @@ class ModelFacts:
         dropout: Names of settings that are dropout probabilities above 0.
     """
 
+    model_type: str | None = None
     vocabulary_size: int | None = None
     positions: int | None = None
     heads: int | None = None
@@ -144,6 +146,7 @@ def facts_of(config: PretrainedConfig | None) -> ModelFacts:
         and value > 0
     )
     return ModelFacts(
+        model_type=text.model_type,
         vocabulary_size=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
         heads=heads,

@@ -64,9 +64,9 @@ def tensor_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         style = _matching(patterns, name)
-        if style is None or not isinstance(module, (nn.Linear, nn.Embedding)):
+        if style is None or not any(True for _ in module.parameters()):
             continue
-        if style not in _STYLES:
+        if style not in _STYLES or not isinstance(module, (nn.Linear, nn.Embedding)):
             raise OutlastError(
                 f"the tp_plan of {type(model).__name__} wants the style {style!r} for {name}, "
                 "which has no DTensor counterpart here; use parallel.shard instead"
@@ -114,6 +114,20 @@ def recompute_activations(model: nn.Module, dropout: DropoutStream) -> None:
         if any(True for _ in block.parameters()):
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, wrap(block))
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Refuse a model with dropout layers, whose masks could not belong to samples.
+
+    Raises:
+        OutlastError: Naming the first such layer.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise OutlastError(
+                f"train.compile = true cannot be combined with dropout, and {name} drops with "
+                f"p = {module.p}; set one of them to false or 0"
+            )
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from outlast.job import Job
 
 
+PIPELINE_MODELS = ("llama", "mistral")
+"""Types whose forward is nothing but embedding, blocks, norm and head; others may scale between."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the checks found out on the way."""
@@ -138,6 +142,12 @@ def _pipeline_problems(job: Job, facts: ModelFacts, layout: Layout) -> Iterator[
     if layout.pipeline == 1:
         return
     stages, microbatches = pipeline_shape(job, layout)
+    if facts.model_type is not None and facts.model_type not in PIPELINE_MODELS:
+        yield (
+            f"parallel.pipeline = {layout.pipeline} is known to be right for the model types "
+            f"{', '.join(PIPELINE_MODELS)} only, and this is {facts.model_type!r}; "
+            "use parallel.shard instead"
+        )
     if job.model.module:
         yield "parallel.pipeline > 1 needs a Hugging Face model, and model.module gives none"
     if facts.layers is not None and facts.layers < stages:

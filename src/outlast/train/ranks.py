@@ -10,9 +10,10 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from outlast.errors import OutlastError
 
 Environment = Mapping[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,20 @@ def _scontrol(*arguments: str) -> str:
 
 
 def device_of(ranks: Ranks) -> torch.device:
-    """The accelerator of this process, or the CPU."""
+    """The accelerator of this process, or the CPU.
+
+    Raises:
+        OutlastError: When a launcher started more processes here than there are GPUs.
+    """
     if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        # Under srun every task may see a GPU of its own.
+        if ranks.launch in ("nproc", "torchrun") and ranks.local_world_size > count:
+            raise OutlastError(
+                f"launch.nproc = {ranks.local_world_size} exceeds the {count} "
+                f"GPU{'s' if count > 1 else ''} that this machine shows; start {count}, or hide "
+                'the GPUs with CUDA_VISIBLE_DEVICES=""'
+            )
         return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
@@ -203,14 +217,43 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def agree_on_failure(problem: str | None) -> str | None:
-    """The first problem that any rank reports, on every rank; None when all are well.
-
-    Every rank must call it at the same place; that is how a wrong input found by one rank ends the
-    whole run with one sentence and nobody waits for a rank that has gone.
-    """
+def patient_group(timeout_seconds: float) -> dist.ProcessGroup | None:
+    """All ranks in a CPU group that waits up to `timeout_seconds`; None for one process alone."""
     if not dist.is_initialized():
-        return problem
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next((each for each in problems if each is not None), None)
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `work` on this rank and wait for the others; if one fails, all raise its sentence.
+
+    Every rank must call it at the same place. That is how a wrong input found by one rank ends the
+    whole run with one sentence, and nobody waits for a rank that has gone.
+
+    Args:
+        work: What this rank does; it must not wait for other ranks itself.
+        group: Process group of the agreement; its timeout bounds the wait. Default: all ranks.
+
+    Raises:
+        OutlastError: With the first sentence of any rank.
+        Exception: What `work` raised here, if it was no OutlastError.
+    """
+    result, problem, unexpected = None, None, None
+    try:
+        result = work()
+    except OutlastError as error:
+        problem = str(error)
+    except Exception as error:
+        problem, unexpected = f"{type(error).__name__}: {error}", error
+    problems: list[str | None] = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem, group=group)
+    if unexpected is not None:
+        raise unexpected
+    first = next((each for each in problems if each is not None), None)
+    if first is not None:
+        raise OutlastError(first)
+    return cast("T", result)

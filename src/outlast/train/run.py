@@ -33,7 +33,7 @@ from outlast.train.export import continue_text, export_model, load_trained
 from outlast.train.model import flops_per_token, load_config, parameter_count
 from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
-from outlast.train.ranks import Ranks, agree_on_failure, device_of, join, leave
+from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from outlast.data import Prepared
     from outlast.job import Job
+    from outlast.train.loop import Outcome, Trainer
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def work(start: Start, ranks: Ranks) -> int:
         OutlastError: For what only this rank could find out, e.g. a last save that failed.
     """
     began = _process_start(ranks)
-    with StopFlag() as stop:
+    with StopFlag(os.getppid() if ranks.launch == "nproc" else None) as stop:
         parts = {"start and imports": time.time() - began}
         begun = time.perf_counter()
         configure_torch(start.job, ranks)
@@ -134,10 +135,10 @@ def work(start: Start, ranks: Ranks) -> int:
         parts["process group"] = time.perf_counter() - begun
         lock = None
         try:
-            lock = _claim_together(start, ranks)
+            lock = together(lambda: claim(start) if ranks.is_first else None)
             setup = SetUp(
                 start.job,
-                preflight(start.job, ranks.world_size),
+                together(lambda: preflight(start.job, ranks.world_size)),
                 ranks,
                 device,
                 run_directory(start.job),
@@ -151,47 +152,49 @@ def work(start: Start, ranks: Ranks) -> int:
             leave()
 
 
-def _claim_together(start: Start, ranks: Ranks) -> RunLock | None:
-    """Rank 0 claims the directory; if it cannot, every rank raises the same sentence."""
-    lock, problem = None, None
-    if ranks.is_first:
-        try:
-            lock = claim(start)
-        except OutlastError as error:
-            problem = str(error)
-    if (problem := agree_on_failure(problem)) is not None:
-        raise RunError(problem)
-    return lock
-
-
 def _train(setup: SetUp, began: float) -> int:
+    job, ranks = setup.job, setup.ranks
     records = None
-    data, problem = None, None
     try:
-        if setup.ranks.is_first:
-            records = _open_records(setup.job, setup.directory)
-        data = load_data(setup)
-    except OutlastError as error:
-        problem = str(error)
-    if (problem := agree_on_failure(problem)) is not None:
-        raise OutlastError(problem)
-    assert data is not None
-    trainer, whole = build(setup, data, records)
-    if records is not None:
-        if data.note is not None:
-            records.write(Warned(data.note))
-        records.write(_attempt_started(setup, data, whole))
-    try:
-        outcome = trainer.run(began, setup.parts)
+        # Rank 0 alone tokenises, which may take long; then every rank opens what is there.
+        group = patient_group(job.data.prepare_timeout_seconds)
+        records = together(lambda: _open_records(setup) if ranks.is_first else None)
+        together(lambda: load_data(setup) if ranks.is_first else None, group)
+        data = together(lambda: load_data(setup))
+        trainer, whole = build(setup, data, records)
         if records is not None:
-            if outcome.completed:
-                _leave_behind(setup, data, records, outcome.last_step)
-            records.write(outcome.ended(trainer.watch.lap()))
-        return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+            if data.note is not None:
+                records.write(Warned(data.note))
+            records.write(_attempt_started(setup, data, whole))
+        try:
+            outcome = trainer.run(began, setup.parts)
+            if records is not None:
+                _end(setup, data, trainer, records, outcome)
+        finally:
+            trainer.store.close()
     finally:
-        trainer.store.close()
         if records is not None:
             records.close()
+    return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+
+
+def _end(
+    setup: SetUp, data: Prepared, trainer: Trainer, records: RecordWriter, outcome: Outcome
+) -> None:
+    """Export and sample after the last step, and close the attempt in any case."""
+    problem = None
+    if outcome.completed:
+        try:
+            _leave_behind(setup, data, records, outcome.last_step)
+        except OutlastError as error:
+            problem = str(error)
+            records.write(Warned(problem))
+    records.write(outcome.ended(trainer.watch.lap()))
+    if problem is not None:
+        raise OutlastError(
+            f"the run is complete and its checkpoint saved, but: {problem}; "
+            "`outlast export` can write the model later"
+        )
 
 
 def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int) -> None:
@@ -213,7 +216,8 @@ def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int
         records.write(Sampled(step, job.sample.prompt, text))
 
 
-def _open_records(job: Job, directory: RunDirectory) -> RecordWriter:
+def _open_records(setup: SetUp) -> RecordWriter:
+    job, directory = setup.job, setup.directory
     sinks: list[Sink] = [progress_sink(job)]
     if job.log.tensorboard:
         sinks.append(TensorBoardSink(directory.tensorboard))

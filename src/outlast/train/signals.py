@@ -8,8 +8,11 @@ SIGINT ends the process at once, as a person who presses Ctrl-C twice expects.
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
+
+from outlast.errors import EXIT_CRASHED
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -20,12 +23,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class StopFlag:
     """A context that turns the stop signals into a flag while it is open.
 
+    Args:
+        launcher: Process that started this one and ends it when it dies itself, or None.
+
     Attributes:
         reason: Name of the signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: int | None = None) -> None:
         self.reason: str | None = None
+        self._launcher = launcher
+        self._interrupts = 0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
@@ -43,6 +51,12 @@ class StopFlag:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._launcher is not None and os.getppid() != self._launcher:
+                # The launcher was killed and this is its parting signal: end like it, so that the
+                # same command can start at once.
+                os._exit(EXIT_CRASHED)
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
