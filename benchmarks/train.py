@@ -50,7 +50,9 @@ class Pair:
 class HandLoop:
     """What one would write for this one job: model, data, two optimizers, clip, log."""
 
-    def __init__(self, job: Job, tokens: np.ndarray, world_size: int, rank: int) -> None:
+    def __init__(
+        self, job: Job, tokens: np.ndarray, world_size: int, rank: int, device: torch.device
+    ) -> None:
         torch.manual_seed(job.run.seed)
         settings = {k: v for k, v in job.model.settings.items() if k != "model_type"}
         model = AutoModelForCausalLM.from_config(LlamaConfig(**settings, use_cache=False))
@@ -61,6 +63,8 @@ class HandLoop:
             torch.optim.Muon(hidden, lr=job.optimizer.muon_learning_rate, weight_decay=decay),
             torch.optim.AdamW(others, lr=job.optimizer.learning_rate, weight_decay=decay),
         ]
+        self.device = device
+        model.to(device)
         self.parameters = list(model.parameters())
         self.model = DistributedDataParallel(model) if world_size > 1 else model
         self.tokens, self.length = tokens, job.data.sequence_length
@@ -74,7 +78,7 @@ class HandLoop:
         for _ in range(count):
             starts = self.random.integers(len(self.tokens) - self.length - 1, size=self.batch)
             rows = np.stack([self.tokens[s : s + self.length + 1] for s in starts])
-            window = torch.from_numpy(rows.astype(np.int64))
+            window = torch.from_numpy(rows.astype(np.int64)).to(self.device)
             logits = self.model(window[:, :-1]).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
             loss.backward()
@@ -100,7 +104,7 @@ def measure(job: Job, blocks: int, steps: int) -> list[Pair]:
         records = RecordWriter(setup.directory.path) if ranks.is_first else None
         trainer, _ = build(setup, data, records)
         trainer.watch = Stopwatch()
-        hand = HandLoop(job, data.train.tokens, ranks.world_size, ranks.rank)
+        hand = HandLoop(job, data.train.tokens, ranks.world_size, ranks.rank, device)
         pairs = []
         with trainer.waits.in_collectives():
             for block in range(blocks + 1):

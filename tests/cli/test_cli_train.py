@@ -279,3 +279,18 @@ def test_a_disk_that_is_too_full_for_the_report_or_the_export(tmp_path, small_di
     assert "cannot be exported" in err
     assert len(err.strip().splitlines()) == 1
     assert not directory.model.exists()
+
+
+def test_a_complete_run_only_shows_its_result(tmp_path, monkeypatch, capsys):
+    from tiny import tiny_job
+
+    from outlast.cli.train import run_job
+    from outlast.records import read_run
+
+    job = tiny_job(tmp_path, "complete")
+    assert run_job(job, fresh=False) == 0
+    attempts = len(read_run(tmp_path / "runs" / "complete").attempts)
+    capsys.readouterr()
+    assert run_job(job, fresh=False) == 0
+    assert "is complete; --fresh starts it anew" in capsys.readouterr().out
+    assert len(read_run(tmp_path / "runs" / "complete").attempts) == attempts == 1

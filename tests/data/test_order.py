@@ -119,3 +119,16 @@ def test_bad_input_is_refused():
             SampleOrder(samples, 0)
     with pytest.raises(DataError, match="index -1 is negative"):
         SampleOrder(5, 0).index([3, -1])
+
+
+@given(
+    samples=st.integers(1, 9000),
+    seed=st.integers(0, 2**40),
+    start=st.integers(0, 30_000),
+    length=st.integers(0, 9000),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_stretch_is_the_same_as_its_indices(samples, seed, start, length):
+    order = SampleOrder(samples, seed)
+    expected = order.index(np.arange(start, start + length))
+    assert np.array_equal(order.consecutive(start, start + length), expected)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.errors import EXIT_DONE
+
 if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
@@ -77,6 +79,10 @@ def run_job(job: Job, *, fresh: bool) -> int:
     preflight(job, job.launch.nproc)
     if not fresh:
         check_directory(job, directory)
+        if is_complete(directory):
+            print(f"{directory.path} is complete; --fresh starts it anew")
+            show(job, directory)
+            return EXIT_DONE
     if job.launch.nproc > 1:
         from outlast.train.launch import launch_group
 
@@ -85,6 +91,16 @@ def run_job(job: Job, *, fresh: bool) -> int:
         code = work(start, ALONE)
     show(job, directory)
     return code
+
+
+def is_complete(directory: RunDirectory) -> bool:
+    """Whether the run has done all its steps, so that nothing is left to train."""
+    from outlast.records import read_run
+
+    if not directory.exists():
+        return False
+    attempts = read_run(directory.path).attempts
+    return bool(attempts) and attempts[-1].outcome == "completed"
 
 
 def show(job: Job, directory: RunDirectory) -> None:

@@ -174,7 +174,7 @@ class BatchLoader:
         parts = []
         for low, high in microbatches(first, last, self.microbatches):
             sample_ids = np.arange(low, high, dtype=np.int64)
-            inputs, targets = self.windows.gather(self.order.index(sample_ids))
+            inputs, targets = self.windows.gather(self.order.consecutive(low, high))
             parts.append(MicroBatch(sample_ids, inputs, targets))
         return parts
 

@@ -17,6 +17,7 @@ OOPSLA 2014. This shuffles well; it is not meant as a secret.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 Unsigned = npt.NDArray[np.uint64]
+
+
+_STRETCH = 4096
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,16 @@ class SampleOrder:
     def epoch(self, global_sample: int) -> int:
         """The epoch, from 0, that a global sample index belongs to."""
         return global_sample // self.samples
+
+    def consecutive(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """`index` of the global sample indices [start, stop), (stop - start,) int64.
+
+        A few indices at a time cost as much as thousands, so long stretches are kept for a while.
+        """
+        first, last = start // _STRETCH, max(stop - 1, start) // _STRETCH
+        stretches = [_stretch(self, number) for number in range(first, last + 1)]
+        offset = first * _STRETCH
+        return np.concatenate(stretches)[start - offset : stop - offset]
 
     def index(self, global_sample: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Says which sample to read at each global sample index.
@@ -83,6 +97,13 @@ class SampleOrder:
             result[walking] = moved
             walking = walking[moved >= np.uint64(self.samples)]
         return result.astype(np.int64).reshape(given.shape)
+
+
+@functools.lru_cache(maxsize=4)
+def _stretch(order: SampleOrder, number: int) -> npt.NDArray[np.int64]:
+    """Samples at the global indices [number, number + 1) * `_STRETCH`; not to be written to."""
+    start = number * _STRETCH
+    return order.index(np.arange(start, start + _STRETCH))
 
 
 def _keys(seed: int, epochs: Unsigned) -> Unsigned:

@@ -181,9 +181,10 @@ class Trainer:
         """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
         with self._timed("compute"):
             loss = self.engine.forward_backward(parts, step, self._tokens_per_step)
-            norm = global_norm(self.model.parameters(), self.pipeline_group)
+            parameters = list(self.model.parameters())
+            norm = global_norm(parameters, self.pipeline_group)
             if self.job.train.gradient_clip:
-                clip(self.model.parameters(), norm, self.job.train.gradient_clip)
+                clip(parameters, norm, self.job.train.gradient_clip)
             factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
             learning_rate = set_learning_rate(self.optimizers, factor)
             for optimizer in self.optimizers:
