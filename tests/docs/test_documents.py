@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,18 @@ def _texts() -> Iterator[Path]:
 def test_no_text_names_a_place_on_somebodys_machine() -> None:
     place = re.compile(r"(?<![\w.})-])/(?:work|home|root|Users|mnt)/(?!me\b)\w")
     assert [str(path) for path in _texts() if place.search(path.read_text())] == []
+
+
+def test_the_readme_quotes_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "train.cpu2.json").read_text())
+    figures = {bar["name"]: bar["figure"] for bar in results["bars"]}
+    text = (ROOT / "README.md").read_text()
+    for name, form in (
+        ("quickstart, command to report", "{:.0f} s"),
+        ("quickstart, validation", "{:.2f} bits per byte"),
+        ("command to first step", "{:.1f} s"),
+        ("tokens/s, 1 process", "{:.3f} on 1 process"),
+        ("tokens/s, 2 processes", "{:.3f} on 2"),
+        ("largest loss difference", "{:.1e} nats"),
+    ):
+        assert form.format(figures[name]) in text, name
