@@ -74,7 +74,7 @@ def test_a_finished_run(summary, job, tmp_path):
     assert "tokens 40,960" in shown
     assert "throughput 4,096 tokens/s within steps" in shown
     assert "parameters 1,234,567" in shown
-    assert "12.5 s in 1 attempts: compute 10.0 s (80.0%), startup 2.0 s (16.0%)" in shown
+    assert "12.5 s in 1 attempt: compute 10.0 s (80.0%), startup 2.0 s (16.0%)" in shown
     assert "evaluation 0.5 s (4.0%)" in shown
     assert "def f(x): return x[0] # [bold]" in shown
     # Paths are whole, however narrow the output.
