@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from outlast.errors import DataError
+from outlast.records import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,7 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise DataError(_sentence(error, path)) from error
     finally:
@@ -89,14 +90,6 @@ def _remove_leftovers(path: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat().st_mtime < oldest:
                     os.unlink(entry.path)  # noqa: PTH108  a DirEntry has its path as text
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sentence(error: OSError, path: Path) -> str:

@@ -29,7 +29,7 @@ from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
 from outlast.train.evaluate import Evaluation
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
-from outlast.train.model import build_model, held_blocks
+from outlast.train.model import ModelSize, build_model, held_blocks, size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import (
     compile_blocks,
@@ -112,16 +112,16 @@ def load_data(setup: SetUp) -> Prepared:
     return prepared
 
 
-def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[Trainer, nn.Module]:
+def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[Trainer, ModelSize]:
     """Build this rank's trainer.
 
     Returns:
-        The trainer, and the whole model on the meta device, for facts such as its size.
+        The trainer, and the size of the whole model, which no rank may hold any more.
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
     model = together(lambda: build_model(job))
-    whole = _skeleton(model)
+    size = size_of(model, job.data.sequence_length)
     setup.timed("model", begun)
     begun = time.perf_counter()
     mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
@@ -156,19 +156,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         # Only DDP reorders its sums, and two summands have no order.
         settle_reduction_order=layout.replicate > 2 and layout.shard * layout.pipeline == 1,
     )
-    return trainer, whole
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """The same modules with parameters of shape only."""
-    import copy
-
-    with torch.device("meta"):
-        memo: dict[int, object] = {
-            id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"))
-            for tensor in model.parameters()
-        }
-        return copy.deepcopy(model, memo)
+    return trainer, size
 
 
 def _replica_engine(

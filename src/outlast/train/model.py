@@ -274,6 +274,20 @@ def flops_per_token(model: nn.Module, sequence_length: int, config: Any = None) 
     return 6.0 * matrices + attention
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters (tied ones once) and floating-point operations per trained token of a model."""
+
+    parameters: int
+    flops_per_token: float
+
+
+def size_of(model: nn.Module, sequence_length: int) -> ModelSize:
+    """The size of a whole model, to be taken before it is sharded or cut."""
+    flops = flops_per_token(model, sequence_length, getattr(model, "config", None))
+    return ModelSize(parameter_count(model), flops)
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a model: the elements of its longest nn.ModuleList, by name."""
     lists = [

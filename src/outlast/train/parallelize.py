@@ -112,8 +112,7 @@ def recompute_activations(model: nn.Module, dropout: DropoutStream) -> None:
     )
     for name, block in blocks_of(model).items():
         if any(True for _ in block.parameters()):
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, wrap(block))
+            model.set_submodule(name, wrap(block))
 
 
 def refuse_dropout(model: nn.Module) -> None:

@@ -149,10 +149,10 @@ def keep_local(
         if index not in local:
             layers[index] = Elsewhere()
     if not first:
-        _set(model, parts.embedding, Elsewhere())
+        model.set_submodule(parts.embedding, Elsewhere())
     if not last:
-        _set(model, parts.norm, Elsewhere())
-        _set(model, parts.head, Elsewhere())
+        model.set_submodule(parts.norm, Elsewhere())
+        model.set_submodule(parts.head, Elsewhere())
     return {index: layers[index] for index in sorted(local)}
 
 
@@ -165,16 +165,16 @@ def stage_view(model: nn.Module, blocks: range, *, first: bool, last: bool) -> n
     view = _shallow(model)
     holder, _, name = parts.layers.rpartition(".")
     if holder:
-        _set(view, holder, _shallow(model.get_submodule(holder)))
+        view.set_submodule(holder, _shallow(model.get_submodule(holder)))
     layers = model.get_submodule(parts.layers)
     assert isinstance(layers, nn.ModuleList)
     kept = [block if index in blocks else Elsewhere() for index, block in enumerate(layers)]
     setattr(view.get_submodule(holder), name, nn.ModuleList(kept))
     if not first:
-        _set(view, parts.embedding, Elsewhere())
+        view.set_submodule(parts.embedding, Elsewhere())
     if not last:
-        _set(view, parts.norm, Elsewhere())
-        _set(view, parts.head, Elsewhere())
+        view.set_submodule(parts.norm, Elsewhere())
+        view.set_submodule(parts.head, Elsewhere())
     return view
 
 
@@ -183,11 +183,6 @@ def _shallow(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
-
-
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, module)
 
 
 def make_schedule(

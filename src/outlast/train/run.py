@@ -30,18 +30,16 @@ from outlast.records import (
 )
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
-from outlast.train.model import flops_per_token, load_config, parameter_count
 from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
 from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.train.loop import Outcome, Trainer
+    from outlast.train.model import ModelSize
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,11 @@ def _train(setup: SetUp, began: float) -> int:
         records = together(lambda: _open_records(setup) if ranks.is_first else None)
         together(lambda: load_data(setup) if ranks.is_first else None, group)
         data = together(lambda: load_data(setup))
-        trainer, whole = build(setup, data, records)
+        trainer, size = build(setup, data, records)
         if records is not None:
             if data.note is not None:
                 records.write(Warned(data.note))
-            records.write(_attempt_started(setup, data, whole))
+            records.write(_attempt_started(setup, data, size))
         try:
             outcome = trainer.run(began, setup.parts)
             if records is not None:
@@ -228,10 +226,9 @@ def _open_records(setup: SetUp) -> RecordWriter:
     return RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
 
 
-def _attempt_started(setup: SetUp, data: Prepared, whole: nn.Module) -> AttemptStarted:
+def _attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptStarted:
     job = setup.job
     tokens = job.train.batch_size * job.data.sequence_length
-    config = load_config(job.model)
     return AttemptStarted(
         fingerprint=fingerprint(job),
         world_size=setup.ranks.world_size,
@@ -242,8 +239,8 @@ def _attempt_started(setup: SetUp, data: Prepared, whole: nn.Module) -> AttemptS
         total_steps=job.train.steps,
         samples_per_step=job.train.batch_size,
         tokens_per_step=tokens,
-        parameters=parameter_count(whole),
-        flops_per_token=flops_per_token(whole, job.data.sequence_length, config),
+        parameters=size.parameters,
+        flops_per_token=size.flops_per_token,
         data=_data_facts(data),
     )
 
