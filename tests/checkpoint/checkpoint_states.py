@@ -1,11 +1,18 @@
 """Small training states for the checkpoint tests, and their bits."""
 
 import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from outlast.checkpoint import CheckpointStore, SaveResult, list_versions, storage_of
+from outlast.checkpoint.encoder import Encoder, PartJob, Written
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -104,3 +111,64 @@ def digest(value: Any) -> Any:
         return value
     content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(value.dtype), tuple(value.shape), hashlib.sha256(bytes(content.tolist())).hexdigest()
+
+
+def open_store(directory: Path, **settings: Any) -> CheckpointStore:
+    """A store whose writer is a thread, which starts at once."""
+    return CheckpointStore(directory, writer="thread", **settings)
+
+
+def save_once(directory: Path, step: int, state: dict[str, Any], **settings: Any) -> SaveResult:
+    """One save in a session of its own."""
+    with open_store(directory, **settings) as store:
+        return store.save(step, state)
+
+
+def restore_step(directory: Path, state: dict[str, Any], **settings: Any) -> int:
+    """Restore into `state`; returns the step, 0 when there is no version."""
+    restored = open_store(directory).restore(state, **settings)
+    return 0 if restored is None else restored.step
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the versions in `directory` that have manifests, from old to new."""
+    storage = storage_of(directory)
+    return [
+        version.step
+        for version in list_versions(storage)
+        if any(name.endswith(".json") for name in storage.files(version.folder))
+    ]
+
+
+def total_bytes(directory: Path) -> int:
+    """Bytes of all files below `directory`."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+class WritingHeld:
+    """Keeps the writer thread from beginning until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+        write = Encoder.write
+
+        def held(encoder: Encoder, job: PartJob, check: Callable[[], None]) -> Written:
+            self.begun.set()
+            assert self.gate.wait(30)
+            return write(encoder, job, check)
+
+        monkeypatch.setattr(Encoder, "write", held)
+
+
+class Holder:
+    """An object whose state is what it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

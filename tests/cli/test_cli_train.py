@@ -14,7 +14,7 @@ import pytest
 from forked import run_ranks
 from tiny import losses, tiny_job
 
-from outlast.checkpoint import list_versions
+from outlast.checkpoint import list_versions, storage_of
 from outlast.cli.main import main
 from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.job import to_toml
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.distributed
 HOLD = """
 import sys
 from pathlib import Path
-from outlast.records import RunDirectory, RunLock
-RunLock(RunDirectory(Path(sys.argv[1]))).acquire()
+from outlast.records import RunDirectory
+RunDirectory(Path(sys.argv[1])).lock().acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -251,14 +251,15 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_is_there(tmp_path, small_dis
     job = tiny_job(tmp_path, "full", *settings)
     assert train(job, tmp_path)[0] == EXIT_TO_BE_CONTINUED
     checkpoints = run_directory(job).checkpoints
-    assert [version.step for version in list_versions(checkpoints)] == [2]
-    before = content(list_versions(checkpoints)[0].path)
+    assert [version.step for version in list_versions(storage_of(checkpoints))] == [2]
+    [version] = list_versions(storage_of(checkpoints))
+    before = content(checkpoints / version.folder)
     run_directory(job).report.unlink()
     filler = fill(small_disk, leave_bytes)
     sentence = refused(job, tmp_path, "train.stop_after_steps=0")
     assert len(sentence.strip().splitlines()) == 1
     assert "No space left on device" in sentence
-    assert content(list_versions(checkpoints)[0].path) == before
+    assert content(checkpoints / version.folder) == before
     filler.unlink()
     assert train(job, tmp_path, "train.stop_after_steps=0")[0] == EXIT_DONE
     assert losses(job)[-1] < losses(job)[0]

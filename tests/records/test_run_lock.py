@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from outlast.errors import RunError
-from outlast.records import RunDirectory, RunLock
+from outlast.records import OwnerLock, RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 HOLD = """
 import sys
 from pathlib import Path
-from outlast.records import RunDirectory, RunLock
-RunLock(RunDirectory(Path(sys.argv[1]))).acquire()
+from outlast.records import RunDirectory
+RunDirectory(Path(sys.argv[1])).lock().acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -52,8 +52,8 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def lock_of(path: Path) -> RunLock:
-    return RunLock(RunDirectory(path))
+def lock_of(path: Path) -> OwnerLock:
+    return RunDirectory(path).lock()
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -139,7 +139,7 @@ def test_owner_that_cannot_be_examined_lives_by_its_heartbeat(
     host = change.get("host", socket.gethostname())
     with pytest.raises(RunError, match=f"in use by process 1 on host {host}"):
         lock_of(tmp_path).acquire()
-    old = time.time() - RunLock.stale_after_seconds - 1
+    old = time.time() - OwnerLock.stale_after_seconds - 1
     os.utime(tmp_path / "lock", (old, old))
     lock_of(tmp_path).acquire()
     assert_is_ours(tmp_path)

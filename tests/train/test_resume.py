@@ -3,71 +3,24 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import losses, tiny_job, train
+from runs import finish, start_process, wait_for_step
+from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
-from outlast.checkpoint import list_versions
+from outlast.checkpoint import list_versions, storage_of
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
-from outlast.job import Job, to_toml
-from outlast.records import CheckpointRestored, CheckpointSaved, StepsDone, StopRequested, read_run
-from outlast.train.export import load_trained
+from outlast.records import CheckpointRestored, CheckpointSaved, StopRequested, read_run
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed
 
 # Training loss (nats) across world sizes; measured: see docs/train.md.
 TOLERANCE = 2e-5
-
-
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    model, step = load_trained(job, run_directory(job))
-    assert step == job.train.steps
-    return dict(model.state_dict())
-
-
-def assert_equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), f"{name} differs"
-
-
-def start_process(job: Job, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`outlast train` in a process group of its own, so that all of it can be killed."""
-    file = folder / f"{job.run.name}.toml"
-    file.write_text(to_toml(job))
-    return subprocess.Popen(
-        [sys.executable, "-m", "outlast", "train", str(file), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def wait_for_step(job: Job, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120.0
-    while time.monotonic() < deadline:
-        try:
-            done = [event.step for _, event in read_run(run_directory(job).path).of(StepsDone)]
-        except Exception:  # the directory is not there yet
-            done = []
-        if done and done[-1] >= step:
-            return
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached in 120 s")
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=120)
-    return process.returncode, output
 
 
 def test_stopped_on_four_resumed_on_two_then_three(tmp_path: Path) -> None:
@@ -143,7 +96,7 @@ def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, signal_name: s
     run = read_run(run_directory(job).path)
     [(_, stopped)] = run.of(StopRequested)
     assert stopped.reason == signal_name
-    assert list_versions(run_directory(job).checkpoints)[-1].step == stopped.step
+    assert list_versions(storage_of(run_directory(job).checkpoints))[-1].step == stopped.step
     assert run.losses()[-1][0] == stopped.step
     assert not run_directory(job).lock_file.exists()
 
@@ -204,8 +157,8 @@ def test_a_killed_worker_is_restarted_with_its_group(tmp_path: Path) -> None:
 def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "damaged", "train.stop_after_steps=5")
     assert train(job, 1) == EXIT_TO_BE_CONTINUED
-    newest = list_versions(run_directory(job).checkpoints)[-1]
-    file = next(newest.path.glob("*.distcp"))
+    newest = list_versions(storage_of(run_directory(job).checkpoints))[-1]
+    file = next((run_directory(job).checkpoints / newest.folder).glob("*.pack"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded once, before ranks fork)
 from forked import run_ranks
 
 from outlast.job import Job, load_job
 from outlast.records import AttemptStarted, Evaluated, read_run
+from outlast.train.export import load_trained
 from outlast.train.ranks import ranks_from
-from outlast.train.run import Start, work
+from outlast.train.run import Start, run_directory, work
 
 SETTINGS = [
     "train.steps=6",
@@ -29,6 +31,7 @@ SETTINGS = [
     "export.huggingface=false",
     "log.every_steps=1",
     "checkpoint.every_steps=2",
+    "checkpoint.writer='thread'",
     "data.source=text",
 ]
 
@@ -80,3 +83,15 @@ def layouts(job: Job) -> list[dict[str, Any]]:
     """The parallel layout of every attempt."""
     run = read_run(Path(job.run.directory) / job.run.name)
     return [event.parallel for _, event in run.of(AttemptStarted)]
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    model, step = load_trained(job, run_directory(job))
+    assert step == job.train.steps
+    return dict(model.state_dict())
+
+
+def assert_equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), f"{name} differs"

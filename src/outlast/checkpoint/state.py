@@ -1,35 +1,36 @@
-"""From live objects to a flat state that any number of ranks can load, and back.
+"""From live objects to named tensors and values, and back.
 
-Modules and optimizers go through ``torch.distributed.checkpoint.state_dict``, which names every
-tensor by its fully qualified name, whatever wraps or shards it; that is what makes a checkpoint
-independent of the number of ranks. Objects with a ``state_dict`` of their own are saved whole.
+A tensor's name is its fully qualified name in the plain model, whatever wraps or shards it; that
+is what makes a checkpoint independent of the number of ranks. Optimizer states are named after
+their parameters. Other objects give their ``state_dict()``, whose tensors get the path that leads
+to them as names.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from outlast.checkpoint import values
+from outlast.checkpoint.geometry import Box, whole
 from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 State = Mapping[str, Any]
 """Name -> nn.Module, Optimizer (or a sequence of them) or an object with a ``state_dict``."""
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# What wrappers put in front of a module's own name; "module" is also a name that a model may use.
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @runtime_checkable
@@ -43,112 +44,155 @@ class Stateful(Protocol):
         """Take the state over."""
 
 
-def gather(state: State) -> dict[str, Any]:
-    """The nested dictionary of tensors and plain values that `state` stands for."""
-    model = _model(state)
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            found[name] = get_model_state_dict(value)
-        elif (optimizers := _optimizers(value)) is not None:
-            with contextlib.ExitStack() as completed:
-                for optimizer in optimizers:
-                    completed.enter_context(_completed(optimizer))
-                owner = _owner(model, name)
-                found[name] = get_optimizer_state_dict(owner, optimizers, options=_FLAT)
-        else:
-            found[name] = _as_bytes(name, value.state_dict())
-    return found
+@dataclass
+class Live:
+    """The state as it lies in this process.
+
+    Attributes:
+        tensors: Name to tensor; names of tied tensors lead to the same object.
+        values: Name to JSON value.
+        objects: Names of the tensors that belong to values.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor.
+
+        Raises:
+            CheckpointError: When another one has this name.
+        """
+        if self.tensors.setdefault(name, tensor) is not tensor:
+            raise CheckpointError(
+                f"two tensors of the state have the name `{name}`; give the state keys of which "
+                "none begins with another one and a dot"
+            )
 
 
-def scatter(state: State, loaded: dict[str, Any]) -> None:
-    """Put `loaded`, shaped like the result of `gather`, into the live objects of `state`."""
-    model = _model(state)
-    for name, value in state.items():
+def collect(state: State) -> Live:
+    """Name every tensor and value of `state`; nothing is copied.
+
+    Raises:
+        CheckpointError: When something cannot be saved.
+    """
+    live = Live()
+    reshard(state)
+    for key, value in state.items():
         if isinstance(value, nn.Module):
-            set_model_state_dict(value, loaded[name])
-        elif (optimizers := _optimizers(value)) is not None:
+            for name, tensor in module_tensors(value):
+                live.put(f"{key}.{name}", tensor)
+            for name, module in plain_modules(value):
+                if has_extra_state(module):
+                    path = f"{key}.{name}._extra_state"
+                    live.values[path] = values.encode(
+                        module.get_extra_state(), path, _put_into(live)
+                    )
+        elif (optimizers := optimizers_of(value)) is not None:
+            names = parameter_names(state, key)
             for optimizer in optimizers:
-                _complete(optimizer)
-            owner = _owner(model, name)
-            set_optimizer_state_dict(owner, optimizers, loaded[name], options=_FLAT)
+                _collect_optimizer(live, key, optimizer, names)
         else:
-            value.load_state_dict(_from_bytes(loaded[name]))
+            live.values[key] = values.encode(value.state_dict(), key, _put_into(live))
+    return live
 
 
-@contextlib.contextmanager
-def _completed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`optimizer` with a state for every parameter; what was added is taken out at the end.
-
-    Only what every live state has can be restored into a new optimizer, and training must go on
-    as if nothing had been saved.
-    """
-    added = _complete(optimizer)
-    try:
-        yield
-    finally:
-        for parameter in added:
-            del optimizer.state[parameter]
+def reshard(state: State) -> None:
+    """Make FSDP2 show the sharded parameters, which a forward pass without backward hides."""
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
-@torch.no_grad()
-def _complete(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Give the parameters that have had no gradient yet the state of an optimizer before step 1.
-
-    PyTorch's own initialisation counts it as a step, which changes Adam's bias correction, and
-    leaves out parameters without a gradient when others have had one.
-
-    Returns:
-        The parameters that had no state.
-    """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    missing = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
-    if not missing:
-        return []
-    gradients = [each.grad for each in parameters]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter in missing:
-        parameter.grad = torch.zeros_like(parameter)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    try:
-        optimizer.step()
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-    added = [each for each in missing if each in optimizer.state]
-    for parameter in added:
-        steps = optimizer.state[parameter].get("step")
-        if steps is not None:
-            optimizer.state[parameter]["step"] = steps * 0
-    return added
+def _collect_optimizer(
+    live: Live, key: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> None:
+    for group in optimizer.param_groups:
+        settings: Any = None
+        for parameter in group["params"]:
+            name = name_of(parameter, names, key)
+            path = f"{key}.groups.{name}"
+            if settings is None:
+                settings = {name: each for name, each in group.items() if name != "params"}
+                settings = values.encode(settings, path, _put_into(live))
+            live.values[path] = settings
+            others = {}
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    live.put(f"{key}.state.{name}.{part}", value)
+                else:
+                    others[part] = value
+            path = f"{key}.other.{name}"
+            if others:
+                live.values[path] = values.encode(others, path, _put_into(live))
 
 
-def _as_bytes(name: str, state: dict[str, Any]) -> bytes:
-    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)):
+def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of `module` with their plain names."""
+    for name, each in plain_modules(module):
+        prefix = f"{name}." if name else ""
+        for own, parameter in each._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{own}", parameter
+        for own, buffer in each._buffers.items():
+            if buffer is not None and own not in each._non_persistent_buffers_set:
+                yield f"{prefix}{own}", buffer
+
+
+def plain_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `module` under the name that it has without wrappers."""
+    plain = {"": ""}
+    wrappers = {"": isinstance(module, _WRAPPERS)}
+    yield "", module
+    for path, each in module.named_modules(remove_duplicate=False):
+        if path:
+            parent, _, own = path.rpartition(".")
+            inside = (wrappers[parent] and own == "module") or own in _WRAPPED
+            plain[path] = plain[parent] if inside else f"{plain[parent]}.{own}".lstrip(".")
+            wrappers[path] = isinstance(each, _WRAPPERS)
+            yield plain[path], each
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether `module` has a state beside its parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def parameter_names(state: State, key: str) -> dict[int, str]:
+    """Plain name of every parameter of the state's module, by the parameter's identity."""
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    if len(modules) > 1:
         raise CheckpointError(
-            f"`{name}` holds sharded tensors, of which each rank has a part only; save them as "
-            "parameters or buffers of the module"
+            f"the state holds {len(modules)} modules; wrap them in one module, so that the "
+            "optimizer's owner is clear"
         )
-    # As nested keys, DCP would restore only those that the new object has too, and turn integer
-    # keys into strings.
-    content = io.BytesIO()
-    torch.save(state, content)
-    return content.getvalue()
+    if not modules:
+        raise CheckpointError(
+            f"the optimizer `{key}` needs its model in the same state: its tensors are named "
+            "after the model's parameters"
+        )
+    names: dict[int, str] = {}
+    for name, tensor in module_tensors(modules[0]):
+        # Of tied parameters the first name counts, as in named_parameters().
+        names.setdefault(id(tensor), name)
+    return names
 
 
-def _from_bytes(content: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-    return state
+def name_of(parameter: torch.Tensor, names: dict[int, str], key: str) -> str:
+    """Plain name of a parameter of the optimizer `key`; raises CheckpointError without one."""
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer `{key}` has a parameter of shape {tuple(parameter.shape)} that is none "
+            "of the model's; make the optimizer after the model is sharded or moved"
+        )
+    return names[id(parameter)]
 
 
-def _optimizers(value: Any) -> list[torch.optim.Optimizer] | None:
+def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
+    """`value` as a list of optimizers, or None when it is another object with a state."""
     if isinstance(value, torch.optim.Optimizer):
         return [value]
     if isinstance(value, Sequence) and all(isinstance(v, torch.optim.Optimizer) for v in value):
@@ -161,20 +205,59 @@ def _optimizers(value: Any) -> list[torch.optim.Optimizer] | None:
     )
 
 
-def _model(state: State) -> nn.Module | None:
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
-    if len(modules) > 1:
-        raise CheckpointError(
-            f"the state holds {len(modules)} modules; wrap them in one module, so that the "
-            "optimizer's owner is clear"
-        )
-    return modules[0] if modules else None
+def _put_into(live: Live) -> Any:
+    def put(path: str, value: Any) -> str | None:
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
+                "parameter or buffer of the module"
+            )
+        if isinstance(value, torch.Tensor):
+            live.put(path, value)
+        elif isinstance(value, np.ndarray):
+            try:
+                content = torch.from_numpy(np.ascontiguousarray(value))
+            except (TypeError, ValueError):
+                # Objects, texts, dates, the other byte order.
+                return None
+            live.put(path, content.reshape(value.shape))
+        else:
+            return None
+        live.objects.add(path)
+        return "torch" if isinstance(value, torch.Tensor) else "numpy"
+
+    return put
 
 
-def _owner(model: nn.Module | None, name: str) -> nn.Module:
-    if model is None:
+def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """Which box of the global tensor this rank holds, and its memory.
+
+    Raises:
+        CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
+    """
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(
+                "a partial sum cannot be saved: redistribute it to Shard or Replicate first"
+            )
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        local = tensor.to_local()
+        return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        what = "quantised" if tensor.is_quantized else str(tensor.layout).replace("torch.", "")
+        what = "nested" if tensor.is_nested else what
+        what = "meta" if tensor.device.type == "meta" else what
         raise CheckpointError(
-            f"the optimizer `{name}` needs its model in the same state: its tensors are named "
-            "after the model's parameters"
+            f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
         )
-    return model
+    return whole(tuple(tensor.shape)), tensor.detach()
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Torch's name of the element type, without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")

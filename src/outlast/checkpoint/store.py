@@ -1,114 +1,55 @@
-"""The checkpoint store: copy now, write in the background, publish by a rename.
+"""The checkpoint store: copy now, code and write in the background, publish by renames.
 
-Tensors are written by ``torch.distributed.checkpoint`` (DCP) in a process group of the store's
-own, so the background never runs a collective on the training process group. DCP by itself
-overwrites in place and can mix two versions silently; here every version gets a fresh directory
-and is sealed by hashes before it gets its name.
+The calls of this module are the whole public interface; `encoder`, `reader`, `version` and
+`retention` do the work on files, `state`, `plan`, `staging` and `restore` that on live objects.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import functools
+import math
 import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+import torch
 
-from outlast.checkpoint.fit import ExactLoadPlanner
-from outlast.checkpoint.state import State, gather, scatter
-from outlast.checkpoint.version import (
-    Version,
-    list_versions,
-    partial_path,
-    publish,
-    published_path,
-    remove,
-    remove_partial,
-    set_aside,
-    verify,
-)
+from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
+from outlast.checkpoint.encoder import Reduction
+from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
+from outlast.checkpoint.manifest import REPLAY, STATE
+from outlast.checkpoint.owner import own
+from outlast.checkpoint.plan import holding
+from outlast.checkpoint.restore import Misfit
+from outlast.checkpoint.restorer import Restored, Restorer
+from outlast.checkpoint.retention import prune_logs
+from outlast.checkpoint.state import State, collect
+from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
+from outlast.checkpoint.version import Version
 from outlast.errors import CheckpointError
+from outlast.records import OwnerLock, sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
+    import os
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future as Writes
+    from outlast.checkpoint.plan import Holding
+    from outlast.checkpoint.retention import Retention
+    from outlast.checkpoint.state import Live
 
-T = TypeVar("T")
-
-# DCP says this at every save and load of a process alone. A filter around the calls would race
-# with the filters of other threads.
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-)
+WhenBusy = Literal["wait", "skip", "replace"]
+_LOGS = "replay"
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """How one save went.
-
-    Attributes:
-        step: The step saved.
-        blocked_seconds: How long the caller waited in `CheckpointStore.save_async`.
-        seconds: From the request to the publication.
-        bytes: Size of the published files of all ranks; 0 when it failed.
-        error: Why it failed, or None.
-    """
+class LastSave(NamedTuple):
+    """The newest save of the state: what replay logs may lead on from."""
 
     step: int
-    blocked_seconds: float
-    seconds: float
-    bytes: int
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What was restored.
-
-    Attributes:
-        step: The step of the version that was loaded.
-        skipped: One sentence for every newer version that did not verify.
-    """
-
-    step: int
-    skipped: list[str] = field(default_factory=list)
-
-
-class SaveHandle:
-    """A save under way."""
-
-    def __init__(self, future: Future[SaveResult]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether it is published or has failed."""
-        return self._future.done()
-
-    def result(self) -> SaveResult:
-        """Wait for the end; a failure is in the result's `error`."""
-        return self._future.result()
-
-    def wait(self) -> SaveResult:
-        """Wait for the end.
-
-        Raises:
-            CheckpointError: When the version was not published.
-        """
-        result = self.result()
-        if result.error is not None:
-            raise CheckpointError(result.error)
-        return result
+    keys: frozenset[str]
+    handle: SaveHandle
 
 
 class CheckpointStore:
@@ -117,222 +58,351 @@ class CheckpointStore:
     All ranks of the default process group (if there is one) make it, save and restore together.
 
     Args:
-        directory: Where the versions live; made if missing.
-        keep: Newest versions kept; older ones are deleted after a newer one is durable.
-        asynchronous: Write in a background thread. A second save waits for the first.
+        place: Where the versions live: a directory, made if missing, or any fsspec URL.
+        keep: Newest versions kept, or a `Retention`; others are deleted after a newer one is
+            durable.
+        tiers: Slower, safer places that versions are copied on to in the background.
+        private: Whether ranks do not see each other's files in `place`, as on a node's own disk:
+            then each saves all that it holds, and reads it again only if every rank still has it.
+        reduction: Codecs, deltas and error bounds; by default everything is exact, without deltas.
+        asynchronous: Whether `save_async` returns before the version is published.
+        when_busy: What a save does while the one before is under way: ``wait`` for it, ``skip``
+            this one, or ``replace`` the older one, which is then never published.
+        coordinated: Whether ranks agree at the start of each save and learn its common outcome;
+            False: each saves at its own pace, and a version counts once all parts are there.
         collective: Whether all ranks of the default process group take part; False: this process
             works alone, also where there is a group.
+        writer: Who codes and writes: a ``process`` of its own, or a ``thread``, which starts at
+            once but takes the interpreter's lock now and then.
+        timeout_seconds: Longest wait for the storage or another rank.
 
     Raises:
-        CheckpointError: When `keep` is less than 1.
+        CheckpointError: When a setting is wrong.
     """
 
     def __init__(
         self,
-        directory: Path | str,
+        place: str | os.PathLike[str],
         *,
-        keep: int = 3,
+        keep: int | Retention = 3,
+        tiers: Sequence[Tier] = (),
+        private: bool = False,
+        reduction: Reduction | None = None,
         asynchronous: bool = True,
+        when_busy: WhenBusy = "wait",
+        coordinated: bool = True,
         collective: bool = True,
+        writer: WriterKind = "process",
+        timeout_seconds: float = 1800.0,
     ) -> None:
-        if keep < 1:
-            raise CheckpointError(f"keep = {keep} keeps no checkpoint; it must be at least 1")
-        self.directory = Path(directory)
-        self.keep = keep
-        self.asynchronous = asynchronous
-        self._distributed = collective and dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if self._distributed else 0
-        self._world_size = dist.get_world_size() if self._distributed else 1
-        self._group = dist.new_group(backend="gloo") if self._distributed else None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last: SaveHandle | None = None
+        if when_busy not in ("wait", "skip", "replace"):
+            raise CheckpointError(f'when_busy = "{when_busy}" must be wait, skip or replace')
+        if writer not in ("process", "thread"):
+            raise CheckpointError(f'writer = "{writer}" must be process or thread')
+        self._ranks = Ranks(collective, timeout_seconds)
+        first = Place.of(place, keep, self._ranks, private=private)
+        self._tiers = Tiers(first, tiers, self._ranks, timeout_seconds)
+        self.storage = first.storage
+        self.retention = first.retention
+        self._place = self.storage.location
+        self._reduction = reduction or Reduction()
+        self._asynchronous = asynchronous
+        self._when_busy: WhenBusy = when_busy
+        self._writer_kind = writer
+        self._timeout_seconds = timeout_seconds
+        self._coordinated = coordinated and self._ranks.size > 1
+        self._states = self._lane(self._reduction, first)
+        # Logs lie below the versions: the version of a step and its log must not meet.
+        self._log_place = replace(first, storage=storage_of(f"{self._place}/{_LOGS}"))
+        self._logs: Lane | None = None
+        self._restorer = Restorer(self._tiers, self._log_place, self._ranks)
+        self._last_save: LastSave | None = None
+        self._lock: OwnerLock | None = None
+        self._session = 0
+        self._saves = 0
+        self._submissions = 0
+        self._went_back = False
+        self._signals: Signals = NoSignals()
 
-    def save_async(self, step: int, state: State) -> SaveHandle:
+    def save_async(
+        self, step: int, state: State, *, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle:
         """Copy `state` and write it in the background as the version of `step`.
 
-        Returns when the copy is made (after the previous save has ended). The handle's result
-        carries an error instead of raising, so that a failed write need not stop training. A step
-        that is published already is refused in the same way: no version is ever overwritten.
+        Returns when the copy is made. The handle's result carries an error instead of raising, so
+        that a failed write need not stop training. A step that this store has published is refused
+        in the same way: no version is ever overwritten.
+
+        Args:
+            step: Steps done.
+            state: Name -> module, optimizer(s) of its parameters, or objects with a state_dict().
+            metrics: Figures of this step, for `Retention.best` and for people.
 
         Raises:
-            CheckpointError: When `step` is negative or the state cannot be saved.
+            CheckpointError: When `step` is negative, the state cannot be saved, or another live
+                process owns the store.
         """
         if step < 0:
             raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
         begun = time.perf_counter()
-        self._settle()
-        staged = self._stage(gather(state))
-        blocked_seconds = time.perf_counter() - begun
-        future = self._executor.submit(self._write, step, staged, begun, blocked_seconds)
-        self._last = SaveHandle(future)
-        if not self.asynchronous:
-            self._last.result()
-        return self._last
+        # A figure that is not finite compares with none, and JSON has no word for it.
+        figures = {
+            name: float(each) for name, each in (metrics or {}).items() if math.isfinite(each)
+        }
+        notes = {"metrics": figures, "torch": torch.__version__}
+        handle = self._submit(self._states, step, lambda: collect(state), begun, notes)
+        self._last_save = LastSave(step, frozenset(state), handle)
+        if not self._asynchronous:
+            handle.result()
+        return handle
 
-    def save(self, step: int, state: State) -> SaveResult:
+    def save(
+        self, step: int, state: State, *, metrics: Mapping[str, float] | None = None
+    ) -> SaveResult:
         """Save and wait until the version is published; raises CheckpointError if it is not."""
-        return self.save_async(step, state).wait()
+        return self.save_async(step, state, metrics=metrics).wait()
 
-    def restore(self, state: State) -> Restored | None:
+    def log_async(self, step: int, log: Live, *, base: int) -> SaveHandle:
+        """Copy `log` and write it in the background as a replay log; see `replay.ReplayLog`.
+
+        Args:
+            step: Steps done when the logged step is done.
+            log: Gradients by name, and values.
+            base: Step of the version that the log leads on from, by the logs between.
+        """
+        begun = time.perf_counter()
+        if self._logs is None:
+            if isinstance(self._log_place.storage, LocalStorage):
+                # If it fails, so will the write, which is the place to say so.
+                with contextlib.suppress(OSError):
+                    self._log_place.storage.root.mkdir(parents=True, exist_ok=True)
+                    sync_directory(self._log_place.storage.root.parent)
+            self._logs = self._lane(Reduction(self._reduction.compression), self._log_place)
+        return self._submit(self._logs, step, lambda: log, begun, {}, kind=REPLAY, requires=(base,))
+
+    def restore(
+        self, state: State, *, step: int | None = None, allow: Collection[Misfit] = ()
+    ) -> Restored | None:
         """Load the newest version that verifies into `state`, on any number of ranks.
+
+        Every tile that is read is checked; when one is damaged, the version before is taken. Of
+        equal versions, the one in the nearest tier is taken. Where replay logs lead on from the
+        version, and the state has its optimizers, their steps are done again, up to the last one
+        that gives the bits it gave in training.
+
+        Args:
+            state: Live objects; a part of what was saved may be restored alone.
+            step: Restore this step instead of the newest.
+            allow: Kinds of misfit that are no reason to refuse: ``missing`` (the version lacks
+                something that the state has), ``unexpected`` (the other way round), ``reshaped``
+                (kept as it is), ``retyped`` (converted).
 
         Returns:
             What was restored, or None when there is no version at all.
 
         Raises:
-            CheckpointError: When versions exist but none verifies, or the chosen one does not fit.
+            CheckpointError: When versions exist but none can be used, or the chosen one does not
+                fit. The state is untouched by a misfit; damage that is found while reading may
+                leave tensors of the damaged version behind when there is no older one.
         """
-        self._settle()
-        chosen = self._from_rank_zero(self._choose)
-        if chosen is None:
-            return None
-        step, skipped = chosen
-        target = gather(state)
-        path = published_path(self.directory, step)
-        try:
-            dcp.load(
-                target,
-                storage_reader=dcp.FileSystemReader(path),
-                planner=ExactLoadPlanner(),
-                process_group=self._group,
-                no_dist=not self._distributed,
-            )
-        except dcp.CheckpointException as error:
-            raise CheckpointError(f"{path} does not fit this model: {_cause(error)}") from None
-        scatter(state, target)
-        return Restored(step, skipped)
+        for lane in self._lanes:
+            lane.settle()
+        self._went_back = self._session > 0
+        return self._restorer.restore(state, step, allow)
 
     def newest(self) -> Version | None:
-        """The newest published version, verified or not."""
-        versions = list_versions(self.directory)
-        return versions[-1] if versions else None
+        """The newest published version in any tier, verified or not."""
+        return self._tiers.newest()
 
-    def close(self) -> None:
-        """Wait for a save under way and end the background thread."""
-        self._executor.shutdown(wait=True)
+    def drained(self, *, wait: bool = False) -> list[DrainResult]:
+        """How the copies to lower tiers went, oldest first; the newest thousand.
 
-    def _settle(self) -> None:
-        """Wait for the save under way: two at a time would mix their messages in the group."""
-        if self._last is not None:
-            self._last.result()
+        Args:
+            wait: Wait for those under way first, at most `timeout_seconds`.
+        """
+        if wait:
+            self._tiers.settle()
+        return self._tiers.results()
 
-    def _stage(self, gathered: dict[str, Any]) -> dict[str, Any]:
-        """A copy in host memory that later training steps do not touch."""
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = stager.stage(gathered)
-        assert isinstance(staged, dict)
-        stager.close()
-        return staged
+    def close(self, *, drain: bool = True) -> None:
+        """Wait for saves under way, end the writer and give up the ownership of the store.
 
-    def _write(
-        self, step: int, staged: dict[str, Any], begun: float, blocked_seconds: float
-    ) -> SaveResult:
-        size, error = 0, None
-        try:
-            size = self._write_and_publish(step, staged)
-        except (Exception, dcp.CheckpointException) as problem:
-            error = f"the checkpoint of step {step} in {self.directory} failed: {_cause(problem)}"
-            if self._rank == 0:
-                shutil.rmtree(partial_path(self.directory, step), ignore_errors=True)
-        return SaveResult(step, blocked_seconds, time.perf_counter() - begun, size, error)
+        Args:
+            drain: Copy the newest version to all tiers that have it not, due or not, and wait for
+                that at most `timeout_seconds`; False: give up the copies under way. All ranks give
+                the same. Leaving a ``with`` block by an error does not drain.
+        """
+        for lane in self._lanes:
+            lane.close()
+        self._tiers.close(drain=drain)
+        self._signals.close()
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
-    def _write_and_publish(self, step: int, staged: dict[str, Any]) -> int:
-        partial = partial_path(self.directory, step)
-        self._from_rank_zero(lambda: self._prepare(partial, step))
-        dcp.save(
-            staged,
-            storage_writer=_Writer(partial, sync_files=True, overwrite=False),
-            process_group=self._group,
-            no_dist=not self._distributed,
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After an error the other ranks may never come here.
+        self.close(drain=error[0] is None)
+
+    def _lane(self, reduction: Reduction, place: Place) -> Lane:
+        return Lane(
+            place.storage.location,
+            self._ranks,
+            reduction=reduction,
+            writer=self._writer_kind,
+            coordinated=self._coordinated,
+            timeout_seconds=self._timeout_seconds,
         )
-        return self._from_rank_zero(lambda: self._publish(partial, step))
 
-    def _prepare(self, partial: Path, step: int) -> None:
-        existing = Version(step, published_path(self.directory, step))
-        if existing.path.exists():
-            if not _damaged(existing):
-                raise CheckpointError(
-                    f"{existing.path} is published already and is never overwritten; delete it to "
-                    "save this step again"
-                )
-            set_aside(existing)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    @property
+    def _lanes(self) -> list[Lane]:
+        return [self._states] if self._logs is None else [self._states, self._logs]
 
-    def _publish(self, partial: Path, step: int) -> int:
-        target = published_path(self.directory, step)
-        size = publish(partial, target, step, self._world_size)
-        for version in list_versions(self.directory)[: -self.keep]:
-            # After a return to an earlier step, the new version may be the oldest by number.
-            if version.step != step:
-                with contextlib.suppress(OSError):
-                    remove(version)
-        remove_partial(self.directory, before=step)
-        return size
-
-    def _choose(self) -> tuple[int, list[str]] | None:
-        skipped, damaged = [], []
-        for version in reversed(list_versions(self.directory)):
-            if problem := _damaged(version):
-                skipped.append(problem)
-                damaged.append(version)
-                continue
-            for each in damaged:
-                # One who may only read can restore as well.
-                with contextlib.suppress(OSError):
-                    set_aside(each)
-            return version.step, skipped
-        if skipped:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is intact ({'; '.join(skipped)}); "
-                "restore the files from a copy, or start anew with --fresh"
-            )
-        return None
-
-    def _from_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0; every rank gets its result, or raises its error."""
-        outcome: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                outcome[0] = work()
-            except Exception as problem:
-                outcome[1] = _cause(problem)
-        if self._distributed:
-            dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[1] is not None:
-            raise CheckpointError(outcome[1])
-        result: T = outcome[0]
-        return result
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Reports the operating system's error, where PyTorch's zip writer hides it behind its own."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Writes[list[WriteResult]]:
-        """Write this rank's file."""
+    def _submit(
+        self,
+        lane: Lane,
+        step: int,
+        collected: Callable[[], Live],
+        begun: float,
+        notes: dict[str, Any],
+        *,
+        kind: str = STATE,
+        requires: tuple[int, ...] = (),
+    ) -> SaveHandle:
+        self._saves += kind == STATE
+        self._submissions += 1
+        number = self._saves if kind == STATE else 0
+        held, problem, changed, busy = None, "", False, lane.busy
         try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            behind: BaseException | None = error
-            while behind is not None and not isinstance(behind, OSError):
-                behind = behind.__cause__ or behind.__context__
-            raise behind or error from None
+            live = collected()
+            held, memory = holding(live)
+            changed = lane.changed(held)
+        except CheckpointError as error:
+            problem = str(error)
+        failed = bool(problem)
+        if self._coordinated or (not self._session and self._ranks.size > 1):
+            # Ranks that do not coordinate decide alone after the first save.
+            busy, changed, failed = self._ranks.any(busy, changed, failed)
+            problem = self._ranks.first_problem(problem) if failed else ""
+        if held is None or failed:
+            raise CheckpointError(problem)
+        if busy and self._when_busy == "skip":
+            seconds = time.perf_counter() - begun
+            reason = f"the save of step {lane.last_step} was still under way"
+            return _ended(SaveResult(step, seconds, seconds, 0, skipped=reason))
+        # A log that is given up makes those after it useless.
+        if busy and self._when_busy == "replace" and kind == STATE:
+            lane.abandon()
+        lane.settle()
+        if kind == STATE and self._session and (self._went_back or step < lane.last_step):
+            # What comes now is newer than the versions of later steps.
+            self._session += 1
+        else:
+            self._begin_session()
+        self._went_back = self._went_back and kind != STATE
+        if changed:
+            self._replan(lane, replace(held, private=self._tiers.first.private), memory)
+        save = Save(Version(self._session, step), begun, kind, requires, notes)
+        place = self._tiers.first if kind == STATE else self._log_place
+        key = f"{self._submissions}/{save.version.folder}"
+        finish = functools.partial(self._finish, place, number=number, key=key)
+        return lane.submit(save, memory, live.values, finish)
+
+    def _replan(self, lane: Lane, held: Holding, memory: dict[str, torch.Tensor]) -> None:
+        """Share out the work anew, and go on only if all ranks can."""
+        problem = ""
+        try:
+            lane.replan(held, memory)
+        except CheckpointError as error:
+            problem = str(error)
+        if self._coordinated:
+            problem = self._ranks.first_problem(problem)
+        if problem:
+            lane.forget()
+            raise CheckpointError(problem)
+
+    def _begin_session(self) -> None:
+        """Become the owner of the store, before the first save."""
+        if self._session:
+            return
+
+        problem = ""
+        if self._lock is None and self._tiers.first.keeps_house:
+            try:
+                if isinstance(self.storage, LocalStorage):
+                    self._lock = own(self.storage)
+            except CheckpointError as error:
+                problem = str(error)
+        if problem := self._ranks.first_problem(problem):
+            raise CheckpointError(problem)
+        listed, unlisted = self._tiers.listed()
+        logged = (each for logs in self._ranks.gather(self._restorer.logged()) for each in logs)
+        versions = [*(version for _, version in listed), *logged]
+        session = max((version.session for version in versions), default=0) + 1
+        prefix = self._ranks.from_first(lambda: f"outlast-checkpoint/{self._place}/{session}")
+        self._session = session
+        if self._coordinated:
+            self._signals = StoreSignals(prefix, self._timeout_seconds)
+        self._tiers.begin(self._signals, coordinated=self._coordinated)
+        for place, sentence in unlisted.items():
+            self._tiers.report(DrainResult(place, -1, error=sentence))
+
+    def _finish(
+        self, place: Place, version: Version, problem: str, *, number: int, key: str
+    ) -> str:
+        """Seal the version when all ranks have written their parts; returns what went wrong."""
+        try:
+            if self._ranks.rank == 0 and (self._coordinated or self._ranks.size == 1):
+                problem = self._seal(place, version, key, problem)
+                if not problem:
+                    # Before the others hear of it: see Tiers.
+                    self._offer(version, number)
+                self._signals.tell(key, problem)
+            else:
+                # Without coordination, a version counts once all parts are there, whoever is last.
+                problem = self._signals.hear(key, problem)
+                if not problem:
+                    if place.private:
+                        place.seal(version)
+                    self._offer(version, number)
+        except CheckpointError as error:
+            return problem or str(error)
+        except OSError as error:
+            return problem or sentence_of(error)
+        if number and not problem:
+            self._tiers.prune()
+            self._prune_logs()
+        return problem
+
+    def _prune_logs(self) -> None:
+        # What cannot be deleted now is deleted after the next save.
+        with contextlib.suppress(OSError, CheckpointError):
+            newest = self._tiers.first.newest() if self._restorer.logged() else None
+            if newest is not None:
+                prune_logs(self._log_place.storage, newest)
+
+    def _offer(self, version: Version, number: int) -> None:
+        """Let lower tiers have the version; replay logs, whose number is 0, stay in the first."""
+        if number:
+            self._tiers.offer(version, number)
+
+    def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
+        try:
+            problems = self._signals.gather(key, problem)
+            problem = next((each for each in problems if each), "")
+            if not problem:
+                place.seal(version)
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return sentence_of(error)
+        return problem
 
 
-def _damaged(version: Version) -> str:
-    """Why `version` does not verify; empty when it does."""
-    try:
-        verify(version)
-    except CheckpointError as problem:
-        return str(problem)
-    return ""
-
-
-def _cause(error: BaseException) -> str:
-    """The sentence of the first underlying failure."""
-    if isinstance(error, dcp.CheckpointException):
-        for failure in error.failures.values():
-            return _cause(failure[0])
-    if isinstance(error, (OSError, CheckpointError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+def _ended(result: SaveResult) -> SaveHandle:
+    future: Future[SaveResult] = Future()
+    future.set_result(result)
+    return SaveHandle(future)

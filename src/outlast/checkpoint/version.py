@@ -1,165 +1,284 @@
-"""Versions on disk: one directory for each, published by a rename, verified by hashes.
+"""Versions in a store: their names, which are complete, and whether they are as written.
 
     checkpoints/
-      step-00000200/             published: complete and, if it verifies, trusted
-        __0_0.distcp .metadata   files of torch.distributed.checkpoint
-        manifest.json            {"format": 1, "step": 200, "world_size": 2, "files": {...}}
-      step-00000300.partial/     being written, or left behind by a killed process
-      step-00000100.damaged1/    did not verify when it was wanted; never used again
+      step-00000200-a1/                    step 200, saved by the store's first session
+        rank-00000-of-00002.json           what rank 0 saved: published by its rename
+        rank-00000-of-00002.pack           the chunks that it stored with this version
+        rank-00001-of-00002.json ...
+        catalogue-6c3f0d1e9a7b2c45.json    names, types and shapes of all tensors
+        version.json                       the seal: written when all parts are there
 
-No pointer says which version is the latest: that is the newest directory that verifies.
+No pointer says which version is the newest: that is the last one, by session and step, whose parts
+together hold every element of every tensor in its catalogue. A session is one owner of the store; a
+run that goes back to an earlier step does so in a new session, so its versions come later.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import xxhash
-
+from outlast.checkpoint.geometry import covers
+from outlast.checkpoint.manifest import FORMAT, Catalogue, Part, root_of, sealed, unsealed
+from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from outlast.checkpoint.storage import Storage
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-_PREFIX = "step-"
-_PARTIAL = ".partial"
-_PUBLISHED = re.compile(_PREFIX + r"(\d{8}|[1-9]\d{8,})", re.ASCII)
-_CHUNK_BYTES = 1 << 22
+SEAL = "version.json"
+_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
+_PART = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.json", re.ASCII)
+
+
+class UnfinishedError(CheckpointError):
+    """A version that was never published: its save was cut short, or is still under way."""
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """One version, complete or not; ordered from old to new."""
+
+    session: int
+    step: int
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder in the store."""
+        return f"step-{self.step:08d}-a{self.session}"
+
+    def part_name(self, rank: int, world_size: int) -> str:
+        """File with what `rank` saved."""
+        return f"{self.folder}/rank-{rank:05d}-of-{world_size:05d}.json"
+
+    def pack_name(self, rank: int, world_size: int, attempt: int = 0) -> str:
+        """File with the chunks that `rank` stored; each attempt at a step has a file of its own."""
+        again = f".{attempt}" if attempt else ""
+        return f"{self.folder}/rank-{rank:05d}-of-{world_size:05d}{again}.pack"
+
+    def catalogue_name(self, root: str) -> str:
+        """File with the catalogue whose BLAKE3 is `root`."""
+        return f"{self.folder}/catalogue-{root[:16]}.json"
 
 
 @dataclass(frozen=True)
-class Version:
-    """A published version: its step and its directory."""
+class Seal:
+    """What rank 0 writes when a version is complete.
 
-    step: int
-    path: Path
-
-
-def published_path(root: Path, step: int) -> Path:
-    """Where the version of `step` lives once it is published."""
-    return root / f"{_PREFIX}{step:08d}"
-
-
-def partial_path(root: Path, step: int) -> Path:
-    """Where the version of `step` is written before it is published."""
-    return root / f"{_PREFIX}{step:08d}{_PARTIAL}"
-
-
-def list_versions(root: Path) -> list[Version]:
-    """All published versions below `root`, oldest first, verified or not."""
-    found = []
-    if root.is_dir():
-        for path in root.iterdir():
-            named = _PUBLISHED.fullmatch(path.name)
-            if named and path.is_dir():
-                found.append(Version(int(named[1]), path))
-    return sorted(found, key=lambda version: version.step)
-
-
-def publish(partial: Path, target: Path, step: int, world_size: int) -> int:
-    """Seal the files in `partial` with a manifest and rename it to `target`, durably.
-
-    Returns:
-        Size of the version's files in bytes.
+    Attributes:
+        roots: Name of each part's file in the version's folder to the part's BLAKE3.
+        packs: Files that the version needs, its own and older ones.
+        requires: Steps of the same session that it needs.
+        metrics: Figures by which versions are compared, e.g. a validation loss.
+        kind: ``state`` or ``replay``.
     """
-    files: dict[str, dict[str, int | str]] = {}
-    size = 0
-    for path in sorted(partial.iterdir()):
-        _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "xxh3_128": _hash(path)}
-        size += path.stat().st_size
-    manifest = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "world_size": world_size,
-        "files": files,
-    }
-    with (partial / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
-    partial.rename(target)
-    _sync(target.parent)
-    return size
+
+    roots: dict[str, str]
+    packs: list[str]
+    requires: list[int]
+    metrics: dict[str, float]
+    kind: str
+
+    def to_bytes(self) -> bytes:
+        """The content of the seal's file; its own hash is the root over the whole version."""
+        return sealed(
+            {
+                "format": FORMAT,
+                "parts": self.roots,
+                "packs": self.packs,
+                "requires": self.requires,
+                "metrics": self.metrics,
+                "kind": self.kind,
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> Seal:
+        """Read a seal; raises CheckpointError when it is damaged."""
+        found = unsealed(content, name)
+        return cls(
+            found["parts"], found["packs"], found["requires"], found["metrics"], found["kind"]
+        )
 
 
-def verify(version: Version) -> None:
-    """Check every file of `version` against its manifest.
+@dataclass(frozen=True)
+class Contents:
+    """The manifests of a complete version.
+
+    Attributes:
+        version: Which.
+        catalogue: All tensors and values.
+        parts: What the ranks saved; a rank may be missing if others hold the same.
+        roots: BLAKE3 of each part.
+        problems: A sentence for each manifest that could not be used.
+    """
+
+    version: Version
+    catalogue: Catalogue
+    parts: list[Part]
+    roots: list[str]
+    problems: list[str]
+
+    @property
+    def kind(self) -> str:
+        """``state`` or ``replay``."""
+        return self.parts[0].kind
+
+    @property
+    def requires(self) -> list[Version]:
+        """The versions that a replay log starts from."""
+        steps = sorted({step for part in self.parts for step in part.requires})
+        return [Version(self.version.session, step) for step in steps]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Figures by which versions are compared."""
+        found: dict[str, float] = self.parts[0].notes.get("metrics", {})
+        return found
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """JSON values by name; of several ranks that saved one, the first counts."""
+        return {name: each for part in self.parts[::-1] for name, each in part.values.items()}
+
+    @property
+    def packs(self) -> set[str]:
+        """Files that hold its chunks."""
+        return {pack for part in self.parts for pack in part.packs}
+
+
+def list_versions(storage: Storage) -> list[Version]:
+    """All versions, complete or not, from old to new."""
+    named = (_FOLDER.fullmatch(folder) for folder in storage.folders())
+    return sorted(Version(int(each[2]), int(each[1])) for each in named if each)
+
+
+def is_published(storage: Storage, version: Version) -> bool:
+    """Whether `version` is sealed and its files are there, or its parts are complete."""
+    if read_seal(storage, version) is not None:
+        return True
+    try:
+        load(storage, version)
+    except CheckpointError:
+        return False
+    return True
+
+
+def load(storage: Storage, version: Version, files: dict[str, int] | None = None) -> Contents:
+    """Read the manifests of `version` and see that nothing is missing.
 
     Raises:
-        CheckpointError: Naming the file that is missing, cut, changed or cannot be read.
+        UnfinishedError: When it was never published.
+        CheckpointError: When it is incomplete; says what is missing or damaged.
     """
-    manifest_path = version.path / MANIFEST
-    try:
-        manifest = json.loads(manifest_path.read_text())
-        if manifest["format"] != FORMAT_VERSION or manifest["step"] != version.step:
-            raise ValueError
-        files = [
-            (name, each["bytes"], each["xxh3_128"]) for name, each in manifest["files"].items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{manifest_path} is missing or damaged") from None
-    for name, size, digest in files:
-        path = version.path / name
+    files = storage.files(version.folder) if files is None else files
+    sizes = {int(found[2]) for name in files if (found := _PART.fullmatch(name))}
+    cut_short = CheckpointError if SEAL in files else UnfinishedError
+    if not sizes:
+        raise cut_short(f"{_place(storage, version)} has no manifest")
+    parts, roots, problems = [], [], []
+    # A listing may lag behind, so every part is asked for by its name.
+    world_size = max(sizes)
+    for rank in range(world_size):
+        name = version.part_name(rank, world_size)
         try:
-            _check(path, size, digest)
+            content = storage.read(name)
+            part = Part.from_bytes(content, f"{storage.location}/{name}")
+            if (part.session, part.step) != (version.session, version.step) or (
+                (part.rank, part.world_size) != (rank, world_size)
+            ):
+                raise CheckpointError(f"{storage.location}/{name} belongs to another version")
+            parts.append(part)
+            roots.append(root_of(content))
+        except FileNotFoundError:
+            problems.append(f"{storage.location}/{name} is missing")
+        except CheckpointError as error:
+            cut_short = CheckpointError
+            problems.append(str(error))
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            cut_short = CheckpointError
+            problems.append(f"{storage.location}/{name} cannot be read: {sentence_of(error)}")
+    if not parts:
+        raise CheckpointError("; ".join(problems))
+    catalogue = Catalogue({})
+    catalogues = {part.catalogue for part in parts}
+    for root in catalogues:
+        catalogue = catalogue.merged(_catalogue(storage, version, root))
+    contents = Contents(version, catalogue, parts, roots, problems)
+    missing = _uncovered(contents)
+    # Ranks that planned alone list only what they hold themselves, so each of them is needed.
+    if missing or (problems and len(catalogues) > 1):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        which = f": `{missing[0]}`{more} is not whole" if missing else ""
+        causes = f" ({'; '.join(problems)})" if problems else ""
+        raise cut_short(f"{_place(storage, version)} is incomplete{which}{causes}")
+    return contents
 
 
-def remove(version: Version) -> None:
-    """Delete `version`; when it is cut short, what is left does not look like a version."""
-    leftover = partial_path(version.path.parent, version.step)
-    shutil.rmtree(leftover, ignore_errors=True)
-    version.path.rename(leftover)
-    shutil.rmtree(leftover)
-
-
-def remove_partial(root: Path, before: int) -> None:
-    """Delete what killed processes left behind of versions of steps smaller than `before`."""
-    for path in root.glob(f"{_PREFIX}*{_PARTIAL}"):
-        named = _PUBLISHED.fullmatch(path.name.removesuffix(_PARTIAL))
-        if named and int(named[1]) < before:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def set_aside(version: Version) -> Path:
-    """Rename a version that does not verify, so that it is neither trusted nor counted again."""
-    number = 1
-    while (target := version.path.with_name(f"{version.path.name}.damaged{number}")).exists():
-        number += 1
-    version.path.rename(target)
-    return target
-
-
-def _check(path: Path, size: int, digest: str) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    if path.stat().st_size != size:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes where {size} were written")
-    if _hash(path) != digest:
-        raise CheckpointError(f"{path} does not have the content that was written")
-
-
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _catalogue(storage: Storage, version: Version, root: str) -> Catalogue:
+    name = version.catalogue_name(root)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        content = storage.read(name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{storage.location}/{name} cannot be read: {sentence_of(error)}"
+        ) from None
+    catalogue = Catalogue.from_bytes(content, f"{storage.location}/{name}")
+    if root_of(content) != root:
+        raise CheckpointError(f"{storage.location}/{name} is not the catalogue of its version")
+    return catalogue
+
+
+def _uncovered(contents: Contents) -> list[str]:
+    """Names of the tensors and values that the parts do not hold completely."""
+    held = {name for part in contents.parts for name in part.values}
+    missing = [name for name in contents.catalogue.values if name not in held]
+    for name, facts in contents.catalogue.tensors.items():
+        boxes = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
+        if not covers(facts.shape, boxes):
+            missing.append(name)
+    return missing
+
+
+def read_seal(storage: Storage, version: Version) -> Seal | None:
+    """The seal of `version`, or None when there is none, or files that it stands for are gone."""
+    name = f"{version.folder}/{SEAL}"
+    try:
+        found = Seal.from_bytes(storage.read(name), name)
+    except (OSError, CheckpointError):
+        return None
+    packs = (pack.partition("/") for pack in found.packs)
+    needed = {*found.roots, *(name for folder, _, name in packs if folder == version.folder)}
+    return found if needed <= storage.files(version.folder).keys() else None
+
+
+def seal(storage: Storage, version: Version) -> Contents:
+    """Check that `version` is complete and write its seal.
+
+    Raises:
+        CheckpointError: When it is not complete.
+        OSError: When the storage fails.
+    """
+    contents = load(storage, version)
+    write_seal(storage, contents)
+    return contents
+
+
+def write_seal(storage: Storage, contents: Contents) -> None:
+    """Write the seal that stands for `contents`; raises OSError when the storage fails."""
+    version = contents.version
+    names = (version.part_name(part.rank, part.world_size) for part in contents.parts)
+    found = Seal(
+        {name.partition("/")[2]: root for name, root in zip(names, contents.roots, strict=True)},
+        sorted(contents.packs),
+        [required.step for required in contents.requires],
+        contents.metrics,
+        contents.kind,
+    )
+    with storage.create(f"{version.folder}/{SEAL}") as file:
+        file.write(found.to_bytes())
+
+
+def _place(storage: Storage, version: Version) -> str:
+    return f"{storage.location}/{version.folder}"

@@ -1,4 +1,4 @@
-"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor``.
+"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor``, ``ckpt``.
 
 The commands live in modules of their own, whose heavy imports happen when a command is called, so
 ``outlast --help`` answers at once. An `OutlastError` ends a command with its sentence and exit
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from outlast import __version__
+from outlast.cli.ckpt import ckpt
 from outlast.cli.doctor import doctor
 from outlast.cli.export import export
 from outlast.cli.init import init
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(cls=TrainCommand)(train)
 for command in (init, export, report, doctor):
     app.command()(command)
+app.add_typer(ckpt)
 
 
 def _print_version(wanted: bool) -> None:

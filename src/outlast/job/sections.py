@@ -235,12 +235,75 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """When to save, and how much to keep."""
 
-    every_steps: Count = setting(
-        100, "steps between checkpoints; 0: only at the end", identity=False
+    every_steps: Count | Literal["auto"] = setting(
+        100,
+        'steps between checkpoints; 0: only at the end; "auto": as often as is best, from the '
+        "measured cost of a save and the expected failures",
+        identity=False,
+    )
+    mtbf_hours: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        'for "auto": mean time between failures of the whole job; 0: a published figure per node',
+        identity=False,
+    )
+    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
+        0.035, 'for "auto": largest share of the time that saves may cost', identity=False
+    )
+    longest_minutes: Annotated[float, Field(gt=0.0)] = setting(
+        30.0, 'for "auto": longest time between checkpoints', identity=False
     )
     keep: Positive = setting(3, "newest checkpoints kept", identity=False)
+    keep_every: Count = setting(
+        0, "also keep the checkpoints of all multiples of this step; 0: none", identity=False
+    )
+    keep_best: Count = setting(
+        0, "also keep this many with the lowest validation loss; 0: none", identity=False
+    )
     asynchronous: bool = setting(
         True, "write in the background; training goes on after the state is copied", identity=False
+    )
+    writer: Literal["process", "thread"] = setting(
+        "process",
+        "who codes and writes: a process of its own, or a thread, which starts at once but "
+        "disturbs training a little",
+        identity=False,
+    )
+    replay: Literal["off", "bf16", "exact"] = setting(
+        "off",
+        'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
+        '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
+    )
+    delta_chain: Count = setting(
+        0,
+        "checkpoints in a row stored as differences to the one before: smaller, slower to "
+        "restore, a second copy of the state in host memory; 0: each in full",
+        identity=False,
+    )
+
+    fast: str = setting(
+        "",
+        "a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints "
+        "are then copied on to the run's directory in the background",
+        identity=False,
+    )
+    fast_private: bool = setting(
+        False, "whether nodes do not see each other's files in checkpoint.fast", identity=False
+    )
+    fast_keep: Positive = setting(1, "newest checkpoints kept in checkpoint.fast", identity=False)
+    drain_every: Positive = setting(
+        5, "with checkpoint.fast: every how many-th checkpoint is copied on", identity=False
+    )
+    mirror: str = setting(
+        "",
+        "a safer place that checkpoints are copied on to, a directory or any fsspec URL such as "
+        "s3://bucket/runs",
+        identity=False,
+    )
+    mirror_every: Positive = setting(
+        10, "with checkpoint.mirror: every how many-th checkpoint is copied on", identity=False
+    )
+    mirror_megabytes_per_s: Annotated[float, Field(ge=0.0)] = setting(
+        0.0, "most that a process writes to checkpoint.mirror; 0: no limit", identity=False
     )
 
 

@@ -13,6 +13,7 @@ from outlast.records.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointFailed,
+    CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
     Evaluated,
@@ -23,7 +24,7 @@ from outlast.records.events import (
     StopRequested,
     Warned,
 )
-from outlast.records.lock import RunLock
+from outlast.records.lock import OwnerLock
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
 from outlast.records.stopwatch import Stopwatch
@@ -37,16 +38,17 @@ __all__ = [
     "AttemptEnded",
     "AttemptStarted",
     "CheckpointFailed",
+    "CheckpointInterval",
     "CheckpointRestored",
     "CheckpointSaved",
     "Evaluated",
     "Event",
+    "OwnerLock",
     "Ready",
     "Record",
     "RecordWriter",
     "Run",
     "RunDirectory",
-    "RunLock",
     "Sampled",
     "Sink",
     "StepsDone",

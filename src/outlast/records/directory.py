@@ -5,6 +5,7 @@ runs/<name>/
   events.jsonl         rank 0's events (events.rank<N>.jsonl: the other ranks')
   lock                 owner of the run while it lives: host, boot id, pid, start of the process
   attempts             one byte for every start of the run
+  id                   eight characters that tell this run from earlier ones of the same name
   data/ checkpoints/ model/ tensorboard/ report.html
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.errors import RunError
+from outlast.records.lock import OwnerLock
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,28 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             replace_file(self.job_file, job_text.encode())
+            if not self._identifier_file.exists():
+                replace_file(self._identifier_file, uuid.uuid4().hex[:8].encode())
         except OSError as error:
             raise RunError(
                 f"the run directory {self.path} cannot be written: {error.strerror}"
             ) from None
+
+    @property
+    def identifier(self) -> str:
+        """Eight characters that tell this run from earlier ones of the same name.
+
+        Raises:
+            RunError: When the directory was not made by `create`, or cannot be read.
+        """
+        try:
+            return self._identifier_file.read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{self._identifier_file} cannot be read: {error}") from None
+
+    @property
+    def _identifier_file(self) -> Path:
+        return self.path / "id"
 
     def next_attempt(self) -> int:
         """Count one more start of the run and return its number, from 1.
@@ -90,6 +111,14 @@ class RunDirectory:
                 return file.tell()
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+    def lock(self) -> OwnerLock:
+        """The lock that keeps a second live process out of the run; not taken yet."""
+        return OwnerLock(
+            self.lock_file,
+            subject=f"the run directory {self.path}",
+            remedy="wait for it to end or give this run another name (run.name=...)",
+        )
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``<name>.old<N>``; nothing is deleted."""

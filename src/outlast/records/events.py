@@ -150,6 +150,21 @@ class CheckpointRestored(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointInterval(Event):
+    """The number of steps between checkpoints was chosen anew.
+
+    Attributes:
+        steps: Steps to the next checkpoint.
+        reason: The figures that it follows from.
+    """
+
+    kind: ClassVar[str] = "checkpoint_interval"
+    step: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop at this step boundary."""
 

@@ -1,4 +1,4 @@
-"""The lock that keeps two live processes out of one run."""
+"""The lock that keeps two live processes out of one directory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from outlast.errors import RunError
-
-if TYPE_CHECKING:
-    from outlast.records.directory import RunDirectory
 
 # A lock has no content for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
@@ -26,21 +23,28 @@ _ACQUIRE_SECONDS = 6.0
 _SAME_START_SECONDS = 0.02
 
 
-class RunLock:
-    """Holds a run directory for this process; a lock whose owner is dead is broken.
+class OwnerLock:
+    """Holds a directory for this process; a lock whose owner is dead is broken.
 
     The lock is a file created with O_EXCL that names the owner: host, its boot id, pid, and when
     the process started after that boot (so a reused pid is told from a live owner, and setting the
     clock changes nothing). An owner on another host, or before a reboot, cannot be examined from
     here: its lock counts as live while its heartbeat (the file's modification time, see `refresh`)
     is younger than `stale_after_seconds`.
+
+    Args:
+        path: The lock file; its directory exists.
+        subject: What is held, for the error, e.g. ``the run directory runs/a``.
+        remedy: What to do when it is taken.
     """
 
     stale_after_seconds = 120.0
     heartbeat_seconds = 20.0
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._path = directory.lock_file
+    def __init__(self, path: Path, *, subject: str, remedy: str) -> None:
+        self._path = path
+        self._subject = subject
+        self._remedy = remedy
         self._owner: dict[str, Any] | None = None
         self._released = threading.Event()
 
@@ -61,7 +65,7 @@ class RunLock:
             raise RunError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
         raise RunError(
             f"the lock {self._path} could not be taken within {_ACQUIRE_SECONDS:g} s; if no other "
-            "process works on this run, remove that file"
+            "process works in this directory, remove that file"
         )
 
     def _create(self) -> bool:
@@ -78,7 +82,7 @@ class RunLock:
             raise
         self._owner = owner
         self._released.clear()
-        threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
+        threading.Thread(target=self._beat, name="owner-lock", daemon=True).start()
         return True
 
     def _break_if_stale(self) -> None:
@@ -103,9 +107,8 @@ class RunLock:
                 return
             if owner and _alive(owner, age_seconds, self.stale_after_seconds):
                 raise RunError(
-                    f"the run directory {self._path.parent} is in use by process {owner['pid']} "
-                    f"on host {owner['host']}; wait for it to end or give this run another name "
-                    "(run.name=...)"
+                    f"{self._subject} is in use by process {owner['pid']} on host "
+                    f"{owner['host']}; {self._remedy}"
                 )
             self._path.unlink(missing_ok=True)
 

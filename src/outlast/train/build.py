@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore
+from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog, Retention, Tier
 from outlast.data import (
     BatchLoader,
     SampleOrder,
@@ -41,6 +42,7 @@ from outlast.train.parallelize import (
 )
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.ranks import together
+from outlast.train.saving import cadence_of
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
@@ -135,22 +137,26 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         engine = _replica_engine(setup, model, mesh, waits)
     setup.timed("parallelize", begun)
     data_rank = layout.data_rank(setup.ranks.rank)
+    optimizers = build_optimizers(model, job.optimizer)
+    store = _store(setup)
+    replay = None
+    if job.checkpoint.replay != "off":
+        state = {"model": model, "optimizer": optimizers}
+        replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
     trainer = Trainer(
         job=job,
         device=device,
         model=model,
-        optimizers=build_optimizers(model, job.optimizer),
+        optimizers=optimizers,
         engine=engine,
         loader=_loader(job, layout, data, data_rank),
         evaluation=_evaluation(job, layout, data, data_rank),
         agreement=Agreement(layout, setup.ranks.rank, device),
         waits=waits,
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
-        store=CheckpointStore(
-            setup.directory.checkpoints,
-            keep=job.checkpoint.keep,
-            asynchronous=job.checkpoint.asynchronous,
-        ),
+        store=store,
+        replay=replay,
+        cadence=cadence_of(job, setup.ranks),
         stop=setup.stop,
         records=records,
         # Only DDP reorders its sums, and two summands have no order.
@@ -237,6 +243,36 @@ def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> Pipeli
     )
     replicas = mesh["replicate"].get_group()
     return PipelineEngine(schedule, modules, device, replicas, loss_scale)
+
+
+def _store(setup: SetUp) -> CheckpointStore:
+    """The run's checkpoints: in its directory, before that in a faster place if there is one."""
+    settings = setup.job.checkpoint
+    keep = Retention(
+        settings.keep,
+        every=settings.keep_every,
+        best=settings.keep_best,
+        metric="validation_loss",
+    )
+    # Elsewhere, an earlier run of this name may have left its checkpoints.
+    run = f"{setup.job.run.name}-{setup.directory.identifier}"
+    tiers = []
+    if settings.mirror:
+        limit = settings.mirror_megabytes_per_s * 1e6 or None
+        place = f"{settings.mirror}/{run}"
+        tiers.append(Tier(place, every=settings.mirror_every, keep=keep, bytes_per_second=limit))
+    if settings.fast:
+        own = Tier(setup.directory.checkpoints, every=settings.drain_every, keep=keep)
+        tiers = [own, *tiers]
+    return CheckpointStore(
+        Path(settings.fast) / run if settings.fast else setup.directory.checkpoints,
+        keep=settings.fast_keep if settings.fast else keep,
+        tiers=tiers,
+        private=bool(settings.fast) and settings.fast_private,
+        reduction=Reduction(chain=settings.delta_chain),
+        asynchronous=settings.asynchronous,
+        writer=settings.writer,
+    )
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

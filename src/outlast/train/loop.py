@@ -12,6 +12,7 @@ from outlast.errors import CheckpointError
 from outlast.records import (
     AttemptEnded,
     CheckpointFailed,
+    CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
     Evaluated,
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from outlast.checkpoint import CheckpointStore, SaveHandle
+    from outlast.checkpoint import CheckpointStore, ReplayLog, SaveHandle
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
     from outlast.records import RecordWriter
     from outlast.train.agreement import Agreement
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
+    from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
     from outlast.train.waits import CommunicationWait
 
@@ -88,11 +90,14 @@ class Trainer:
     waits: CommunicationWait
     pipeline_group: ProcessGroup | None
     store: CheckpointStore
+    replay: ReplayLog | None
+    cadence: SaveCadence
     stop: StopFlag
     records: RecordWriter | None
     settle_reduction_order: bool
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
+    _metrics: dict[str, float] = field(default_factory=dict)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -114,6 +119,9 @@ class Trainer:
         self._record(Ready(first_step, time.time() - started, parts))
         self.watch.lap()
         with self.waits.in_collectives():
+            if self.replay is not None and first_step < self.job.train.steps:
+                # Logs lead on from a version of this attempt.
+                self._save(first_step)
             last_step = self.train_from(first_step)
             completed = last_step >= self.job.train.steps
             if completed and first_step < last_step:
@@ -152,6 +160,7 @@ class Trainer:
             The number of steps done in the run.
         """
         steps, interval = self.job.train.steps, Interval()
+        self.cadence.begin(first_step)
         batches = self.loader.prefetching(first_step, steps)
         last_stop = self.job.train.stop_after_steps
         done = first_step
@@ -164,15 +173,18 @@ class Trainer:
                 done = step + 1
                 if last_stop and done - first_step >= last_stop:
                     self.stop.reason = self.stop.reason or "train.stop_after_steps"
-                stopping = self._agree(loss, interval)
+                stopping, saving = self._agree(loss, interval, done)
                 interval.step_seconds.append(time.perf_counter() - begun)
+                self.cadence.observe_step(
+                    interval.step_seconds[-1], saving=self._pending is not None
+                )
                 if done % self.job.log.every_steps == 0 or stopping or done == steps:
                     self._record_steps(done, interval, norm, learning_rate)
                     interval = Interval()
                 if stopping and done < steps:
                     self._record(StopRequested(done, self.stop.reason or "another rank"))
                     break
-                self._between_steps(done, steps)
+                self._between_steps(done, steps, saving=saving)
         finally:
             batches.close()
         return done
@@ -187,30 +199,35 @@ class Trainer:
                 clip(parameters, norm, self.job.train.gradient_clip)
             factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
             learning_rate = set_learning_rate(self.optimizers, factor)
-            for optimizer in self.optimizers:
-                optimizer.step()
+            if self.replay is not None:
+                self.replay.step(step + 1)
+            else:
+                for optimizer in self.optimizers:
+                    optimizer.step()
             self._zero_gradients()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.watch.move(self.waits.take(), to="communication")
         return norm, learning_rate, loss
 
-    def _agree(self, loss: torch.Tensor, interval: Interval) -> bool:
+    def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> tuple[bool, bool]:
+        """Whether any rank wants to stop, and whether any wants to save."""
         with self._timed("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
-            mean_loss, stops = self.agreement.sum(loss, wants_stop)
+            wants_save = 1.0 if self.cadence.wants(done) else 0.0
+            mean_loss, stops, saves = self.agreement.sum(loss, wants_stop, wants_save)
             self.waits.take()
         interval.losses.append(mean_loss)
-        return stops > 0
+        return stops > 0, saves > 0
 
-    def _between_steps(self, done: int, steps: int) -> None:
-        """Evaluate and save where the job says so, except at the end, which has its own."""
+    def _between_steps(self, done: int, steps: int, *, saving: bool) -> None:
+        """Evaluate where the job says so and save if agreed, except at the end, with its own."""
         if done == steps:
             return
-        evaluate, save = self.job.evaluate.every_steps, self.job.checkpoint.every_steps
+        evaluate = self.job.evaluate.every_steps
         if evaluate and done % evaluate == 0:
             self._evaluate(done)
-        if save and done % save == 0:
+        if saving:
             self._save(done)
         self._collect_saved(wait=False)
 
@@ -221,6 +238,7 @@ class Trainer:
         with self._timed("evaluation"):
             loss = self.evaluation.measure(self.model, self.engine, self.agreement)
             self.waits.take()
+        self._metrics = {"validation_loss": loss}
         self._record(
             Evaluated(
                 step,
@@ -235,7 +253,8 @@ class Trainer:
         with self._timed("checkpoint"):
             self._collect_saved(wait=True)
             state = {"model": self.model, "optimizer": self.optimizers}
-            self._pending = self.store.save_async(step, state)
+            self._pending = self.store.save_async(step, state, metrics=self._metrics)
+            self.cadence.saved(step)
             self.waits.take()
 
     def _save_last(self, step: int, first_step: int) -> None:
@@ -261,6 +280,9 @@ class Trainer:
             self._record(
                 CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
             )
+            self.cadence.observe_save(result)
+            if (news := self.cadence.news()) is not None:
+                self._record(CheckpointInterval(result.step, *news))
         else:
             self._record(CheckpointFailed(result.step, result.error))
         return result.error

@@ -26,6 +26,7 @@ from outlast.records import (
     AttemptEnded,
     AttemptStarted,
     CheckpointFailed,
+    CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
     Evaluated,
@@ -97,6 +98,8 @@ def message_of(event: Event) -> str | None:
             return f"warning: {event.reason}; training goes on"
         case CheckpointRestored():
             return f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
+        case CheckpointInterval():
+            return f"checkpoints: {event.reason}"
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
         case Warned():

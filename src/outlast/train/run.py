@@ -19,9 +19,9 @@ from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml
 from outlast.records import (
     AttemptStarted,
+    OwnerLock,
     RecordWriter,
     RunDirectory,
-    RunLock,
     Sampled,
     Sink,
     TensorBoardSink,
@@ -85,7 +85,7 @@ def check_directory(job: Job, directory: RunDirectory) -> None:
         )
 
 
-def claim(start: Start) -> RunLock:
+def claim(start: Start) -> OwnerLock:
     """Take the run directory for this attempt: move an old one aside if asked, lock, check.
 
     Raises:
@@ -95,7 +95,7 @@ def claim(start: Start) -> RunLock:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if start.fresh and not restarted and directory.exists():
         # Holding the lock for a moment makes sure that no live run is moved aside.
-        lock = RunLock(directory)
+        lock = directory.lock()
         lock.acquire()
         lock.release()
         directory.move_aside()
@@ -103,7 +103,7 @@ def claim(start: Start) -> RunLock:
         directory.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"the run directory {directory.path} cannot be made: {error}") from None
-    lock = RunLock(directory)
+    lock = directory.lock()
     lock.acquire()
     try:
         check_directory(start.job, directory)
@@ -164,12 +164,10 @@ def _train(setup: SetUp, began: float) -> int:
             if data.note is not None:
                 records.write(Warned(data.note))
             records.write(_attempt_started(setup, data, size))
-        try:
+        with trainer.store:
             outcome = trainer.run(began, setup.parts)
-            if records is not None:
-                _end(setup, data, trainer, records, outcome)
-        finally:
-            trainer.store.close()
+        if records is not None:
+            _end(setup, data, trainer, records, outcome)
     finally:
         if records is not None:
             records.close()

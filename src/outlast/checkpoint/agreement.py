@@ -1,0 +1,198 @@
+"""How ranks agree: by collectives while training waits, by words in a store while it does not.
+
+In the background the words go through the key-value store of the process group, so no collective
+runs beside the training's own, and a rank that waits does so with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.25
+_FAREWELL_SECONDS = 10.0
+
+
+class Ranks:
+    """This process among those that save together, and what they tell each other meanwhile.
+
+    Collectives run in a group of the store's own, and never in the background.
+
+    Args:
+        collective: Whether the ranks of the default process group work together.
+        timeout_seconds: Longest wait for another rank.
+    """
+
+    def __init__(self, collective: bool, timeout_seconds: float) -> None:
+        together = collective and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        timeout = timedelta(seconds=timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Whether any rank set each of the flags."""
+        if self.size == 1:
+            return flags
+        sums = torch.tensor(flags, dtype=torch.int32)
+        with _reached():
+            dist.all_reduce(sums, group=self._group)
+        return tuple(bool(each) for each in sums)
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with _reached():
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def first_problem(self, problem: str) -> str:
+        """The first rank's problem that is not empty."""
+        return next((each for each in self.gather(problem) if each), "")
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0; every rank gets its result, or raises its error."""
+        outcome: list[Any] = [None, ""]
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except (CheckpointError, OSError) as error:
+                outcome[1] = str(error)
+        if self.size > 1:
+            with _reached():
+                dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1]:
+            raise CheckpointError(outcome[1])
+        result: T = outcome[0]
+        return result
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """A rank that is gone or too late, as a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            "another rank did not come to save or restore within timeout_seconds, or is gone: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+
+
+class Signals(Protocol):
+    """Agreement on the outcome of a save."""
+
+    def gather(self, key: str, problem: str) -> list[str]:
+        """On rank 0: what every rank said under `key`, empty texts for success."""
+
+    def tell(self, key: str, problem: str) -> None:
+        """On rank 0: the outcome for all."""
+
+    def hear(self, key: str, problem: str) -> str:
+        """On the other ranks: say what happened here, and wait for the outcome."""
+
+    def close(self) -> None:
+        """See that the others have heard."""
+
+
+class NoSignals:
+    """One process alone."""
+
+    def gather(self, key: str, problem: str) -> list[str]:
+        """What this process says."""
+        return [problem]
+
+    def tell(self, key: str, problem: str) -> None:
+        """Nobody listens."""
+
+    def hear(self, key: str, problem: str) -> str:
+        """What this process says."""
+        return problem
+
+    def close(self) -> None:
+        """Nobody listens."""
+
+
+class StoreSignals:
+    """All ranks of the default process group.
+
+    Args:
+        prefix: Tells this checkpoint store from others of the same processes.
+        timeout_seconds: Longest wait for another rank.
+    """
+
+    def __init__(self, prefix: str, timeout_seconds: float) -> None:
+        self._store: Store = dist.PrefixStore(prefix, _get_default_store())
+        self._timeout_seconds = timeout_seconds
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._told = ""
+
+    def gather(self, key: str, problem: str) -> list[str]:
+        """On rank 0: what every rank said under `key`, empty texts for success."""
+        deadline = time.monotonic() + self._timeout_seconds
+        return [problem] + [
+            self._wait(f"{key}/{rank}", deadline, rank) for rank in range(1, self._world_size)
+        ]
+
+    def tell(self, key: str, problem: str) -> None:
+        """On rank 0: the outcome for all."""
+        try:
+            self._store.set(f"{key}/outcome", problem or " ")
+        except RuntimeError as error:
+            raise CheckpointError(f"the other ranks cannot be told: {error}") from None
+        self._told = key
+
+    def hear(self, key: str, problem: str) -> str:
+        """On the other ranks: say what happened here, and wait for the outcome."""
+        try:
+            self._store.set(f"{key}/{self._rank}", problem or " ")
+        except RuntimeError as error:
+            raise CheckpointError(f"rank 0 cannot be reached: {error}") from None
+        # Rank 0 itself waits for the slowest rank before it speaks.
+        outcome = self._wait(f"{key}/outcome", time.monotonic() + 1.5 * self._timeout_seconds, 0)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{key}/heard/{self._rank}", " ")
+        return outcome
+
+    def close(self) -> None:
+        """On rank 0, which may host the store: see that all have heard what was told last."""
+        deadline = time.monotonic() + min(self._timeout_seconds, _FAREWELL_SECONDS)
+        for rank in range(1, self._world_size) if self._told else ():
+            with contextlib.suppress(CheckpointError):
+                self._wait(f"{self._told}/heard/{rank}", deadline, rank)
+
+    def _wait(self, key: str, deadline: float, rank: int) -> str:
+        pause = _FIRST_PAUSE_SECONDS
+        try:
+            # A blocking get would hold the store's connection, which the training needs too.
+            while not self._store.check([key]):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"rank {rank} did not report on the save within "
+                        f"{self._timeout_seconds:g} s (timeout_seconds)"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            text: str = self._store.get(key).decode().strip()
+            return text
+        except RuntimeError as error:
+            raise CheckpointError(f"rank {rank} cannot be reached: {error}") from None

@@ -1,0 +1,361 @@
+"""How two versions differ, tensor by tensor and value by value. Needs no torch.
+
+Content whose hash is in both versions is equal and is not compared. The norm of a tensor needs all
+of its elements, so of a tensor that changed in part, the equal tiles are read once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from outlast.checkpoint.description import group_of, optimizer_keys, values_of
+from outlast.checkpoint.elements import Distance
+from outlast.checkpoint.geometry import Box, tiles, whole
+from outlast.checkpoint.manifest import Catalogue, Piece
+from outlast.checkpoint.reader import VersionReader, Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from outlast.checkpoint.inspection import Progress
+    from outlast.checkpoint.manifest import Part, TensorFacts
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
+
+# Cells of at most 128 KiB that are read at a time: enough for all threads of the reader.
+_CELLS = 256
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """One tensor in two versions.
+
+    Attributes:
+        name: Its name.
+        change: ``added``, ``removed``, ``retyped`` (also when the shape differs), ``reshaped``,
+            ``changed`` or ``same``.
+        dtype: Name of the later element type, of the earlier one when it was removed.
+        shape: The later shape, the earlier one when it was removed.
+        was_dtype: Name of the earlier element type, if it is another one.
+        was_shape: The earlier shape, if it is another one.
+        changed_elements: Elements whose bits differ, for a tensor that changed.
+        fraction: `changed_elements` by all elements.
+        relative_change: ``||a - b|| / ||b||`` (2-norm, b the later) over the elements that are
+            finite in both; None for a type that is compared as bytes, and when b is zero.
+        max_difference: Largest ``|a - b|`` of these elements, exact for integers; None for a type
+            that is compared as bytes.
+        not_finite: Changed elements that are infinite or NaN in one of the versions.
+    """
+
+    name: str
+    change: Literal["added", "removed", "retyped", "reshaped", "changed", "same"]
+    dtype: str
+    shape: tuple[int, ...]
+    was_dtype: str | None = None
+    was_shape: tuple[int, ...] | None = None
+    changed_elements: int = 0
+    fraction: float = 0.0
+    relative_change: float | None = None
+    max_difference: float | None = None
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """One entry of the values in two versions.
+
+    Attributes:
+        name: Path of the entry.
+        group: The same without the parameter's name, for settings that many parameters share.
+        change: ``added``, ``removed`` or ``changed``.
+        before: The earlier JSON value, None when it was added.
+        after: The later JSON value, None when it was removed.
+    """
+
+    name: str
+    group: str
+    change: Literal["added", "removed", "changed"]
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two versions side by side.
+
+    Attributes:
+        before: Folder of the earlier version.
+        after: Folder of the later version.
+        tensors: All tensors, the largest change first.
+        values: Entries of the values that changed.
+        content_bytes: Bytes of the tensors that both versions have alike in type and shape.
+        equal_bytes: Bytes of these that are equal by their hashes and were not compared.
+        read_bytes: Bytes read from the storage.
+    """
+
+    before: str
+    after: str
+    tensors: tuple[TensorChange, ...]
+    values: tuple[ValueChange, ...]
+    content_bytes: int
+    equal_bytes: int
+    read_bytes: int
+
+
+def compare(
+    storage: Storage, before: Contents, after: Contents, progress: Progress | None = None
+) -> Difference:
+    """Compare two complete versions of a store; holds a few tiles in memory at a time.
+
+    Args:
+        storage: The store of both.
+        before: The earlier version, or any.
+        after: The later version.
+        progress: Told how many bytes of tensors are dealt with.
+
+    Raises:
+        CheckpointError: When something that must be read is damaged.
+    """
+    old, new = before.catalogue.tensors, after.catalogue.tensors
+    alike = [name for name, facts in sorted(old.items()) if _alike(facts, new.get(name))]
+    changes = [
+        _other_facts(name, old.get(name), new.get(name))
+        for name in sorted({*old, *new}.difference(alike))
+    ]
+    content_bytes = sum(_bytes(old[name]) for name in alike)
+    comparison = _Comparison(storage, before, after)
+    done_bytes = 0
+    for cells in _batched(comparison.cells(alike), _CELLS):
+        comparison.add(cells)
+        done_bytes += sum(
+            cell.box.elements * new[cell.name].itemsize for cell in cells if cell.before
+        )
+        if progress is not None:
+            progress(done_bytes + comparison.equal_bytes, content_bytes)
+    changes += [_change(name, new[name], comparison.distances.get(name)) for name in alike]
+    return Difference(
+        before.version.folder,
+        after.version.folder,
+        tuple(sorted(changes, key=_size_of_change)),
+        tuple(_value_changes(before, after)),
+        content_bytes,
+        comparison.equal_bytes,
+        comparison.read_bytes,
+    )
+
+
+def _alike(old: TensorFacts, new: TensorFacts | None) -> bool:
+    return new is not None and (old.dtype, old.shape) == (new.dtype, new.shape)
+
+
+def _bytes(facts: TensorFacts) -> int:
+    return math.prod(facts.shape) * facts.itemsize
+
+
+def _size_of_change(change: TensorChange) -> tuple[int, float, float, str]:
+    order = ["removed", "added", "retyped", "reshaped", "changed", "same"].index(change.change)
+    relative = change.relative_change
+    if relative is None and change.change == "changed":
+        relative = math.inf
+    return order, -(relative or 0.0), -change.fraction, change.name
+
+
+def _other_facts(name: str, old: TensorFacts | None, new: TensorFacts | None) -> TensorChange:
+    if new is None:
+        assert old is not None
+        return TensorChange(name, "removed", old.dtype, old.shape)
+    if old is None:
+        return TensorChange(name, "added", new.dtype, new.shape)
+    return TensorChange(
+        name,
+        "retyped" if old.dtype != new.dtype else "reshaped",
+        new.dtype,
+        new.shape,
+        old.dtype if old.dtype != new.dtype else None,
+        old.shape if old.shape != new.shape else None,
+    )
+
+
+def _change(name: str, facts: TensorFacts, distance: Distance | None) -> TensorChange:
+    if distance is None or not distance.changed:
+        return TensorChange(name, "same", facts.dtype, facts.shape)
+    return TensorChange(
+        name,
+        "changed",
+        facts.dtype,
+        facts.shape,
+        changed_elements=distance.changed,
+        fraction=distance.changed / math.prod(facts.shape),
+        relative_change=distance.relative,
+        max_difference=distance.largest if distance.comparable else None,
+        not_finite=distance.not_finite,
+    )
+
+
+class _Tile(NamedTuple):
+    """A saved tile and where its content is."""
+
+    box: Box
+    part: Part
+    chunk: int
+
+
+class _Cell(NamedTuple):
+    """A cell of a tensor's grid to read, with the tiles that hold it; no `before`: it is equal."""
+
+    name: str
+    box: Box
+    before: list[_Tile]
+    after: list[_Tile]
+
+
+class _Comparison:
+    """Tensors of the same type and shape in both versions.
+
+    Ranks may have cut a tensor differently, but at the lines of one grid, so what is compared are
+    the cells of this grid.
+    """
+
+    def __init__(self, storage: Storage, before: Contents, after: Contents) -> None:
+        self.distances: dict[str, Distance] = {}
+        self.equal_bytes = 0
+        self.read_bytes = 0
+        self._storage = storage
+        self._before = before
+        self._after = after
+
+    def cells(self, names: list[str]) -> Iterator[_Cell]:
+        """What must be read; counts what need not be."""
+        for name in names:
+            facts = self._after.catalogue.tensors[name]
+            before = _by_cell(self._before, name, facts.steps)
+            after = _by_cell(self._after, name, facts.steps)
+            equal, different = [], []
+            for box in tiles(whole(facts.shape), facts.steps):
+                old, new = before[box.offset], after[box.offset]
+                if _hashes(old) == _hashes(new):
+                    equal.append(_Cell(name, box, [], new))
+                else:
+                    different.append(_Cell(name, box, old, new))
+            self.equal_bytes += sum(cell.box.elements for cell in equal) * facts.itemsize
+            if different:
+                self.distances[name] = Distance(facts.dtype, facts.itemsize)
+                yield from different
+                if self.distances[name].comparable:
+                    yield from equal
+
+    def add(self, cells: list[_Cell]) -> None:
+        """Read and compare some cells."""
+        compared = [cell for cell in cells if cell.before]
+        before = self._read(self._before, compared, [cell.before for cell in compared])
+        after = self._read(self._after, cells, [cell.after for cell in cells])
+        earlier = iter(before)
+        for cell, content in zip(cells, after, strict=True):
+            distance = self.distances[cell.name]
+            if cell.before:
+                distance.add(next(earlier), content)
+            else:
+                distance.add_equal(content)
+
+    def _read(
+        self, contents: Contents, cells: list[_Cell], saved: list[list[_Tile]]
+    ) -> list[NDArray[np.uint8]]:
+        """The bytes of each cell.
+
+        The reader is shown each cell as a tensor of its own, e.g. ``model.weight[128, 0]``: it then
+        need not look through all cells for each tile.
+        """
+        pieces: dict[int, dict[str, list[Piece]]] = {}
+        tensors, wanted = {}, []
+        for cell, found in zip(cells, saved, strict=True):
+            name = f"{cell.name}{list(cell.box.offset)}"
+            facts = tensors[name] = contents.catalogue.tensors[cell.name]
+            for tile in found:
+                of_part = pieces.setdefault(tile.part.rank, {})
+                of_part.setdefault(name, []).append(Piece(tile.box, [tile.chunk]))
+            kind = "u" if facts.itemsize <= 8 else "V"
+            out = np.empty(cell.box.shape, f"{kind}{facts.itemsize}")
+            wanted.append(Wanted(name, cell.box, out))
+        parts = [
+            replace(part, pieces=pieces[part.rank])
+            for part in contents.parts
+            if part.rank in pieces
+        ]
+        shown = replace(contents, catalogue=Catalogue(tensors), parts=parts)
+        with VersionReader(self._storage, shown) as reader:
+            reader.read(wanted)
+            self.read_bytes += reader.counters.read_bytes
+        return [want.out.reshape(-1).view(np.uint8) for want in wanted]
+
+
+def _by_cell(
+    contents: Contents, name: str, steps: tuple[int, ...]
+) -> dict[tuple[int, ...], list[_Tile]]:
+    """The saved tiles of a tensor by the offset of the cell that they lie in, each box once."""
+    facts = contents.catalogue.tensors[name]
+    found: dict[tuple[int, ...], list[_Tile]] = {}
+    seen: set[Box] = set()
+    for part in contents.parts:
+        for box, chunk in part.tiles(name, facts):
+            if box in seen:
+                continue
+            seen.add(box)
+            # One cell, unless the two versions have different grids.
+            spans = (
+                range(first // step * step, first + extent, step)
+                for first, extent, step in zip(box.offset, box.shape, steps, strict=True)
+            )
+            for offset in itertools.product(*spans):
+                found.setdefault(offset, []).append(_Tile(box, part, chunk))
+    return found
+
+
+def _hashes(found: list[_Tile]) -> set[tuple[Box, str]]:
+    return {(tile.box, tile.part.chunks[tile.chunk].content_hash) for tile in found}
+
+
+def _batched(cells: Iterator[_Cell], count: int) -> Iterator[list[_Cell]]:
+    while batch := list(itertools.islice(cells, count)):
+        yield batch
+
+
+_ABSENT = object()
+
+
+def _value_changes(before: Contents, after: Contents) -> Iterator[ValueChange]:
+    old, new = values_of(before), values_of(after)
+    optimizers = optimizer_keys(before) | optimizer_keys(after)
+    for name in sorted({*old, *new}):
+        group = group_of(name, optimizers)
+        shared = group if group.endswith((".groups.*", ".other.*")) else name
+        for path, was, now in _leaves(old.get(name, _ABSENT), new.get(name, _ABSENT)):
+            change: Literal["added", "removed", "changed"] = (
+                "added" if was is _ABSENT else "removed" if now is _ABSENT else "changed"
+            )
+            yield ValueChange(
+                name + path,
+                shared + path,
+                change,
+                None if was is _ABSENT else was,
+                None if now is _ABSENT else now,
+            )
+
+
+def _leaves(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Path, old and new of every entry that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            yield from _leaves(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (was, now) in enumerate(zip(old, new, strict=True)):
+            yield from _leaves(was, now, f"{path}.{number}")
+    # 1, 1.0 and True are equal, and are not the same JSON.
+    elif type(old) is not type(new) or old != new:
+        yield path, old, new

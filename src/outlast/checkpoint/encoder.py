@@ -1,0 +1,537 @@
+"""From staged bytes to a durable part: tiles, content addresses, deltas, codecs, files.
+
+Needs neither torch nor the training process: the writer process runs it on shared memory.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from outlast.checkpoint import codec
+from outlast.checkpoint.codec import DELTAS, Coder, Compression
+from outlast.checkpoint.geometry import Box, tiles
+from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.manifest import STATE, Catalogue, Chunk, Part, Piece, root_of
+from outlast.checkpoint.version import SEAL, Version, is_published
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from numpy.typing import NDArray
+
+    from outlast.checkpoint.codec import Bytes
+    from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.planes import PlanePlan
+    from outlast.checkpoint.storage import PendingFile, Storage
+
+_SAMPLE_BYTES = 16 << 10
+_TILES_PER_PLAN = 16
+# A delta that saves less is not worth the longer restore.
+_DELTA_GAIN = 0.97
+# A file of which less is still in use is not referred to again, so that it can be deleted.
+_USED_FRACTION = 0.5
+
+# What makes two tiles one chunk: hash of the content, bytes of an element, error made.
+_Address = tuple[str, int, float]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a store makes its versions smaller.
+
+    Attributes:
+        compression: Codec and level of every tile.
+        chain: Versions in a row that may be stored as differences to the one before; 0: every
+            version is stored in full. Deltas keep a second copy of the state in host memory.
+        lossy: Pattern of tensor names (as in `fnmatch`) to the bound of their error; the first
+            pattern that fits counts. Empty: everything is exact.
+    """
+
+    compression: Compression = field(default_factory=Compression)
+    chain: int = 0
+    lossy: dict[str, Bound] = field(default_factory=dict)
+
+    def bounds_of(self, catalogue: Catalogue, names: Iterable[str]) -> dict[str, Bound]:
+        """Error bound of each lossy tensor among `names`; scalars, such as counters, stay exact.
+
+        Raises:
+            CheckpointError: When a pattern takes in a tensor that cannot be rounded.
+        """
+        found = {}
+        for name in names:
+            facts = catalogue.tensors[name]
+            fits = (each for each in self.lossy if fnmatch.fnmatchcase(name, each))
+            pattern = next(fits, None)
+            if pattern is None or not facts.shape:
+                continue
+            if facts.dtype not in LOSSY_DTYPES:
+                raise CheckpointError(
+                    f'lossy = "{pattern}" takes in `{name}` of type {facts.dtype}, which cannot be '
+                    "rounded; give a narrower pattern"
+                )
+            found[name] = self.lossy[pattern]
+        return found
+
+
+@dataclass(frozen=True)
+class StagedPiece:
+    """A box of a tensor in the arena: contiguous, row-major, from byte `start`."""
+
+    name: str
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class PartJob:
+    """All that the writer needs to know of one save.
+
+    Attributes:
+        arena: Number of the memory that holds the staged bytes.
+        version: Session and step.
+        rank: Who saves.
+        world_size: How many save.
+        catalogue: Facts of all tensors of all ranks.
+        pieces: What to save.
+        values: JSON values to save.
+        bounds: Tensor name to its error bound, for the lossy ones.
+        kind: ``state`` or ``replay``.
+        requires: Steps that a replay log needs.
+        notes: Free JSON for the manifest.
+        alone: Whether the version counts without a seal, because ranks do not coordinate.
+    """
+
+    arena: int
+    version: Version
+    rank: int
+    world_size: int
+    catalogue: Catalogue
+    pieces: list[StagedPiece]
+    values: dict[str, Any] = field(default_factory=dict)
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    kind: str = STATE
+    requires: list[int] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """File of the part."""
+        return self.version.part_name(self.rank, self.world_size)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a part.
+
+    Attributes:
+        raw_bytes: Bytes of the staged content.
+        stored_bytes: Bytes that this save wrote.
+        cpu_seconds: CPU time spent on coding and writing.
+        chunks: Tiles stored in full, as deltas, and found stored already.
+    """
+
+    raw_bytes: int
+    stored_bytes: int
+    cpu_seconds: float
+    chunks: dict[str, int]
+
+
+class AbandonedError(Exception):
+    """The save was given up: a newer one replaces it, or its trainer is gone."""
+
+
+class Encoder:
+    """Writes the parts of one rank, one after the other, and remembers the last one.
+
+    Args:
+        storage: Where to.
+        reduction: Codecs and deltas.
+        arenas: Memories that hold staged bytes: one, or two where deltas need the one before.
+    """
+
+    def __init__(self, storage: Storage, reduction: Reduction, arenas: list[memoryview]) -> None:
+        self._storage = storage
+        self._reduction = reduction
+        self._arenas = [np.frombuffer(arena, np.uint8) for arena in arenas]
+        self._last: _Last | None = None
+
+    def write(self, job: PartJob, check: Callable[[], None]) -> Written:
+        """Code, write and publish one part.
+
+        Args:
+            job: What to save; its bytes must not change before this returns.
+            check: Called between tiles; raises AbandonedError to give up.
+
+        Raises:
+            OSError: When the storage fails; nothing is published then.
+            AbandonedError: When `check` raised it; nothing is published then.
+            CheckpointError: When the version is published already.
+        """
+        begun = time.process_time()
+        files = self._storage.files(job.version.folder)
+        own = job.name.partition("/")[2]
+        alone = job.alone and own in files and is_published(self._storage, job.version)
+        if alone or SEAL in files:
+            raise CheckpointError(
+                f"{job.version.folder} is published already and is never overwritten; save another "
+                "step"
+            )
+        last = self._last
+        if last is not None and (
+            last.version.session != job.version.session or last.version == job.version
+        ):
+            last = None
+        # What an earlier try of this step has left may be referred to by its manifest.
+        attempt = sum(name.endswith(".pack") and name.startswith(own[:-5]) for name in files)
+        pack_name = job.version.pack_name(job.rank, job.world_size, attempt)
+        made: list[str] = []
+        try:
+            with _Pack(self._storage, pack_name) as pack:
+                coding = _Coding(job, self._reduction, self._arenas, last, pack)
+                for piece in job.pieces:
+                    coding.add(piece, check)
+            if pack.length:
+                made.append(pack_name)
+            catalogue = job.catalogue.to_bytes()
+            coding.part.catalogue = root_of(catalogue)
+            made += self._write_catalogue(job, catalogue)
+            content = coding.part.to_bytes()
+            check()
+            with self._storage.create(job.name) as file:
+                file.write(content)
+        except BaseException:
+            # A full disk is not filled further by saves that fail.
+            for name in made:
+                with suppress(OSError):
+                    self._storage.remove(name)
+            raise
+        self._last = coding.as_last(pack)
+        return Written(
+            coding.raw_bytes,
+            pack.length + len(content),
+            time.process_time() - begun,
+            coding.counts,
+        )
+
+    def _write_catalogue(self, job: PartJob, content: bytes) -> list[str]:
+        """Write the catalogue unless another rank has done so; returns what nobody else needs."""
+        name = job.version.catalogue_name(root_of(content))
+        folder, _, file_name = name.partition("/")
+        if self._storage.files(folder).get(file_name) == len(content):
+            return []
+        with self._storage.create(name) as file:
+            file.write(content)
+        return [name] if job.world_size == 1 else []
+
+
+@dataclass
+class _Last:
+    """The part published before: what may be referred to, and the bytes deltas are taken from."""
+
+    version: Version
+    part: Part
+    arena: int
+    facts: dict[str, TensorFacts]
+    pieces: dict[tuple[str, Box], tuple[int, list[int]]]
+    contents: dict[_Address, int]
+    pack_bytes: dict[str, int]
+    deltas: dict[str, str | None]
+
+    def reusable(self) -> set[int]:
+        """Numbers of the packs of which enough is still in use to go on referring to them."""
+        used = dict.fromkeys(range(len(self.part.packs)), 0)
+        for chunk in self.part.chunks:
+            used[chunk.pack] += chunk.length
+        return {
+            number
+            for number, name in enumerate(self.part.packs)
+            if used[number] >= _USED_FRACTION * self.pack_bytes.get(name, 0)
+        }
+
+
+class _Pack:
+    """The file with the new chunks; there is none unless there are new chunks."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.name = name
+        self.length = 0
+        self._storage = storage
+        self._stack = ExitStack()
+        self._file: PendingFile | None = None
+
+    def append(self, stored: bytes) -> int:
+        """Append `stored`; returns its offset."""
+        if self._file is None:
+            self._file = self._stack.enter_context(self._storage.create(self.name))
+        offset = self.length
+        self._file.write(stored)
+        self.length += len(stored)
+        return offset
+
+    def __enter__(self) -> _Pack:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+class _Coding:
+    """The part that is being built."""
+
+    def __init__(
+        self,
+        job: PartJob,
+        reduction: Reduction,
+        arenas: list[Bytes],
+        last: _Last | None,
+        pack: _Pack,
+    ) -> None:
+        self.part = Part(
+            step=job.version.step,
+            session=job.version.session,
+            rank=job.rank,
+            world_size=job.world_size,
+            kind=job.kind,
+            requires=job.requires,
+            values=job.values,
+            bounds={name: bound.to_dict() for name, bound in job.bounds.items()},
+            notes=job.notes,
+        )
+        self.raw_bytes = 0
+        self.counts = {"full": 0, "delta": 0, "known": 0}
+        self._job = job
+        self._coder = Coder(reduction.compression)
+        self._chain = reduction.chain if job.kind == STATE else 0
+        self._arena = arenas[job.arena]
+        self._arenas = arenas
+        self._last = last
+        self._pack = pack
+        self._reusable = last.reusable() if last is not None else set()
+        self._contents: dict[_Address, int] = {}
+        self._adopted: dict[int, int] = {}
+        self._deltas: dict[str, str | None] = {}
+
+    def as_last(self, pack: _Pack) -> _Last:
+        """What the next save may refer to."""
+        sizes = dict(self._last.pack_bytes) if self._last is not None else {}
+        sizes[pack.name] = pack.length
+        chunks = {
+            (name, piece.box): piece.chunks
+            for name, pieces in self.part.pieces.items()
+            for piece in pieces
+        }
+        return _Last(
+            self._job.version,
+            self.part,
+            self._job.arena,
+            self._job.catalogue.tensors,
+            {(p.name, p.box): (p.start, chunks[p.name, p.box]) for p in self._job.pieces},
+            self._contents,
+            {name: size for name, size in sizes.items() if name in self.part.packs},
+            self._deltas,
+        )
+
+    def add(self, staged: StagedPiece, check: Callable[[], None]) -> None:
+        """Code all tiles of one piece."""
+        facts = self._job.catalogue.tensors[staged.name]
+        array = _view(self._arena, staged.start, staged.box, facts.itemsize)
+        self.raw_bytes += array.nbytes
+        bound = self._job.bounds.get(staged.name)
+        errors = [] if bound is None else self._round(array, staged, facts, bound)
+        base = self._base(staged, facts)
+        delta = None if base is None else self._delta(staged.name, array, base, facts)
+        source = _Source(facts, base, delta)
+        numbers = []
+        for number, tile in enumerate(tiles(staged.box, facts.steps)):
+            check()
+            raw = _tile(array, tile, staged.box)
+            content = xxhash.xxh3_128_hexdigest(raw.data)
+            # Codecs depend on the size of elements, and an error is said of each tile.
+            address = (content, facts.itemsize, errors[number] if errors else 0.0)
+            known = self._known(address)
+            if known is None:
+                chunk = self._code(raw, content, source, tile, number)
+                known = self._append(chunk._replace(max_error=address[2]))
+                self._contents[address] = known
+            else:
+                self.counts["known"] += 1
+            numbers.append(known)
+        self.part.pieces.setdefault(staged.name, []).append(Piece(staged.box, numbers))
+
+    def _round(
+        self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts, bound: Bound
+    ) -> list[float]:
+        """Round a lossy piece in the arena, so that later deltas start from what was stored."""
+        errors = []
+        for number, tile in enumerate(tiles(staged.box, facts.steps)):
+            # Another seed for every tile and step keeps stochastic rounding unbiased over time.
+            seed = hash((self._job.version.step, number, *tile.offset)) & 0x7FFF_FFFF_FFFF_FFFF
+            rounded, error = round_to_bound(
+                _tile(array, tile, staged.box), facts.dtype, bound, seed=seed
+            )
+            array[tile.within(staged.box)] = rounded.view(array.dtype).reshape(tile.shape)
+            errors.append(error)
+        return errors
+
+    def _known(self, address: _Address) -> int | None:
+        """The number of a chunk with this content, from this part or the one before."""
+        if address in self._contents:
+            return self._contents[address]
+        last = self._last
+        number = None if last is None else last.contents.get(address)
+        if last is None or number is None:
+            return None
+        if not self._may_refer_to(number):
+            return None
+        self._contents[address] = self._adopt(number)
+        return self._contents[address]
+
+    def _base(self, staged: StagedPiece, facts: TensorFacts) -> _Base | None:
+        """The same piece in the version before, if its bytes are still in memory."""
+        last = self._last
+        if self._chain == 0 or last is None or last.arena == self._job.arena:
+            return None
+        if last.facts.get(staged.name) != facts or (staged.name, staged.box) not in last.pieces:
+            return None
+        if not staged.box.elements:
+            return None
+        start, numbers = last.pieces[staged.name, staged.box]
+        array = _view(self._arenas[last.arena], start, staged.box, facts.itemsize)
+        return _Base(array, staged.box, numbers)
+
+    def _delta(self, name: str, array: NDArray[Any], base: _Base, facts: TensorFacts) -> str | None:
+        """Which delta makes `name` smallest, from a sample in its middle; None: the full tile."""
+        assert self._last is not None
+        if name in self._last.deltas and self._last.part.chunks[base.chunks[0]].base >= 0:
+            # Within a chain, what was found at its first delta holds on.
+            self._deltas[name] = self._last.deltas[name]
+            return self._deltas[name]
+        count = _SAMPLE_BYTES // facts.itemsize
+        first = max((array.size - count) // 2, 0)
+        now, before = (
+            np.ascontiguousarray(each.reshape(-1)[first : first + count]).view(np.uint8)
+            for each in (array, base.array)
+        )
+        sizes = {
+            delta: float(
+                self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
+            )
+            for delta in DELTAS
+        }
+        best = min(sizes, key=lambda delta: sizes[delta])
+        pays = sizes[best] < _DELTA_GAIN * self._size(now, facts, delta=False)
+        self._deltas[name] = best if pays else None
+        return self._deltas[name]
+
+    def _size(self, sample: Bytes, facts: TensorFacts, *, delta: bool) -> int:
+        """Bytes of `sample` when it is coded."""
+        plan = self._coder.plan(sample, facts.dtype, delta=delta)
+        return len(self._coder.encode(sample, facts.itemsize, plan, delta=delta)[1])
+
+    def _code(self, raw: Bytes, content: str, source: _Source, tile: Box, number: int) -> Chunk:
+        """Store one tile, as a delta where that was chosen and the chain allows it."""
+        itemsize, base = source.facts.itemsize, source.base
+        base_number, prefix, coded = -1, "", raw
+        if base is not None and source.delta is not None and self._may_extend(base, number):
+            base_number = self._adopt(base.chunks[number])
+            before = _tile(base.array, tile, base.box)
+            coded = codec.subtract(source.delta, raw, before, itemsize)
+            prefix = f"{source.delta}+"
+        plan = source.plan_for(self._coder, coded, number, delta=bool(prefix))
+        name, stored = self._coder.encode(coded, itemsize, plan, delta=bool(prefix))
+        self.counts["delta" if prefix else "full"] += 1
+        return Chunk(
+            self._number(self.part.packs, self._pack.name),
+            self._pack.append(stored),
+            len(stored),
+            self._number(self.part.codecs, prefix + name),
+            raw.size,
+            xxhash.xxh3_128_hexdigest(stored),
+            content,
+            base_number,
+        )
+
+    def _may_extend(self, base: _Base, number: int) -> bool:
+        """Whether the chain of a tile of the base is short enough for one more delta."""
+        assert self._last is not None
+        chunk = base.chunks[number]
+        return len(self._last.part.chain(chunk)) <= self._chain and self._may_refer_to(chunk)
+
+    def _may_refer_to(self, number: int) -> bool:
+        """Whether chunk `number` of the last part and its bases lie in files that may stay."""
+        assert self._last is not None
+        part = self._last.part
+        return all(part.chunks[each].pack in self._reusable for each in part.chain(number))
+
+    def _adopt(self, number: int) -> int:
+        """Take chunk `number` of the last part, and what it needs, into this part."""
+        assert self._last is not None
+        if number not in self._adopted:
+            last = self._last.part
+            chunk = last.chunks[number]
+            self._adopted[number] = self._append(
+                chunk._replace(
+                    pack=self._number(self.part.packs, last.packs[chunk.pack]),
+                    codec=self._number(self.part.codecs, last.codecs[chunk.codec]),
+                    base=-1 if chunk.base < 0 else self._adopt(chunk.base),
+                )
+            )
+        return self._adopted[number]
+
+    def _append(self, chunk: Chunk) -> int:
+        self.part.chunks.append(chunk)
+        return len(self.part.chunks) - 1
+
+    @staticmethod
+    def _number(names: list[str], name: str) -> int:
+        if name not in names:
+            names.append(name)
+        return names.index(name)
+
+
+@dataclass
+class _Source:
+    """How the tiles of one piece are coded."""
+
+    facts: TensorFacts
+    base: _Base | None
+    delta: str | None
+    plans: dict[bool, tuple[int, PlanePlan | None]] = field(default_factory=dict)
+
+    def plan_for(self, coder: Coder, coded: Bytes, number: int, *, delta: bool) -> PlanePlan | None:
+        """The plan for tile `number`; made anew every few tiles."""
+        made_for, plan = self.plans.get(delta, (-_TILES_PER_PLAN, None))
+        if number - made_for >= _TILES_PER_PLAN:
+            plan = coder.plan(coded, self.facts.dtype, delta=delta)
+            self.plans[delta] = number, plan
+        return plan
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The bytes of a piece in the version before, and the chunks that hold them."""
+
+    array: NDArray[Any]
+    box: Box
+    chunks: list[int]
+
+
+def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:
+    """The piece at byte `start` as an array of `box.shape` opaque elements."""
+    size = box.elements * itemsize
+    kind = "u" if itemsize in (1, 2, 4, 8) else "V"
+    return arena[start : start + size].view(f"{kind}{itemsize}").reshape(box.shape)
+
+
+def _tile(array: NDArray[Any], tile: Box, box: Box) -> Bytes:
+    """The bytes of `tile` out of the array of `box`, row-major."""
+    return np.ascontiguousarray(array[tile.within(box)]).reshape(-1).view(np.uint8)

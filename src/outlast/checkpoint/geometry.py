@@ -1,0 +1,160 @@
+"""Boxes of global tensors, and the grid that cuts them into tiles.
+
+A rank holds a box of a global tensor: an offset and a shape. Every box is cut at the lines of one
+grid that belongs to the *global* tensor, so that a tile has the same content whatever mesh saved
+it, and a reader with another mesh fetches the tiles that it touches and little else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TILE_BYTES = 128 << 10
+"""A tile is at most this large, so that a partial read wastes little."""
+
+_SMALL_TILE_BYTES = 16 << 10
+_INNER_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a global tensor; both tuples have one entry per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a box without dimensions."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common part of two boxes of one tensor; None when they share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        end = map(min, self._end, other._end)
+        shape = tuple(last - first for first, last in zip(offset, end, strict=True))
+        return Box(offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that pick this box out of an array that holds `outer`."""
+        return tuple(
+            slice(first - base, first - base + extent)
+            for first, extent, base in zip(self.offset, self.shape, outer.offset, strict=True)
+        )
+
+    @property
+    def _end(self) -> tuple[int, ...]:
+        return tuple(first + extent for first, extent in zip(self.offset, self.shape, strict=True))
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is the whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) -> tuple[int, ...]:
+    """Distance of the grid lines in every dimension, in elements.
+
+    Each dimension is cut into a power of two of equal parts, in turn, until a tile has at most
+    `tile_bytes`: readers that split any dimension into 2, 4, 8, ... then find their borders on the
+    grid. The first two dimensions are cut into four also where tiles get smaller than that, down
+    to 16 KiB, for the sake of readers that split the other dimension than the writers did. Rows
+    are not cut below 64 elements (32 for small tiles) while another dimension can still be cut,
+    because short runs are slow to copy.
+
+    Args:
+        shape: Global shape.
+        itemsize: Bytes of an element.
+        tile_bytes: Largest tile, in bytes; one element may exceed it.
+    """
+    cuts = [1] * len(shape)
+
+    def step(dimension: int) -> int:
+        return max(-(-shape[dimension] // cuts[dimension]), 1)
+
+    def size() -> int:
+        return math.prod(map(step, range(len(shape)))) * itemsize
+
+    def cuttable(inner: int) -> list[int]:
+        last = len(shape) - 1 if len(shape) > 1 else -1
+        return [
+            each for each in range(len(shape)) if step(each) >= (2 * inner if each == last else 2)
+        ]
+
+    while size() > tile_bytes and (found := cuttable(_INNER_ELEMENTS) or cuttable(1)):
+        cuts[min(found, key=lambda dimension: cuts[dimension])] *= 2
+    if len(shape) > 1:
+        while size() >= 2 * _SMALL_TILE_BYTES and (
+            found := [
+                each for each in cuttable(_INNER_ELEMENTS // 2) if each < 2 and cuts[each] < 4
+            ]
+        ):
+            cuts[min(found, key=lambda dimension: cuts[dimension])] *= 2
+    return tuple(_even(extent, step(each)) for each, extent in enumerate(shape))
+
+
+def _even(extent: int, step: int) -> int:
+    """A step of at most `step`, and more than half of it, on whose multiples readers' borders lie.
+
+    These are at the halves, thirds, quarters, ... of the extent.
+    """
+    for parts in (24, 12, 8, 6, 4, 3, 2):
+        if extent % parts == 0:
+            unit = extent // parts
+            for each in range(min(step, unit), step // 2, -1):
+                if unit % each == 0:
+                    return each
+    return step
+
+
+def tiles(box: Box, steps: tuple[int, ...]) -> Iterator[Box]:
+    """The pieces of `box` between the grid lines, in row-major order; none for an empty box."""
+    if box.elements == 0:
+        return
+    spans = [
+        _spans(first, extent, step)
+        for first, extent, step in zip(box.offset, box.shape, steps, strict=True)
+    ]
+    for spans_of_tile in itertools.product(*spans):
+        yield Box(tuple(s[0] for s in spans_of_tile), tuple(s[1] for s in spans_of_tile))
+
+
+def _spans(first: int, extent: int, step: int) -> list[tuple[int, int]]:
+    end = first + extent
+    found = []
+    while first < end:
+        last = min((first // step + 1) * step, end)
+        found.append((first, last - first))
+        first = last
+    return found
+
+
+def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether `boxes` together hold every element of a tensor of `shape`."""
+    boxes = [box for box in boxes if box.elements]
+    if math.prod(shape) == 0 or any(box.shape == shape for box in boxes):
+        return True
+    # Between neighbouring borders of the boxes every element has the same owners.
+    borders = [
+        sorted({0, size} | {b.offset[d] for b in boxes} | {b._end[d] for b in boxes})
+        for d, size in enumerate(shape)
+    ]
+    if sum(box.elements for box in boxes) < math.prod(shape):
+        return False
+    cells = itertools.product(*(itertools.pairwise(line) for line in borders))
+    return all(
+        any(
+            all(
+                first >= start and last <= end
+                for (first, last), start, end in zip(cell, box.offset, box._end, strict=True)
+            )
+            for box in boxes
+        )
+        for cell in cells
+    )

@@ -1,0 +1,286 @@
+"""A lane: one stream of saves with its own plan, memory, writer and background thread.
+
+A store has a lane for versions of the state and, where it is asked for, one for replay logs, so
+that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from outlast.checkpoint.encoder import AbandonedError, PartJob, Written
+from outlast.checkpoint.manifest import STATE
+from outlast.checkpoint.plan import Holding, Plan, make_plan
+from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
+from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outlast.checkpoint.agreement import Ranks
+    from outlast.checkpoint.encoder import Reduction
+    from outlast.checkpoint.lossy import Bound
+    from outlast.checkpoint.version import Version
+
+WriterKind = Literal["process", "thread"]
+_REPLACED = "a newer save replaced it"
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How one save went.
+
+    Attributes:
+        step: The step saved.
+        blocked_seconds: How long the caller waited in `CheckpointStore.save_async`.
+        seconds: From the request to the publication.
+        bytes: Bytes that this rank wrote; 0 when the save failed or was not made.
+        raw_bytes: Bytes that this rank staged.
+        error: Why it failed, or None.
+        skipped: Why it was not made or was given up, although nothing failed; else empty.
+    """
+
+    step: int
+    blocked_seconds: float
+    seconds: float
+    bytes: int
+    raw_bytes: int = 0
+    error: str | None = None
+    skipped: str = ""
+
+
+class SaveHandle:
+    """A save under way."""
+
+    def __init__(self, future: Future[SaveResult]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether it is published, given up or has failed."""
+        return self._future.done()
+
+    def result(self) -> SaveResult:
+        """Wait for the end; a failure is in the result's `error`."""
+        return self._future.result()
+
+    def wait(self) -> SaveResult:
+        """Wait for the end.
+
+        Raises:
+            CheckpointError: When the version was not published.
+        """
+        result = self.result()
+        if result.error is not None:
+            raise CheckpointError(result.error)
+        return result
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save on its way: what identifies it, and when the caller asked for it."""
+
+    version: Version
+    begun: float
+    kind: str = STATE
+    requires: tuple[int, ...] = ()
+    notes: dict[str, Any] | None = None
+
+
+class Lane:
+    """Stages and writes, one save at a time.
+
+    Args:
+        place: Path or URL of the store.
+        ranks: This process among those that save together.
+        reduction: Codecs and deltas.
+        writer: Who codes and writes.
+        coordinated: Whether ranks share the work of every new plan.
+        timeout_seconds: Longest time of a write.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        ranks: Ranks,
+        *,
+        reduction: Reduction,
+        writer: WriterKind,
+        coordinated: bool,
+        timeout_seconds: float,
+    ) -> None:
+        self._place = place
+        self._ranks = ranks
+        self._reduction = reduction
+        self._writer_kind = writer
+        self._coordinated = coordinated
+        self._timeout_seconds = timeout_seconds
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._held: Holding | None = None
+        self._plan: Plan | None = None
+        self._bounds: dict[str, Bound] = {}
+        self._staging: StagingPlan | None = None
+        self._memory: StagingMemory | None = None
+        self._writer: Writer | None = None
+        self._base_arena = -1
+        self._abandoned = threading.Event()
+        self._last: SaveHandle | None = None
+        self.last_step = -1
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._last is not None and not self._last.done()
+
+    def settle(self) -> None:
+        """Wait for the save under way."""
+        if self._last is not None:
+            self._last.result()
+
+    def abandon(self) -> None:
+        """Give up the save under way; it is never published."""
+        self._abandoned.set()
+
+    def changed(self, held: Holding) -> bool:
+        """Whether this rank holds something else than when the work was shared out."""
+        return held != self._held
+
+    def forget(self) -> None:
+        """Share out the work anew with the next save, because it could not be done."""
+        self._held = None
+
+    def replan(self, held: Holding, memory: dict[str, torch.Tensor]) -> None:
+        """Share out the work anew, because what is to be saved has changed.
+
+        Ranks that coordinate all come here together, and all ranks do for their first save.
+        """
+        if self._ranks.size > 1 and (self._coordinated or self._plan is None):
+            plan = make_plan(self._ranks.gather(held), self._ranks.rank)
+        else:
+            plan = make_plan([held], 0)
+        self._held, self._plan = held, plan
+        self._bounds = self._reduction.bounds_of(plan.catalogue, plan.tensors)
+        self._staging = plan_staging(plan.tensors, memory)
+        if self._memory is None or self._memory.size < self._staging.size:
+            self._grow(self._staging.size, memory)
+
+    def submit(
+        self,
+        save: Save,
+        memory: dict[str, torch.Tensor],
+        values: dict[str, Any],
+        finish: Callable[[Version, str], str],
+    ) -> SaveHandle:
+        """Copy the tensors and write them in the background.
+
+        Args:
+            save: Which.
+            memory: Name to tensor, as `plan.holding` gives it.
+            values: Name to JSON value.
+            finish: Called in the background with the version and what went wrong on this rank;
+                returns what went wrong on any.
+        """
+        assert self._plan is not None
+        assert self._staging is not None
+        assert self._memory is not None
+        arena = (self._base_arena + 1) % len(self._memory.arenas)
+        self._memory.stage(arena, self._staging, memory)
+        job = PartJob(
+            arena=arena,
+            version=save.version,
+            rank=self._ranks.rank,
+            world_size=self._ranks.size,
+            catalogue=self._plan.catalogue,
+            pieces=self._staging.pieces,
+            values={name: values[name] for name in self._plan.values},
+            bounds=self._bounds,
+            kind=save.kind,
+            requires=list(save.requires),
+            notes=save.notes or {},
+            alone=self._ranks.size > 1 and not self._coordinated,
+        )
+        blocked_seconds = time.perf_counter() - save.begun
+        self.last_step = save.version.step
+        self._abandoned = threading.Event()
+        future = self._executor.submit(
+            self._run, job, save, blocked_seconds, self._abandoned, finish
+        )
+        self._last = SaveHandle(future)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for the save under way and give everything back."""
+        self._executor.shutdown(wait=True)
+        if self._writer is not None:
+            self._writer.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._writer = self._memory = None
+
+    def _grow(self, size: int, memory: dict[str, torch.Tensor]) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._memory is not None:
+            self._memory.close()
+        device = next((t.device for t in memory.values() if t.is_cuda), torch.device("cpu"))
+        self._memory = StagingMemory(size, 2 if self._reduction.chain else 1, device)
+        self._base_arena = -1
+        arenas = self._memory.arenas
+        if self._writer_kind == "thread":
+            self._writer = ThreadWriter(self._place, self._reduction, arenas)
+        else:
+            self._writer = ProcessWriter(
+                self._place, self._reduction, arenas, self._timeout_seconds
+            )
+
+    def _run(
+        self,
+        job: PartJob,
+        save: Save,
+        blocked_seconds: float,
+        abandoned: threading.Event,
+        finish: Callable[[Version, str], str],
+    ) -> SaveResult:
+        written, problem = None, ""
+        try:
+            written = self._write(job, abandoned)
+        except AbandonedError:
+            problem = _REPLACED
+        except CheckpointError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        problem = finish(job.version, problem)
+        skipped = ""
+        if problem == _REPLACED:
+            # Also where this rank had written its part before another gave up.
+            problem, skipped = "", _REPLACED
+        step = job.version.step
+        sentence = f"the checkpoint of step {step} in {self._place} failed: {problem}"
+        return SaveResult(
+            step,
+            blocked_seconds,
+            time.perf_counter() - save.begun,
+            0 if written is None or problem or skipped else written.stored_bytes,
+            0 if written is None else written.raw_bytes,
+            sentence if problem else None,
+            skipped,
+        )
+
+    def _write(self, job: PartJob, abandoned: threading.Event) -> Written:
+        assert self._writer is not None
+        # A failed save leaves no base for deltas, one that was given up leaves the one before.
+        self._base_arena, base = -1, self._base_arena
+        try:
+            written = self._writer.write(job, abandoned)
+        except AbandonedError:
+            self._base_arena = base
+            raise
+        self._base_arena = job.arena
+        return written

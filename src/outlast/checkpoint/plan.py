@@ -1,0 +1,140 @@
+"""Who saves what: every box once, the work spread evenly over the ranks that hold it.
+
+All ranks compute the same plan from the same exchange, so nobody has to distribute it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outlast.checkpoint.geometry import Box, covers
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.staging import place_of
+from outlast.checkpoint.state import dtype_name, local_box
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from outlast.checkpoint.state import Live
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds.
+
+    Attributes:
+        tensors: Name to element type, global shape and the box that the rank holds.
+        values: Names of its values.
+        objects: Names of the tensors that belong to values.
+        tied: Names that lead to the same memory, each with the first of them.
+        private: Whether other ranks do not see what this rank writes, so that it saves all it has.
+    """
+
+    tensors: dict[str, tuple[str, tuple[int, ...], Box]]
+    values: tuple[str, ...]
+    objects: frozenset[str] = frozenset()
+    tied: tuple[tuple[str, str], ...] = ()
+    private: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank saves, and the list of all that is saved.
+
+    Attributes:
+        catalogue: All tensors and values of all ranks.
+        tensors: Name to the box that this rank saves.
+        values: Names of the values that this rank saves.
+    """
+
+    catalogue: Catalogue
+    tensors: dict[str, Box]
+    values: tuple[str, ...]
+
+
+def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
+    """What this rank holds of the state, and the memory of each tensor on this rank.
+
+    Raises:
+        CheckpointError: Naming a tensor that cannot be saved.
+    """
+    tensors, memory = {}, {}
+    first_names: dict[tuple[object, ...], str] = {}
+    tied = []
+    for name, tensor in live.tensors.items():
+        try:
+            box, memory[name] = local_box(tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"`{name}`: {error}") from None
+        tensors[name] = (dtype_name(tensor), tuple(tensor.shape), box)
+        if memory[name].numel():
+            first = first_names.setdefault(place_of(memory[name]), name)
+            if first != name:
+                tied.append((name, first))
+    return Holding(tensors, tuple(live.values), frozenset(live.objects), tuple(tied)), memory
+
+
+def make_plan(holdings: list[Holding], rank: int) -> Plan:
+    """The plan of `rank`, from what every rank holds.
+
+    A rank with a private holding plans alone: nothing is shared out, and its catalogue lists what
+    it holds.
+
+    Raises:
+        CheckpointError: When ranks disagree about a tensor, or hold only a part of it together.
+    """
+    private = holdings[rank].private
+    if private:
+        holdings, rank = [holdings[rank]], 0
+    facts: dict[str, TensorFacts] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for owner, held in enumerate(holdings):
+        for name, (dtype, shape, box) in held.tensors.items():
+            known = facts.get(name)
+            if known is not None and name in held.objects:
+                # An object's tensors come from the rank that its values come from.
+                continue
+            if known is None:
+                facts[name] = TensorFacts.of(dtype, shape)
+            elif (known.dtype, known.shape) != (dtype, shape):
+                raise CheckpointError(
+                    f"`{name}` is {known.dtype}{list(known.shape)} on one rank and "
+                    f"{dtype}{list(shape)} on rank {owner}; give it different names"
+                )
+            if box.elements or not shape or 0 in shape:
+                holders.setdefault((name, box), []).append(owner)
+    if not private:
+        _check_whole(facts, holders)
+    mine: dict[str, Box] = {}
+    load = [0] * len(holdings)
+    largest_first = sorted(
+        holders.items(), key=lambda item: -item[0][1].elements * facts[item[0][0]].itemsize
+    )
+    for (name, box), owners in largest_first:
+        saver = min(owners, key=lambda owner: load[owner])
+        load[saver] += box.elements * facts[name].itemsize
+        if saver == rank:
+            mine[name] = box
+    values: dict[str, int] = {}
+    for owner, held in enumerate(holdings):
+        for name in held.values:
+            values.setdefault(name, owner)
+    return Plan(
+        Catalogue(facts, tuple(values)),
+        mine,
+        tuple(name for name, owner in values.items() if owner == rank),
+    )
+
+
+def _check_whole(facts: dict[str, TensorFacts], holders: dict[tuple[str, Box], list[int]]) -> None:
+    boxes: dict[str, list[Box]] = {}
+    for name, box in holders:
+        boxes.setdefault(name, []).append(box)
+    for name, fact in facts.items():
+        if not covers(fact.shape, boxes.get(name, [])):
+            raise CheckpointError(
+                f"the ranks hold only a part of `{name}` together; all ranks that hold a part of "
+                "the state must save it"
+            )

@@ -1,0 +1,254 @@
+"""Choosing what to restore: the newest version that is complete, fits and verifies, and its logs.
+
+All ranks go through the same versions in the same order and agree after each step, so that either
+all take a version or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.replay import has_optimizer, logs_after, replay
+from outlast.checkpoint.restore import Misfit, check_fit, find_targets, install, read_into
+from outlast.checkpoint.state import State, local_box
+from outlast.checkpoint.tiers import Place, Tiers, not_held
+from outlast.checkpoint.version import UnfinishedError, Version, list_versions
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.agreement import Ranks
+    from outlast.checkpoint.version import Contents
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: The step of the version that was loaded, or of the last replay log after it.
+        skipped: One sentence for every newer version that could not be used, and for every tier
+            that cannot be listed.
+        read_bytes: Bytes read from the storage by this rank.
+        needed_bytes: Bytes of the live tensors of this rank.
+        place: Path or URL of the tier that it was read from.
+    """
+
+    step: int
+    skipped: list[str] = field(default_factory=list)
+    read_bytes: int = 0
+    needed_bytes: int = 0
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller asks for: the live objects, a step or the newest, misfits that are fine."""
+
+    state: State
+    step: int | None
+    allow: Collection[Misfit]
+
+
+class Restorer:
+    """Restores from the tiers of a store, on all ranks together.
+
+    Args:
+        tiers: Where versions lie.
+        log_place: Where replay logs lie.
+        ranks: Those that restore together.
+    """
+
+    def __init__(self, tiers: Tiers, log_place: Place, ranks: Ranks) -> None:
+        self._tiers = tiers
+        self._log_place = log_place
+        self._ranks = ranks
+        self._place = tiers.first.storage.location
+
+    def restore(self, state: State, step: int | None, allow: Collection[Misfit]) -> Restored | None:
+        """As `CheckpointStore.restore`."""
+        wish = Wish(state, step, allow)
+        tried: set[tuple[str, Version]] = set()
+        skipped: list[str] = []
+        damaged = False
+        # Retention of a live run may delete all that was listed while newer versions come.
+        while True:
+            candidates, unlisted = self._candidates(step)
+            skipped += [each for each in unlisted.values() if each not in skipped]
+            news = [
+                (place, version)
+                for place, version in candidates
+                if (place.storage.location, version) not in tried
+            ]
+            if not news:
+                break
+            for place, version in news:
+                tried.add((place.storage.location, version))
+                restored, problem, harmed = self._try(place, version, wish, skipped)
+                if restored is not None:
+                    return restored
+                damaged = damaged or harmed
+                skipped += [problem] if problem else []
+        if not damaged and not unlisted:
+            return None
+        raise CheckpointError(
+            f"no checkpoint in {self._place} can be used: {'; '.join(skipped)}; restore the files "
+            "from a copy, or start anew elsewhere"
+        )
+
+    def logged(self) -> list[Version]:
+        """The replay logs that this rank looks after."""
+        return list_versions(self._log_place.storage) if self._log_place.keeps_house else []
+
+    def _candidates(self, step: int | None) -> tuple[list[tuple[Place, Version]], dict[str, str]]:
+        """What may be restored, the best first, and why tiers could not be listed."""
+        listed, unlisted = self._tiers.listed()
+        if step is None:
+            return listed, unlisted
+        logs = {each for logs in self._ranks.gather(self.logged()) for each in logs}
+        sessions = {each.session for each in logs if each.step == step}
+        chosen = [
+            (place, version)
+            for place, version in listed
+            if version.step == step or (version.session in sessions and version.step < step)
+        ]
+        if not chosen:
+            steps = ", ".join(map(str, sorted({each.step for _, each in listed}))) or "none"
+            also = "".join(f"; {sentence}" for sentence in unlisted.values())
+            raise CheckpointError(
+                f"step = {step} is not in {self._place}; the steps there are {steps}{also}"
+            )
+        return chosen, unlisted
+
+    def _try(
+        self,
+        place: Place,
+        version: Version,
+        wish: Wish,
+        skipped: list[str],
+    ) -> tuple[Restored | None, str, bool]:
+        """Restore one version: what was restored, or why not and whether that is damage."""
+        contents, problem, damaged = self._load_together(place, version)
+        if contents is None:
+            return None, problem, damaged
+        restored, problem = self._restore_and_replay(place, contents, wish, skipped)
+        return restored, problem, True
+
+    def _load_together(self, place: Place, version: Version) -> tuple[Contents | None, str, bool]:
+        """The manifests of `version`, or why they cannot be used, and whether that is damage.
+
+        A version whose save was cut short is passed over without a word, unless another rank has
+        its part of it, or the copy to a lower tier was cut short.
+        """
+        contents, problem, damaged = None, "", False
+        try:
+            contents = place.load(version)
+        except UnfinishedError as error:
+            problem = str(error)
+        except CheckpointError as error:
+            problem, damaged = str(error), True
+        found = self._ranks.gather((contents is not None, problem, damaged))
+        whole = [each for each, _, _ in found]
+        damaged = any(whole) or any(each for _, _, each in found)
+        problem = next((each for _, each, _ in found if each), "")
+        if not damaged and place is self._tiers.first:
+            problem = ""
+        return (contents if all(whole) else None), problem, damaged
+
+    def _restore_and_replay(
+        self,
+        place: Place,
+        contents: Contents,
+        wish: Wish,
+        skipped: list[str],
+    ) -> tuple[Restored | None, str]:
+        """Restore a version, and do the steps again that were logged after it, if they verify."""
+        logs, unused = self._logs_after(contents.version, wish.state)
+        step = wish.step
+        if step is not None:
+            logs = logs[: step - contents.version.step]
+            if contents.version.step + len(logs) != step:
+                gap = f"no replay logs lead from step {contents.version.step} to {step}"
+                return None, unused or gap
+            unused = ""
+        problems = [unused] if unused else []
+        while True:
+            restored, problem = self._restore_version(place, contents, wish, skipped)
+            if restored is None or not logs:
+                break
+            replayed = replay(self._log_place, logs, wish.state, self._ranks)
+            restored = replace(
+                restored,
+                step=logs[-1].step,
+                read_bytes=restored.read_bytes + replayed.read_bytes,
+                needed_bytes=restored.needed_bytes + replayed.needed_bytes,
+            )
+            if not replayed.problem:
+                break
+            if step is not None:
+                return None, replayed.problem
+            # The live objects have gone astray: from the start, to the step before.
+            problems.append(replayed.problem)
+            logs = logs[: replayed.count]
+        skipped += problems
+        return restored, problem
+
+    def _logs_after(self, base: Version, state: State) -> tuple[list[Version], str]:
+        """The replay logs that lead on from `base` on all ranks, and why newer ones do not."""
+        place = self._log_place
+        mine = logs_after(place, base) if place.keeps_house else None
+        found = [each for each in self._ranks.gather(mine) if each is not None]
+        logs, unused = min(found, key=lambda each: len(each[0]))
+        if logs and not all(self._ranks.gather(has_optimizer(state))):
+            count = f"{len(logs)} replay log{'s' if len(logs) > 1 else ''}"
+            return [], f"{count} after step {base.step} passed over: they need the optimizer"
+        return logs, unused
+
+    def _restore_version(
+        self,
+        place: Place,
+        contents: Contents,
+        wish: Wish,
+        skipped: list[str],
+    ) -> tuple[Restored | None, str]:
+        step, location = contents.version.step, place.storage.location
+        problem, targets = "", None
+        try:
+            targets = find_targets(wish.state, contents)
+        except CheckpointError as error:
+            problem = str(error)
+        names = {*targets.tensors, *targets.values} if targets is not None else set()
+        taken = set().union(*self._ranks.gather(names))
+        saved = {*contents.catalogue.tensors, *contents.catalogue.values}
+        if place.private:
+            saved = set().union(*self._ranks.gather(saved))
+        if targets is not None:
+            problem = check_fit(targets, contents, taken, wish.allow)
+            if place.private and not problem:
+                boxes = {name: local_box(each)[0] for name, each in targets.tensors.items()}
+                elsewhere = [name for name in targets.missing if name in saved]
+                lacking = next(iter(elsewhere), "") or not_held(contents, boxes)
+                if lacking:
+                    problem = f"rank {self._ranks.rank} did not save its part of `{lacking}`"
+        if problem := self._ranks.first_problem(problem):
+            sentence = f"{location}/{contents.version.folder} does not fit this model: {problem}"
+            if place.private:
+                # A rank may have had another share of the same model; lower tiers have all of it.
+                return None, sentence
+            raise CheckpointError(sentence)
+        assert targets is not None
+        counters = None
+        try:
+            with VersionReader(place.storage, contents) as reader:
+                read_into(targets, reader)
+                counters = reader.counters
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := self._ranks.first_problem(problem):
+            return None, problem
+        assert counters is not None
+        install(wish.state, targets, contents)
+        read, needed = counters.read_bytes, counters.needed_bytes
+        return Restored(step, skipped, read, needed, location), ""

@@ -1,0 +1,131 @@
+"""Copying the live state into an arena: the only part of a save that training waits for."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.encoder import StagedPiece
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.geometry import Box
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class StagingPlan:
+    """Where everything goes.
+
+    Attributes:
+        pieces: Every saved box and its place in an arena.
+        copies: Name of a tensor to the byte where its memory goes; of tied tensors one only.
+        size: Bytes of an arena.
+    """
+
+    pieces: list[StagedPiece]
+    copies: dict[str, int]
+    size: int
+
+
+def plan_staging(boxes: dict[str, Box], memory: dict[str, torch.Tensor]) -> StagingPlan:
+    """Lay the boxes of this rank out in an arena; memory with several names is laid out once."""
+    pieces, copies, size = [], {}, 0
+    places: dict[tuple[object, ...], int] = {}
+    for name, box in boxes.items():
+        tensor = memory[name]
+        same = place_of(tensor)
+        # Empty tensors all have the same address.
+        if tensor.numel() == 0 or same not in places:
+            places[same] = size
+            copies[name] = size
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * (
+                _ALIGNMENT_BYTES
+            )
+        pieces.append(StagedPiece(name, box, places[same]))
+    return StagingPlan(pieces, copies, size)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order without gaps, so that they are bytes in a row."""
+    # One element counts as contiguous whatever its stride is.
+    return tensor.is_contiguous() and tensor.reshape(-1).stride() == (1,)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if and only if they are the same memory read alike."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+class StagingMemory:
+    """The arenas of a store: one, or two that take turns when deltas need the state before."""
+
+    def __init__(self, size: int, count: int, device: torch.device) -> None:
+        try:
+            self.arenas = [Arena(size) for _ in range(count)]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{count * size / 1e9:.1f} GB of host memory to copy the state to cannot be had "
+                f"({error}); free some, shard the model over more ranks, or save without deltas"
+            ) from None
+        self.size = size
+        self._bytes = [
+            torch.frombuffer(arena.memory, dtype=torch.uint8) if size else torch.empty(0)
+            for arena in self.arenas
+        ]
+        self._device = device
+        self._pinned = size > 0 and device.type == "cuda" and self._pin()
+
+    def stage(self, number: int, plan: StagingPlan, memory: dict[str, torch.Tensor]) -> None:
+        """Copy all tensors of `plan` into arena `number`; returns when the copies are made."""
+        arena = self._bytes[number]
+        with torch.no_grad():
+            for name, start in plan.copies.items():
+                source = memory[name].resolve_conj().resolve_neg()
+                size = source.numel() * source.element_size()
+                if size == 0:
+                    continue
+                target = arena[start : start + size]
+                if is_dense(source):
+                    target.copy_(source.reshape(-1).view(torch.uint8), non_blocking=self._pinned)
+                else:
+                    typed = target.view(source.dtype).view(source.shape)
+                    typed.copy_(source, non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned:
+            for each in self._bytes:
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                runtime.cudaHostUnregister(each.data_ptr())
+        self._bytes = []
+        for arena in self.arenas:
+            arena.close()
+
+    def _pin(self) -> bool:
+        """Page-lock the arenas, so that the GPU copies into them directly; False if refused."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        done: list[torch.Tensor] = []
+        for each in self._bytes:
+            if int(runtime.cudaHostRegister(each.data_ptr(), each.numel(), 0)) != 0:
+                for earlier in done:
+                    with contextlib.suppress(RuntimeError):
+                        runtime.cudaHostUnregister(earlier.data_ptr())
+                return False
+            done.append(each)
+        return True

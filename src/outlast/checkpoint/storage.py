@@ -1,0 +1,336 @@
+"""Where the files of a store lie: a local or shared file system, or any fsspec URL.
+
+Every file appears complete or not at all: it is written under a temporary name, synced and
+renamed, and the directory is synced; an object store makes an uploaded object visible at once.
+Nothing is ever changed in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from outlast.errors import CheckpointError
+from outlast.records import sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+TEMPORARY = ".tmp"
+
+
+class PendingFile(Protocol):
+    """A file that is being written; it appears when the ``with`` block ends without an error."""
+
+    def write(self, data: bytes | memoryview) -> object:
+        """Append `data`."""
+
+    def __enter__(self) -> PendingFile: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class RangeReader(Protocol):
+    """An open file of which parts are read; safe to use from several threads."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; fewer where the file ends."""
+
+    def close(self) -> None:
+        """Give the file back."""
+
+
+class Storage(Protocol):
+    """A folder of files with names such as ``step-00000100-a1/rank-00000.json``."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL, for people."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders below the root; empty when there is none."""
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Names (without folder) and sizes of the files in `folder`; empty when it is missing."""
+
+    def read(self, name: str) -> bytes:
+        """A whole file; raises FileNotFoundError."""
+
+    def open(self, name: str) -> RangeReader:
+        """Open a file for reads of parts; raises FileNotFoundError."""
+
+    def create(self, name: str) -> PendingFile:
+        """Begin a file that appears when its block ends."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
+
+    def remove_folder(self, name: str) -> None:
+        """Delete a folder with all its files, if it is there."""
+
+
+def storage_of(place: str | os.PathLike[str]) -> Storage:
+    """The storage at a path or fsspec URL.
+
+    Raises:
+        CheckpointError: When the URL's protocol is unknown or its package is not installed.
+    """
+    text = os.fspath(place)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(Path(text))
+    if protocol in ("file", "local"):
+        return LocalStorage(Path(rest))
+    return FsspecStorage(text)
+
+
+class LocalStorage:
+    """A directory of a local or shared (POSIX) file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def location(self) -> str:
+        """Path, for people."""
+        return str(self.root)
+
+    def folders(self) -> list[str]:
+        """Names of the folders below the root; empty when there is none."""
+        if not self.root.is_dir():
+            return []
+        with os.scandir(self.root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Names and sizes of the files in `folder`; empty when it is missing."""
+        found = {}
+        try:
+            entries = os.scandir(self.root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        with entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
+
+    def read(self, name: str) -> bytes:
+        """A whole file; raises FileNotFoundError."""
+        return (self.root / name).read_bytes()
+
+    def open(self, name: str) -> _LocalReader:
+        """Open a file for reads of parts; raises FileNotFoundError."""
+        return _LocalReader(self.root / name)
+
+    def create(self, name: str) -> _LocalPending:
+        """Begin a file that appears when its block ends."""
+        return _LocalPending(self.root, self.root / name)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def remove_folder(self, name: str) -> None:
+        """Delete a folder with all its files, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.root / name)
+
+
+class _LocalPending:
+    """Temporary name, fsync, rename, fsync of the directory."""
+
+    def __init__(self, root: Path, target: Path) -> None:
+        self._root = root
+        self._target = target
+        self._temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+        self._file: IO[bytes] | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`."""
+        assert self._file is not None
+        return self._file.write(data)
+
+    def __enter__(self) -> _LocalPending:
+        folder = self._target.parent
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._root.is_dir():
+                sync_directory(self._root)
+        self._file = self._temporary.open("xb")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        file = self._file
+        assert file is not None
+        try:
+            with file:
+                if kind is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if kind is None:
+                self._temporary.replace(self._target)
+                sync_directory(self._target.parent)
+        finally:
+            # Its own failure must not hide the first one.
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+
+class _LocalReader:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; fewer where the file ends."""
+        parts = []
+        # One call reads at most 2 GiB, and may be interrupted by a signal.
+        while length > 0 and (part := os.pread(self._descriptor, length, offset)):
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._descriptor)
+
+
+class FsspecStorage:
+    """A folder behind an fsspec URL, such as ``s3://bucket/run`` or ``memory://run``."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._url = url.rstrip("/")
+        try:
+            self._filesystem, root = fsspec.core.url_to_fs(self._url)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(
+                f"{url} cannot be used: {error}; install the fsspec package of its protocol, or "
+                "give a directory"
+            ) from None
+        self._root = PurePosixPath(root)
+
+    @property
+    def location(self) -> str:
+        """URL, for people."""
+        return self._url
+
+    def folders(self) -> list[str]:
+        """Names of the folders below the root; empty when there is none."""
+        return sorted(name for name, entry in self._list("") if entry["type"] == "directory")
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Names and sizes of the files in `folder`; empty when it is missing."""
+        return {name: entry["size"] for name, entry in self._list(folder) if _is_file(entry)}
+
+    def read(self, name: str) -> bytes:
+        """A whole file; raises FileNotFoundError."""
+        content: bytes = self._filesystem.cat_file(self._path(name))
+        return content
+
+    def open(self, name: str) -> _FsspecReader:
+        """Open a file for reads of parts; raises FileNotFoundError."""
+        path = self._path(name)
+        return _FsspecReader(self._filesystem, path, self._filesystem.size(path))
+
+    def create(self, name: str) -> _FsspecPending:
+        """Begin an object that appears when its block ends."""
+        return _FsspecPending(self._filesystem, self._path(name))
+
+    def remove(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._filesystem.rm_file(self._path(name))
+
+    def remove_folder(self, name: str) -> None:
+        """Delete all objects below a name."""
+        with contextlib.suppress(FileNotFoundError):
+            self._filesystem.rm(self._path(name), recursive=True)
+
+    def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        self._filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in self._filesystem.ls(self._path(folder), detail=True):
+                yield PurePosixPath(entry["name"].rstrip("/")).name, entry
+
+    def _path(self, name: str) -> str:
+        return str(self._root / name)
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    return bool(entry["type"] == "file")
+
+
+class _FsspecPending:
+    """Uploads under a temporary name where the file system can move, else directly."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._file: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self._file.write(bytes(data))
+
+    def __enter__(self) -> _FsspecPending:
+        self._filesystem.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
+        # With autocommit off, the object appears at commit() and is dropped by discard().
+        self._file = self._filesystem.open(self._path, "wb", autocommit=False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._file.close()
+            self._file.commit()
+        else:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+
+
+class _FsspecReader:
+    def __init__(self, filesystem: Any, path: str, size: int) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._size = size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; fewer where the object ends."""
+        end = min(offset + length, self._size)
+        if end <= offset:
+            return b""
+        content: bytes = self._filesystem.cat_file(self._path, start=offset, end=end)
+        return content
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def sentence_of(error: OSError) -> str:
+    """What went wrong in the operating system's words, with the remedy where there is one."""
+    words = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        words += "; free some space or keep fewer checkpoints"
+    return words

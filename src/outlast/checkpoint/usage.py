@@ -1,0 +1,253 @@
+"""What takes the space of a store, what deleting versions would free, and doing so. Needs no torch.
+
+A version's chunks may lie in files of older versions, which stay as long as one version needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.checkpoint.inspection import raw_size
+from outlast.checkpoint.manifest import Part
+from outlast.checkpoint.owner import own
+from outlast.checkpoint.retention import Retention, complete_versions, prune, to_keep
+from outlast.checkpoint.storage import TEMPORARY, LocalStorage
+from outlast.checkpoint.version import Version, list_versions, load, read_seal
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outlast.checkpoint.storage import Storage
+
+_MANIFEST, _PACK = ".json", ".pack"
+
+
+@dataclass(frozen=True)
+class VersionUsage:
+    """What one version takes.
+
+    Attributes:
+        step: Steps done.
+        session: Which owner of the store saved it.
+        folder: Its folder in the store.
+        complete: Whether it can be restored.
+        raw_bytes: Bytes of its tensors; None when it is not complete.
+        own_bytes: Bytes of the files with chunks that no other version needs.
+        shared_bytes: Bytes of the files with chunks that it needs and others too.
+        manifest_bytes: Bytes of its manifests.
+        freed_bytes: What deleting this version alone would free: own files and manifests.
+    """
+
+    step: int
+    session: int
+    folder: str
+    complete: bool
+    raw_bytes: int | None
+    own_bytes: int
+    shared_bytes: int
+    manifest_bytes: int
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a store takes; `total_bytes` is the sum of the five below it.
+
+    Attributes:
+        versions: From old to new.
+        raw_bytes: Bytes of the tensors of all complete versions.
+        total_bytes: Bytes of all files.
+        own_bytes: Files with chunks that one version needs.
+        shared_bytes: Files with chunks that several versions need, each counted once.
+        manifest_bytes: Manifests.
+        temporary_bytes: Temporary files: of killed saves, or of one under way.
+        orphan_bytes: Other files that no version refers to.
+        ratio: `raw_bytes` / `total_bytes`.
+    """
+
+    versions: tuple[VersionUsage, ...]
+    raw_bytes: int
+    total_bytes: int
+    own_bytes: int
+    shared_bytes: int
+    manifest_bytes: int
+    temporary_bytes: int
+    orphan_bytes: int
+    ratio: float
+
+
+def usage(storage: Storage) -> Usage:
+    """Add up the files of a store by what they are needed for; reads manifests, no tensor."""
+    folders = {each: storage.files(each.folder) for each in list_versions(storage)}
+    needs = {each: _needs(storage, each, files) for each, files in folders.items()}
+    sizes = {
+        f"{version.folder}/{name}": size
+        for version, files in folders.items()
+        for name, size in files.items()
+    }
+    users: dict[str, int] = {}
+    for need in needs.values():
+        for pack in need.packs:
+            users[pack] = users.get(pack, 0) + 1
+    versions = []
+    for version, files in folders.items():
+        manifest_bytes = sum(size for name, size in files.items() if name.endswith(_MANIFEST))
+        if not manifest_bytes:
+            continue
+        need = needs[version]
+        own_bytes = sum(sizes.get(pack, 0) for pack in need.packs if users[pack] == 1)
+        versions.append(
+            VersionUsage(
+                version.step,
+                version.session,
+                version.folder,
+                need.raw_bytes is not None,
+                need.raw_bytes,
+                own_bytes,
+                sum(sizes.get(pack, 0) for pack in need.packs if users[pack] > 1),
+                manifest_bytes,
+                own_bytes + manifest_bytes,
+            )
+        )
+    temporary = {name: size for name, size in sizes.items() if name.endswith(TEMPORARY)}
+    temporary |= {n: size for n, size in storage.files("").items() if n.endswith(TEMPORARY)}
+    total_bytes = sum({**sizes, **temporary}.values())
+    own_bytes = sum(each.own_bytes for each in versions)
+    shared_bytes = sum(sizes.get(pack, 0) for pack, count in users.items() if count > 1)
+    manifest_bytes = sum(each.manifest_bytes for each in versions)
+    temporary_bytes = sum(temporary.values())
+    raw_bytes = sum(each.raw_bytes or 0 for each in versions)
+    return Usage(
+        tuple(versions),
+        raw_bytes,
+        total_bytes,
+        own_bytes,
+        shared_bytes,
+        manifest_bytes,
+        temporary_bytes,
+        total_bytes - own_bytes - shared_bytes - manifest_bytes - temporary_bytes,
+        raw_bytes / total_bytes if total_bytes else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Needs:
+    packs: frozenset[str]
+    raw_bytes: int | None
+
+
+def _needs(storage: Storage, version: Version, files: dict[str, int]) -> _Needs:
+    """Which files a version needs, as far as an incomplete one can still say."""
+    manifests = [name for name in files if name.endswith(_MANIFEST)]
+    if not manifests:
+        return _Needs(frozenset(), None)
+    try:
+        contents = load(storage, version, files)
+        return _Needs(frozenset(contents.packs), raw_size(contents.catalogue))
+    except CheckpointError:
+        packs = {f"{version.folder}/{name}" for name in files if name.endswith(_PACK)}
+    seal = read_seal(storage, version)
+    if seal is not None:
+        return _Needs(frozenset(packs.union(seal.packs)), None)
+    for name in manifests:
+        if name.startswith("rank-"):
+            with contextlib.suppress(OSError, CheckpointError):
+                part = Part.from_bytes(storage.read(f"{version.folder}/{name}"), name)
+                packs.update(part.packs)
+    return _Needs(frozenset(packs), None)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a policy deletes.
+
+    Attributes:
+        deleted: Folders of the versions deleted, or that would be, from old to new.
+        kept: Folders of the complete versions that stay.
+        freed_bytes: Bytes of the files deleted, or that would be; remains of killed saves too.
+        dry_run: Whether nothing was deleted.
+    """
+
+    deleted: tuple[str, ...]
+    kept: tuple[str, ...]
+    freed_bytes: int
+    dry_run: bool
+
+
+def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
+    """Delete the versions that `policy` does not keep; see `retention.prune`.
+
+    Raises:
+        CheckpointError: When a live process owns the store, a version that would stay is damaged,
+            or no version has the metric by which the best are chosen.
+    """
+    if dry_run:
+        return _prune(storage, policy, dry_run=True)
+    with hold(storage):
+        return _prune(storage, policy, dry_run=False)
+
+
+def _prune(storage: Storage, policy: Retention, *, dry_run: bool) -> Pruned:
+    known = complete_versions(storage)
+    metrics = sorted({name for each in known for name in each.metrics})
+    if policy.best and policy.metric not in metrics:
+        raise CheckpointError(
+            f'metric = "{policy.metric}" was saved with no version of {storage.location}, so that '
+            f"the best cannot be kept; the metrics there are {', '.join(metrics) or 'none'}"
+        )
+    if not known:
+        return Pruned((), (), 0, dry_run)
+    kept = to_keep(known, policy)
+    _check_kept(storage, [each for each in list_versions(storage) if each in kept])
+    packs = {pack for each in known if each.version in kept for pack in each.packs}
+    doomed = {
+        f"{version.folder}/{name}": size
+        for version in list_versions(storage)
+        if version not in kept and version < known[-1].version
+        for name, size in storage.files(version.folder).items()
+        if f"{version.folder}/{name}" not in packs
+    }
+    deleted = prune(storage, policy, dry_run=dry_run)
+    if not dry_run:
+        # What could not be deleted is not counted.
+        for folder in {name.partition("/")[0] for name in doomed}:
+            for name in storage.files(folder):
+                doomed.pop(f"{folder}/{name}", None)
+    return Pruned(
+        tuple(version.folder for version in deleted),
+        tuple(each.version.folder for each in known if each.version not in deleted),
+        sum(doomed.values()),
+        dry_run,
+    )
+
+
+def _check_kept(storage: Storage, kept: list[Version]) -> None:
+    """Refuse to delete good versions for the sake of one whose seal is all that is left."""
+    for version in kept:
+        try:
+            load(storage, version)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{version.folder} would stay but cannot be restored: {error}; bring back its "
+                "files or delete its folder, then prune again"
+            ) from None
+
+
+@contextlib.contextmanager
+def hold(storage: Storage) -> Iterator[None]:
+    """Own a store of a file system; others have no owner.
+
+    Raises:
+        CheckpointError: When a live process owns it.
+    """
+    if not isinstance(storage, LocalStorage):
+        yield
+        return
+    lock = own(storage, remedy="wait for it to end")
+    try:
+        yield
+    finally:
+        lock.release()

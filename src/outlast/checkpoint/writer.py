@@ -1,0 +1,246 @@
+"""The writer: a process that codes and publishes what the trainer has staged in shared memory.
+
+Coding in the trainer's process would take its interpreter lock, so a program of its own does it:
+``python -m outlast.checkpoint.writer``, which imports no torch. It gets its memories as inherited
+file descriptors and its jobs over a pipe. When the trainer dies, the pipe closes and the writer
+gives up without publishing. `ThreadWriter` runs the same code in a thread, for small states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, Protocol
+
+from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
+from outlast.checkpoint.storage import sentence_of, storage_of
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.arena import Arena
+
+ABANDON = b"abandon"
+_NICE = 5
+_PAUSE_SECONDS = 0.05
+_FAREWELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """What a writer needs to begin.
+
+    Attributes:
+        place: Path or URL of the store.
+        reduction: Codecs and deltas.
+        arenas: File descriptor and size in bytes of every memory.
+    """
+
+    place: str
+    reduction: Reduction
+    arenas: tuple[tuple[int, int], ...]
+
+
+class Writer(Protocol):
+    """Takes one job at a time."""
+
+    def write(self, job: PartJob, abandoned: threading.Event) -> Written:
+        """Code and publish.
+
+        Raises:
+            CheckpointError: When it fails.
+            AbandonedError: When `abandoned` was set before it was published.
+        """
+
+    def close(self) -> None:
+        """End the writer."""
+
+
+def write_part(encoder: Encoder, job: PartJob, abandoned: threading.Event) -> Written:
+    """Write one part, with the storage's errors as sentences."""
+
+    def check() -> None:
+        if abandoned.is_set():
+            raise AbandonedError
+
+    try:
+        return encoder.write(job, check)
+    except OSError as error:
+        raise CheckpointError(sentence_of(error)) from error
+
+
+class ThreadWriter:
+    """Codes in the calling thread; the store calls it from its background thread."""
+
+    def __init__(self, place: str, reduction: Reduction, arenas: list[Arena]) -> None:
+        self._encoder = Encoder(storage_of(place), reduction, [arena.memory for arena in arenas])
+
+    def write(self, job: PartJob, abandoned: threading.Event) -> Written:
+        """Code and publish."""
+        return write_part(self._encoder, job, abandoned)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ProcessWriter:
+    """Codes in a process of its own, started when first needed and again after it died.
+
+    Args:
+        place: Path or URL of the store.
+        reduction: Codecs and deltas.
+        arenas: Memories with file descriptors.
+        timeout_seconds: A job that takes longer is given up and its process ended.
+    """
+
+    def __init__(
+        self, place: str, reduction: Reduction, arenas: list[Arena], timeout_seconds: float
+    ) -> None:
+        descriptors = tuple((arena.descriptor, arena.size) for arena in arenas)
+        self._settings = WriterSettings(place, reduction, descriptors)
+        self._timeout_seconds = timeout_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process ahead of the first job, so that its imports delay nothing."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+
+    def write(self, job: PartJob, abandoned: threading.Event) -> Written:
+        """Code and publish."""
+        if abandoned.is_set():
+            raise AbandonedError
+        self.start()
+        assert self._pipe is not None
+        deadline = time.monotonic() + self._timeout_seconds
+        told = False
+        try:
+            self._pipe.send(job)
+            while not self._pipe.poll(_PAUSE_SECONDS):
+                if abandoned.is_set() and not told:
+                    self._pipe.send(ABANDON)
+                    told = True
+                if time.monotonic() > deadline:
+                    self._end(kill=True)
+                    raise CheckpointError(
+                        f"the writer process did not finish within {self._timeout_seconds:g} s "
+                        "(timeout_seconds) and was ended; see whether the storage still answers"
+                    )
+            outcome = self._pipe.recv()
+        except (EOFError, OSError):
+            code = self._end(kill=True)
+            raise CheckpointError(
+                f"the writer process died (exit code {code}); the next save starts a new one"
+            ) from None
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, Written)
+        return outcome
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process."""
+        self._end(kill=False)
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        descriptors = [each for each, _ in self._settings.arenas]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "outlast.checkpoint.writer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), *descriptors],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._pipe = ours
+        ours.send(self._settings)
+
+    def _end(self, *, kill: bool) -> int | None:
+        with self._lock:
+            process, pipe = self._process, self._pipe
+            self._process = self._pipe = None
+        if process is None or pipe is None:
+            return None
+        if kill:
+            process.kill()
+        pipe.close()
+        try:
+            return process.wait(min(self._timeout_seconds, _FAREWELL_SECONDS))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def serve(pipe: Connection) -> None:
+    """Take jobs from `pipe` until it closes."""
+    settings: WriterSettings = pipe.recv()
+    memories = [
+        memoryview(mmap.mmap(descriptor, size)) if size else memoryview(b"")
+        for descriptor, size in settings.arenas
+    ]
+    encoder = Encoder(storage_of(settings.place), settings.reduction, memories)
+    abandoned = threading.Event()
+    jobs: list[PartJob] = []
+    arrived = threading.Condition()
+    closed = threading.Event()
+
+    def listen() -> None:
+        """Hear at once when a job is to be given up, or the trainer is gone."""
+        while True:
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):
+                closed.set()
+                abandoned.set()
+                message = None
+            with arrived:
+                if isinstance(message, PartJob):
+                    # What was said of the job before does not concern this one.
+                    abandoned.clear()
+                    jobs.append(message)
+                elif message == ABANDON:
+                    abandoned.set()
+                arrived.notify()
+            if closed.is_set():
+                return
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        with arrived:
+            arrived.wait_for(lambda: bool(jobs) or closed.is_set())
+            if not jobs:
+                return
+            job = jobs.pop()
+        try:
+            outcome: object = write_part(encoder, job, abandoned)
+        except (CheckpointError, AbandonedError) as error:
+            outcome = error
+        except Exception as error:
+            outcome = CheckpointError(f"{type(error).__name__}: {error}")
+        try:
+            pipe.send(outcome)
+        except OSError:
+            return
+
+
+def main() -> None:
+    """Entry point of the process: the argument is the file descriptor of the pipe."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Codecs and the JSON of values give back exactly what they were given."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.checkpoint import codec, values
+from outlast.checkpoint.codec import Coder, Compression
+from outlast.errors import CheckpointError
+
+ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+
+
+@st.composite
+def content(draw: st.DrawFn, copies: int = 1) -> tuple[Any, ...]:
+    """An item size and arrays of that many bytes each, random, sparse or constant."""
+    itemsize = draw(ITEMSIZES)
+    count = draw(st.integers(0, 300))
+    arrays = []
+    for _ in range(copies):
+        random = np.random.default_rng(draw(st.integers(0, 2**32)))
+        raw = random.integers(0, 256, (count, itemsize), np.uint8)
+        kind = draw(st.sampled_from(["random", "sparse", "constant", "smooth"]))
+        if kind == "sparse":
+            raw[random.random(count) < 0.9] = 0
+        elif kind == "constant" and count:
+            raw[:] = raw[0]
+        elif kind == "smooth":
+            raw[:, 1:] = 7
+        arrays.append(raw.reshape(-1))
+    return itemsize, *arrays
+
+
+COMPRESSIONS = [Compression(name) for name in ("auto", "zstd", "lz4", "lz4hc", "zlib", "none")]
+TYPES = {1: "float8_e5m2", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
+
+
+@given(content(), st.sampled_from(COMPRESSIONS), st.booleans(), st.booleans())
+def test_coded_tiles_decode(
+    case: tuple[Any, ...], compression: Compression, delta: bool, planned: bool
+) -> None:
+    itemsize, raw = case
+    coder = Coder(compression)
+    plan = coder.plan(raw, TYPES[itemsize], delta=delta) if planned and raw.size else None
+    name, stored = coder.encode(raw, itemsize, plan, delta=delta)
+    assert len(stored) <= raw.size
+    assert np.array_equal(Coder().decode(name, stored, itemsize, raw.size), raw)
+    # What is read from a file lies at any address.
+    shifted = memoryview(b"x" + stored)[1:]
+    assert np.array_equal(Coder().decode(name, shifted, itemsize, raw.size), raw)
+
+
+@given(content(copies=2), st.booleans())
+def test_a_plan_made_from_other_content_is_no_error(case: tuple[Any, ...], delta: bool) -> None:
+    itemsize, raw, other = case
+    coder = Coder()
+    plan = coder.plan(other, TYPES[itemsize], delta=delta) if other.size else None
+    name, stored = coder.encode(raw, itemsize, plan, delta=delta)
+    assert np.array_equal(Coder().decode(name, stored, itemsize, raw.size), raw)
+
+
+@given(content(copies=2), st.sampled_from(codec.DELTAS))
+def test_differences_add_up(case: tuple[Any, ...], delta: str) -> None:
+    itemsize, raw, base = case
+    difference = codec.subtract(delta, raw, base, itemsize)
+    assert difference.size == raw.size
+    assert np.array_equal(codec.add(delta, difference, base, itemsize), raw)
+
+
+@given(content(), st.sampled_from(codec.DELTAS))
+def test_no_change_is_all_zero(case: tuple[Any, ...], delta: str) -> None:
+    itemsize, raw = case
+    assert not codec.subtract(delta, raw, raw, itemsize).any()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_the_largest_differences_add_up(itemsize: int) -> None:
+    kind = f"u{itemsize}"
+    most = np.iinfo(kind).max
+    edges = np.array([0, 1, most // 2, most // 2 + 1, most - 1, most], kind)
+    raw, base = (np.repeat(edges, 6).view(np.uint8), np.tile(edges, 6).view(np.uint8))
+    for delta in codec.DELTAS:
+        difference = codec.subtract(delta, raw, base, itemsize)
+        assert np.array_equal(codec.add(delta, difference, base, itemsize), raw)
+
+
+@given(content(), st.sampled_from(COMPRESSIONS), st.integers(0, 5000))
+def test_a_length_that_was_not_saved_is_refused(
+    case: tuple[Any, ...], compression: Compression, size: int
+) -> None:
+    itemsize, raw = case
+    coder = Coder(compression)
+    plan = coder.plan(raw, TYPES[itemsize], delta=False) if raw.size else None
+    name, stored = coder.encode(raw, itemsize, plan, delta=False)
+    # A constant is stored without its length.
+    if name != codec.FILL and size != raw.size:
+        with pytest.raises(CheckpointError):
+            coder.decode(name, stored, itemsize, size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"codec": "brotli"}, 'compression = "brotli" is unknown'),
+        ({"level": 0}, "level = 0"),
+        ({"level": 10}, "level = 10"),
+    ],
+)
+def test_an_unknown_compression_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        Compression(**settings)
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="'future' is unknown"):
+        Coder().decode("future", b"abcd", 4, 4)
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(),
+    st.floats(width=32).map(np.float32),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+)
+KEYS = st.one_of(
+    st.text(max_size=3),
+    st.sampled_from(["!tensor", "!dict", "kind", "key", "a.b", "a", "0", "1"]),
+    st.integers(-2, 2),
+    st.none(),
+    st.tuples(st.integers(0, 1), st.text(max_size=1)),
+    st.integers(-2, 2).map(np.int32),
+)
+VALUES = st.recursive(
+    SCALARS | st.lists(st.integers(-9, 9), max_size=4).map(lambda each: np.array(each, np.int16)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.frozensets(st.integers(), max_size=4),
+        st.sets(st.text(), max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+def written_and_read(value: Any) -> Any:
+    """Encode, dump, load and decode, with a store for tensors that refuses to overwrite."""
+    tensors: dict[str, Any] = {}
+
+    def put(path: str, each: Any) -> str | None:
+        if not isinstance(each, np.ndarray):
+            return None
+        assert path not in tensors, f"two arrays have the name {path}"
+        tensors[path] = each
+        return "numpy"
+
+    text = json.dumps(values.encode(value, "data", put), allow_nan=False)
+    return values.decode(json.loads(text), lambda name, _: tensors[name])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and value, where NaN equals NaN and -0.0 is not 0.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.generic, np.ndarray)):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return repr(one) == repr(other) or one == other
+
+
+@given(VALUES)
+def test_values_come_back_through_json(value: Any) -> None:
+    assert same(written_and_read(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: np.array([1]), "1": np.array([2])},
+        {"a": {"b": np.array([1])}, "a.b": np.array([2])},
+        {np.int64(1): "one", np.int64(2): "two"},
+        {"key": np.array([1]), np.int64(2): "two"},
+        {(np.int64(1), 0): "one", (np.int64(2), 0): "two"},
+    ],
+    ids=["number and text", "dots", "array keys", "a key named key", "tuples of array keys"],
+)
+def test_arrays_below_different_keys_have_different_names(value: Any) -> None:
+    assert same(written_and_read(value), value)
+
+
+@pytest.mark.parametrize("value", [object(), {"a": {1: object()}}, [{"b": (object(),)}]])
+def test_an_object_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"`data.*` is of type object"):
+        written_and_read(value)

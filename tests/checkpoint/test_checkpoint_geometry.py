@@ -1,0 +1,105 @@
+"""Tiles partition boxes on one grid, and coverage is decided as by counting elements."""
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.checkpoint.geometry import Box, covers, grid, tiles, whole
+
+SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    firsts = [draw(st.integers(0, extent)) for extent in shape]
+    extents = [
+        draw(st.integers(0, extent - first)) for first, extent in zip(firsts, shape, strict=True)
+    ]
+    return Box(tuple(firsts), tuple(extents))
+
+
+@st.composite
+def shapes_with_boxes(draw: st.DrawFn, most: int = 4) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(SHAPES)
+    return shape, draw(st.lists(boxes_in(shape), max_size=most))
+
+
+@given(shapes_with_boxes(1), st.data())
+def test_tiles_partition_a_box_on_the_grid(
+    case: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = case
+    steps = tuple(data.draw(st.integers(1, 10)) for _ in shape)
+    for box in [whole(shape), *boxes]:
+        counts = np.zeros(shape, int)
+        found = list(tiles(box, steps))
+        for tile in found:
+            assert tile.elements > 0
+            counts[tile.within(whole(shape))] += 1
+            for first, extent, step in zip(tile.offset, tile.shape, steps, strict=True):
+                assert first // step == (first + extent - 1) // step, "a tile crosses a line"
+        expected = np.zeros(shape, int)
+        expected[box.within(whole(shape))] = 1
+        assert np.array_equal(counts, expected)
+        assert [tile.offset for tile in found] == sorted(tile.offset for tile in found)
+
+
+@given(shapes_with_boxes())
+def test_coverage_is_that_of_the_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = case
+    held = np.zeros(shape, bool)
+    for box in boxes:
+        held[box.within(whole(shape))] = True
+    assert covers(shape, boxes) == bool(held.all())
+
+
+@given(shapes_with_boxes(), st.integers(0, 3))
+def test_a_partition_covers_and_misses_if_one_is_left_out(
+    case: tuple[tuple[int, ...], list[Box]], left_out: int
+) -> None:
+    shape, _ = case
+    parts = list(tiles(whole(shape), tuple(max(extent // 2, 1) for extent in shape)))
+    assert covers(shape, parts)
+    if left_out < len(parts):
+        assert not covers(shape, parts[:left_out] + parts[left_out + 1 :])
+
+
+@given(shapes_with_boxes(2))
+def test_overlap_is_the_common_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = case
+    for one, other in itertools.product(boxes, boxes):
+        held = [np.zeros(shape, bool), np.zeros(shape, bool)]
+        held[0][one.within(whole(shape))] = True
+        held[1][other.within(whole(shape))] = True
+        both = held[0] & held[1]
+        common = one.overlap(other)
+        if common is None:
+            assert not both.any()
+        else:
+            assert common.elements == both.sum()
+            assert both[common.within(whole(shape))].all()
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 5000), max_size=4).map(tuple),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.sampled_from([1, 64, 4096, 128 << 10]),
+)
+def test_tiles_of_a_grid_are_small_enough(
+    shape: tuple[int, ...], itemsize: int, tile_bytes: int
+) -> None:
+    steps = grid(shape, itemsize, tile_bytes)
+    assert len(steps) == len(shape)
+    assert all(1 <= step <= max(extent, 1) for step, extent in zip(steps, shape, strict=True))
+    assert math.prod(steps) * itemsize <= tile_bytes or set(steps) <= {1}
+
+
+def test_halves_and_quarters_of_a_dimension_lie_on_the_grid() -> None:
+    for shape in [(512, 512), (1024, 4096), (4096, 1024), (65_536, 768)]:
+        for extent, step in zip(shape, grid(shape, 4), strict=True):
+            if step < extent // 2:
+                assert (extent // 4) % step == 0, (shape, step)

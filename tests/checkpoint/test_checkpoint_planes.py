@@ -1,0 +1,142 @@
+"""The byte-plane codec: exact for any bits, small for numbers that training makes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from outlast.checkpoint.codec import Coder, Compression, add, subtract
+from outlast.checkpoint.planes import PlaneCoder, PlanePlan
+from outlast.errors import CheckpointError
+
+WORDS = {2: np.uint16, 4: np.uint32}
+any_bits = st.sampled_from([2, 4]).flatmap(
+    lambda itemsize: arrays.arrays(WORDS[itemsize], st.integers(1, 300))
+)
+# Differences shortly after one another: nearly all below 15 in their upper half.
+small_words = st.sampled_from([2, 4]).flatmap(
+    lambda itemsize: arrays.arrays(
+        WORDS[itemsize],
+        st.integers(1, 300),
+        elements=st.one_of(
+            st.integers(0, 20 if itemsize == 2 else 20 << 16), st.just(2 ** (8 * itemsize) - 1)
+        ),
+    )
+)
+
+
+def as_bytes(words: np.ndarray) -> np.ndarray:
+    return words.view(np.uint8)
+
+
+@given(any_bits, st.booleans())
+def test_any_bits_come_back(words: np.ndarray, rotate: bool) -> None:
+    coder = PlaneCoder(words.itemsize)
+    raw = as_bytes(words)
+    stored = coder.encode(raw, coder.plan(raw, rotate=rotate), rotate=rotate)
+    assert np.array_equal(coder.decode(stored, raw.size), raw)
+
+
+@given(any_bits, st.lists(st.booleans(), min_size=4, max_size=4), st.booleans(), st.booleans())
+def test_a_plan_of_another_tensor_costs_bytes_and_never_bits(
+    words: np.ndarray, planes: list[bool], nibbles: bool, rotate: bool
+) -> None:
+    coder = PlaneCoder(words.itemsize)
+    plan = PlanePlan(planes[: words.itemsize], nibbles)
+    stored = coder.encode(as_bytes(words), plan, rotate=rotate)
+    assert np.array_equal(coder.decode(stored, words.nbytes), as_bytes(words))
+
+
+@given(small_words)
+def test_small_differences_come_back(words: np.ndarray) -> None:
+    coder = PlaneCoder(words.itemsize)
+    stored = coder.encode(as_bytes(words), PlanePlan([True] * 4, nibbles=True), rotate=False)
+    assert np.array_equal(coder.decode(stored, words.nbytes), as_bytes(words))
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 60), st.binary(min_size=1), st.data())
+@settings(max_examples=60)
+def test_every_delta_is_undone(itemsize: int, count: int, seed: bytes, data: st.DataObject) -> None:
+    random = np.random.default_rng(list(seed))
+    now, base = (random.integers(0, 256, count * itemsize, np.uint8) for _ in range(2))
+    delta = data.draw(st.sampled_from(["xor", "diff"]))
+    difference = subtract(delta, now, base, itemsize)
+    assert np.array_equal(add(delta, difference, base, itemsize), now)
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd", "lz4", "lz4hc", "zlib", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "float8_e5m2"])
+def test_every_codec_gives_back_what_it_got(codec: str, dtype: str) -> None:
+    itemsize = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1, "float8_e5m2": 1}[dtype]
+    raw = np.random.default_rng(0).integers(0, 4, 6000 * itemsize, np.uint8)
+    coder = Coder(Compression(codec))
+    plan = coder.plan(raw, dtype, delta=False)
+    name, stored = coder.encode(raw, itemsize, plan, delta=False)
+    assert np.array_equal(Coder().decode(name, stored, itemsize, raw.size), raw)
+    assert (len(stored) < raw.size) == (codec != "none")
+
+
+def normal(dtype: type, count: int = 32768) -> np.ndarray:
+    return np.random.default_rng(1).normal(0, 0.02, count).astype(dtype)
+
+
+def test_weights_shrink_by_what_their_exponents_hold() -> None:
+    raw = as_bytes(normal(np.float32))
+    coder = Coder()
+    name, stored = coder.encode(raw, 4, coder.plan(raw, "float32", delta=False), delta=False)
+    assert name == "planes"
+    # The entropy of a normal's exponent is about 2.6 bits: 24 + 2.6 of 32 bits remain.
+    assert 1.18 < raw.size / len(stored) < 1.22
+
+
+def test_a_small_step_shrinks_much_more() -> None:
+    before = normal(np.float32)
+    after = before * np.float32(1 + 1e-6)
+    difference = subtract("diff", as_bytes(after), as_bytes(before), 4)
+    coder = Coder()
+    plan = coder.plan(difference, "float32", delta=True)
+    assert plan is not None
+    assert plan.nibbles
+    assert len(coder.encode(difference, 4, plan, delta=True)[1]) * 4 < difference.size
+
+
+@pytest.mark.parametrize("size", [2, 4, 400])
+def test_one_value_over_and_over_is_stored_once(size: int) -> None:
+    raw = np.tile(np.array([1, 2], np.uint8), size)
+    name, stored = Coder().encode(raw, 2, None, delta=False)
+    assert (name, len(stored)) == ("fill", 2)
+    assert np.array_equal(Coder().decode(name, stored, 2, raw.size), raw)
+
+
+def test_rows_of_zeros_cost_nearly_nothing() -> None:
+    words = normal(np.float32)
+    words[: words.size // 2] = 0.0
+    coder = Coder()
+    plan = coder.plan(as_bytes(words[words.size // 2 :]), "float32", delta=False)
+    _, stored = coder.encode(as_bytes(words), 4, plan, delta=False)
+    assert len(stored) < 0.55 * words.nbytes
+
+
+@pytest.mark.parametrize("codec", ["planes", "blosc2", "fill", "raw"])
+def test_a_wrong_size_is_refused_before_anything_is_written(codec: str) -> None:
+    raw = as_bytes(normal(np.float32, 4096))
+    coder = Coder(Compression("zstd" if codec == "blosc2" else "auto"))
+    if codec == "fill":
+        raw = np.zeros(64, np.uint8)
+    plan = coder.plan(raw, "float32", delta=False)
+    name, stored = coder.encode(raw, 4, plan, delta=False)
+    if codec == "raw":
+        name, stored = "raw", raw.tobytes()
+    assert name == codec
+    with pytest.raises(CheckpointError):
+        coder.decode(name, stored, 4, raw.size - 2)
+
+
+def test_an_unknown_codec_is_named() -> None:
+    with pytest.raises(CheckpointError, match="'future' is unknown"):
+        Coder().decode("future", b"", 4, 0)
+    with pytest.raises(CheckpointError, match='compression = "brotli" is unknown'):
+        Compression("brotli")
+    with pytest.raises(CheckpointError, match="level = 0 must be between"):
+        Compression("zstd", 0)
