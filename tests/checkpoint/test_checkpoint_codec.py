@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint import codec, values
-from outlast.checkpoint.codec import Coder, Compression
+from outlast.checkpoint.format import codec, values
+from outlast.checkpoint.format.codec import Coder, Compression
 from outlast.errors import CheckpointError
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])

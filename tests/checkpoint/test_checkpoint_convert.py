@@ -16,7 +16,7 @@ from checkpoint_states import Net, bits, make_state, train
 from safetensors.torch import load_file, save_file
 
 import outlast.checkpoint.convert as convert
-import outlast.checkpoint.convert_export as convert_export
+import outlast.checkpoint.convert.export as convert_export
 from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from checkpoint_states import Net, open_store, steps_in
 
 from outlast.checkpoint import agreement
-from outlast.checkpoint.encoder import Encoder
+from outlast.checkpoint.format.encoder import Encoder
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed

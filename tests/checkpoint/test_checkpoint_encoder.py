@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Version, load, storage_of
-from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, StagedPiece, Written
-from outlast.checkpoint.geometry import Box, grid, tiles, whole
-from outlast.checkpoint.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.format.encoder import AbandonedError, Encoder, PartJob, StagedPiece, Written
+from outlast.checkpoint.format.geometry import Box, grid, tiles, whole
+from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.errors import CheckpointError
 
 TYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8, "complex128": 16}

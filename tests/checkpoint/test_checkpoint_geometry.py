@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.geometry import Box, covers, grid, tiles, whole
+from outlast.checkpoint.format.geometry import Box, covers, grid, tiles, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 

@@ -22,17 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import Bound, CheckpointStore, Compression, Reduction, Retention, storage_of
-from outlast.checkpoint.description import describe
-from outlast.checkpoint.difference import Difference, compare
-from outlast.checkpoint.elements import Distance, numbers_of
-from outlast.checkpoint.encoder import Encoder, PartJob
-from outlast.checkpoint.extract import extract
-from outlast.checkpoint.inspection import find_version, list_saved, open_store, summarize
-from outlast.checkpoint.manifest import REPLAY, Catalogue
-from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.usage import hold, prune_store, usage
-from outlast.checkpoint.verification import verify
-from outlast.checkpoint.version import SEAL, Version, list_versions, seal
+from outlast.checkpoint.format.encoder import Encoder, PartJob
+from outlast.checkpoint.format.manifest import REPLAY, Catalogue
+from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.format.version import SEAL, Version, list_versions, seal
+from outlast.checkpoint.inspection.description import describe
+from outlast.checkpoint.inspection.difference import Difference, compare
+from outlast.checkpoint.inspection.elements import Distance, numbers_of
+from outlast.checkpoint.inspection.extract import extract
+from outlast.checkpoint.inspection.listing import find_version, list_saved, open_store, summarize
+from outlast.checkpoint.inspection.usage import hold, prune_store, usage
+from outlast.checkpoint.inspection.verification import verify
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -21,9 +21,9 @@ from checkpoint_states import (
 )
 
 from outlast.checkpoint import Reduction, Version, load, storage_of
-from outlast.checkpoint.geometry import whole
-from outlast.checkpoint.reader import VersionReader, Wanted
-from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.format.geometry import whole
+from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.format.storage import LocalStorage
 from outlast.errors import CheckpointError
 
 

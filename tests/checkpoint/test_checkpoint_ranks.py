@@ -25,7 +25,7 @@ from checkpoint_states import (
 from torch import nn
 
 from outlast.checkpoint import Reduction, SaveResult
-from outlast.checkpoint.encoder import Encoder
+from outlast.checkpoint.format.encoder import Encoder
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed

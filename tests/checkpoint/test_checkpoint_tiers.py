@@ -36,9 +36,9 @@ from outlast.checkpoint import (
     storage_of,
 )
 from outlast.checkpoint import tiers as tiers_module
-from outlast.checkpoint.reader import VersionReader
-from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.version import SEAL, is_published
+from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.format.version import SEAL, is_published
 from outlast.errors import CheckpointError
 
 Ranks = Callable[[int], Callable[..., list[Any]]]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from outlast.checkpoint.encoder import AbandonedError, PartJob, Written
-from outlast.checkpoint.manifest import STATE
+from outlast.checkpoint.format.encoder import AbandonedError, PartJob, Written
+from outlast.checkpoint.format.manifest import STATE
 from outlast.checkpoint.plan import Holding, Plan, make_plan
 from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
 from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outlast.checkpoint.agreement import Ranks
-    from outlast.checkpoint.encoder import Reduction
-    from outlast.checkpoint.lossy import Bound
-    from outlast.checkpoint.version import Version
+    from outlast.checkpoint.format.encoder import Reduction
+    from outlast.checkpoint.format.lossy import Bound
+    from outlast.checkpoint.format.version import Version
 
 WriterKind = Literal["process", "thread"]
 _REPLACED = "a newer save replaced it"

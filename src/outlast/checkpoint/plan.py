@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.geometry import Box, covers
-from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.format.geometry import Box, covers
+from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.staging import place_of
 from outlast.checkpoint.state import dtype_name, local_box
 from outlast.errors import CheckpointError

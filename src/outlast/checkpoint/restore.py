@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint import values
-from outlast.checkpoint.geometry import Box, whole
-from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.staging import is_dense
 from outlast.checkpoint.state import (
     State,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.manifest import TensorFacts
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.manifest import TensorFacts
+    from outlast.checkpoint.format.version import Contents
 
 Misfit = Literal["missing", "unexpected", "reshaped", "retyped"]
 MISFITS: tuple[Misfit, ...] = ("missing", "unexpected", "reshaped", "retyped")

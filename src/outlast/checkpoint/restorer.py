@@ -10,17 +10,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
 from outlast.checkpoint.replay import has_optimizer, logs_after, replay
 from outlast.checkpoint.restore import Misfit, check_fit, find_targets, install, read_into
 from outlast.checkpoint.state import State, local_box
 from outlast.checkpoint.tiers import Place, Tiers, not_held
-from outlast.checkpoint.version import UnfinishedError, Version, list_versions
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outlast.checkpoint.agreement import Ranks
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.version import Contents
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.encoder import StagedPiece
+from outlast.checkpoint.format.encoder import StagedPiece
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.geometry import Box
+    from outlast.checkpoint.format.geometry import Box
 
 _ALIGNMENT_BYTES = 64
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint import values
-from outlast.checkpoint.geometry import Box, whole
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
-from outlast.checkpoint.encoder import Reduction
+from outlast.checkpoint.format.encoder import Reduction
+from outlast.checkpoint.format.manifest import REPLAY, STATE
+from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.retention import prune_logs
+from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.format.version import Version
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
-from outlast.checkpoint.manifest import REPLAY, STATE
-from outlast.checkpoint.owner import own
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restore import Misfit
 from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.retention import prune_logs
 from outlast.checkpoint.state import State, collect
-from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
-from outlast.checkpoint.version import Version
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock, sync_directory
 
 if TYPE_CHECKING:
     import os
 
+    from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.plan import Holding
-    from outlast.checkpoint.retention import Retention
     from outlast.checkpoint.state import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]

@@ -47,7 +47,7 @@ def list_(store: Store, json: AsJson = False) -> None:
     "stored" is what was written with a version, "refers to" the chunks that it uses in files of
     older versions; "ratio" is raw by stored.
     """
-    from outlast.checkpoint.inspection import list_saved, open_store, summarize
+    from outlast.checkpoint.inspection.listing import list_saved, open_store, summarize
     from outlast.cli.ckpt_tables import print_versions
     from outlast.cli.figures import print_json
 
@@ -72,8 +72,8 @@ def show(
     "full" and "delta" count chunks that are stored in full and as differences to the version
     before, "depth" is the longest row of differences.
     """
-    from outlast.checkpoint.description import describe
-    from outlast.checkpoint.inspection import find_version, open_store
+    from outlast.checkpoint.inspection.description import describe
+    from outlast.checkpoint.inspection.listing import find_version, open_store
     from outlast.cli.ckpt_tables import print_description
     from outlast.cli.figures import print_json
 
@@ -97,9 +97,9 @@ def verify(
     Exit code 0: all is as written; 1: something is damaged. With --all, a save that did not finish
     is reported and is no damage.
     """
-    from outlast.checkpoint.inspection import find_version, list_saved, open_store
-    from outlast.checkpoint.verification import Known
-    from outlast.checkpoint.verification import verify as verify_version
+    from outlast.checkpoint.inspection.listing import find_version, list_saved, open_store
+    from outlast.checkpoint.inspection.verification import Known
+    from outlast.checkpoint.inspection.verification import verify as verify_version
     from outlast.cli.ckpt_tables import print_verdict
     from outlast.cli.figures import bytes_progress, print_json
 
@@ -140,8 +140,8 @@ def diff(
     "elements" is the share of elements whose bits differ; |a-b|/|b| is the relative change in the
     2-norm.
     """
-    from outlast.checkpoint.difference import compare
-    from outlast.checkpoint.inspection import find_version, open_store
+    from outlast.checkpoint.inspection.difference import compare
+    from outlast.checkpoint.inspection.listing import find_version, open_store
     from outlast.cli.ckpt_tables import print_difference
     from outlast.cli.figures import bytes_progress, print_json
 
@@ -161,8 +161,8 @@ def du(store: Store, json: AsJson = False) -> None:
 
     "own" are files with chunks that no other version needs, "shared" those that others need too.
     """
-    from outlast.checkpoint.inspection import open_store
-    from outlast.checkpoint.usage import usage
+    from outlast.checkpoint.inspection.listing import open_store
+    from outlast.checkpoint.inspection.usage import usage
     from outlast.cli.ckpt_tables import print_usage
     from outlast.cli.figures import print_json
 
@@ -190,8 +190,8 @@ def restore_to(
 
     Every byte is verified on the way; the directory appears when it is complete, or not at all.
     """
-    from outlast.checkpoint.extract import extract
-    from outlast.checkpoint.inspection import find_version, open_store
+    from outlast.checkpoint.inspection.extract import extract
+    from outlast.checkpoint.inspection.listing import find_version, open_store
     from outlast.cli.ckpt_tables import print_extracted
     from outlast.cli.figures import bytes_progress, print_json
 
@@ -225,9 +225,9 @@ def prune(
 
     Chunks that a remaining version needs are kept. Refused while a live process owns the store.
     """
-    from outlast.checkpoint.inspection import open_store
-    from outlast.checkpoint.retention import Retention
-    from outlast.checkpoint.usage import prune_store
+    from outlast.checkpoint.format.retention import Retention
+    from outlast.checkpoint.inspection.listing import open_store
+    from outlast.checkpoint.inspection.usage import prune_store
     from outlast.cli.ckpt_tables import print_pruned
     from outlast.cli.figures import print_json
 

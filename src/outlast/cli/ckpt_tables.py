@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.checkpoint.description import Coding, Description
-    from outlast.checkpoint.difference import Difference, TensorChange, ValueChange
-    from outlast.checkpoint.extract import Extracted
-    from outlast.checkpoint.inspection import VersionSummary
-    from outlast.checkpoint.usage import Pruned, Usage
-    from outlast.checkpoint.verification import Verdict
+    from outlast.checkpoint.inspection.description import Coding, Description
+    from outlast.checkpoint.inspection.difference import Difference, TensorChange, ValueChange
+    from outlast.checkpoint.inspection.extract import Extracted
+    from outlast.checkpoint.inspection.listing import VersionSummary
+    from outlast.checkpoint.inspection.usage import Pruned, Usage
+    from outlast.checkpoint.inspection.verification import Verdict
 
 _STYLES = {"ok": "green", "complete": "green", "incomplete": "yellow", "damaged": "red"}
 _VALUE_CHARACTERS = 60

@@ -16,21 +16,21 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.dcp_content import DCP_NOTE, StoredItem
-from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.geometry import Box, whole
-from outlast.checkpoint.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.owner import own
-from outlast.checkpoint.storage import LocalStorage, storage_of
-from outlast.checkpoint.version import Version, list_versions
+from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
+from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.storage import LocalStorage, storage_of
+from outlast.checkpoint.format.version import Version, list_versions
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-    from outlast.checkpoint.lossy import Bound
-    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.format.lossy import Bound
+    from outlast.checkpoint.format.storage import Storage
 
 _ALIGNMENT_BYTES = 64
 

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint import values
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.manifest import REPLAY
+from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.version import SEAL, UnfinishedError, Version, list_versions
 from outlast.checkpoint.lane import SaveHandle, SaveResult
-from outlast.checkpoint.manifest import REPLAY
-from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.restore import Targets, read_into, whole_tensor
 from outlast.checkpoint.state import (
     Live,
@@ -40,16 +41,15 @@ from outlast.checkpoint.state import (
     parameter_names,
     plain_modules,
 )
-from outlast.checkpoint.version import SEAL, UnfinishedError, Version, list_versions
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outlast.checkpoint.agreement import Ranks
+    from outlast.checkpoint.format.version import Contents
     from outlast.checkpoint.store import CheckpointStore, LastSave
     from outlast.checkpoint.tiers import Place
-    from outlast.checkpoint.version import Contents
 
 GradientKind = Literal["bf16", "exact"]
 Digest = dict[str, list[int]]

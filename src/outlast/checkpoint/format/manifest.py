@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import blake3
 
-from outlast.checkpoint.geometry import Box, grid, tiles
+from outlast.checkpoint.format.geometry import Box, grid, tiles
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

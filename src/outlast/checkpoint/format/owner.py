@@ -8,7 +8,7 @@ from outlast.errors import CheckpointError, RunError
 from outlast.records import OwnerLock
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.storage import LocalStorage
+    from outlast.checkpoint.format.storage import LocalStorage
 
 
 def own(

@@ -14,9 +14,9 @@ import blosc2
 import numpy as np
 import zstandard
 
-from outlast.checkpoint.manifest import item_bytes
-from outlast.checkpoint.planes import ITEM_BYTES as PLANE_ITEM_BYTES
-from outlast.checkpoint.planes import PlaneCoder, PlanePlan
+from outlast.checkpoint.format.manifest import item_bytes
+from outlast.checkpoint.format.planes import ITEM_BYTES as PLANE_ITEM_BYTES
+from outlast.checkpoint.format.planes import PlaneCoder, PlanePlan
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.inspection import summarize
-from outlast.checkpoint.manifest import Part, Piece
-from outlast.checkpoint.reader import VersionReader
-from outlast.checkpoint.version import SEAL, Seal, Version, load
+from outlast.checkpoint.format.manifest import Part, Piece
+from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.version import SEAL, Seal, Version, load
+from outlast.checkpoint.inspection.listing import summarize
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.inspection import Place, Progress
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.inspection.listing import Place, Progress
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.geometry import covers
-from outlast.checkpoint.manifest import FORMAT, Catalogue, Part, root_of, sealed, unsealed
-from outlast.checkpoint.storage import sentence_of
+from outlast.checkpoint.format.geometry import covers
+from outlast.checkpoint.format.manifest import FORMAT, Catalogue, Part, root_of, sealed, unsealed
+from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.format.storage import Storage
 
 SEAL = "version.json"
 _FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)

@@ -11,17 +11,17 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.manifest import root_of, unsealed
-from outlast.checkpoint.storage import TEMPORARY, storage_of
-from outlast.checkpoint.version import SEAL, Seal, Version, list_versions, load
+from outlast.checkpoint.format.manifest import root_of, unsealed
+from outlast.checkpoint.format.storage import TEMPORARY, storage_of
+from outlast.checkpoint.format.version import SEAL, Seal, Version, list_versions, load
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outlast.checkpoint.manifest import Catalogue
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.manifest import Catalogue
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
 
     Progress = Callable[[int, int], None]
     """Called with the bytes done so far and the bytes in all."""

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.convert_export import export_checkpoint
-from outlast.checkpoint.convert_formats import open_source
-from outlast.checkpoint.convert_source import STRUCTURE, Converted, split_rows
-from outlast.checkpoint.dcp_content import DCP_FILE, DCP_NOTE, DcpContent
-from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.geometry import Box
-from outlast.checkpoint.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.owner import own
-from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
-from outlast.checkpoint.version import Version, list_versions, seal
+from outlast.checkpoint.convert.export import export_checkpoint
+from outlast.checkpoint.convert.formats import open_source
+from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
+from outlast.checkpoint.dcp.content import DCP_FILE, DCP_NOTE, DcpContent
+from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.format.geometry import Box
+from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.format.version import Version, list_versions, seal
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.convert_source import Source
-    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.convert.source import Source
+    from outlast.checkpoint.format.storage import Storage
 
 __all__ = ["Converted", "export_checkpoint", "import_checkpoint"]
 

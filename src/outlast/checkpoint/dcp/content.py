@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from outlast.checkpoint import values
-from outlast.checkpoint.geometry import Box, whole
-from outlast.checkpoint.manifest import FORMAT, STATE, TensorFacts, sealed, unsealed
-from outlast.checkpoint.storage import sentence_of
-from outlast.checkpoint.version import list_versions, load
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.manifest import FORMAT, STATE, TensorFacts, sealed, unsealed
+from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint.format.version import list_versions, load
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
 
 DCP_FILE = "dcp.json"
 DCP_NOTE = {"by": "dcp"}

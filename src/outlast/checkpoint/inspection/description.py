@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.inspection import ratio, raw_size, summarize
+from outlast.checkpoint.inspection.listing import ratio, raw_size, summarize
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.inspection import Place
-    from outlast.checkpoint.manifest import Part, TensorFacts
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.manifest import Part, TensorFacts
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.inspection.listing import Place
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from outlast.checkpoint import values
-from outlast.checkpoint.convert_formats import SAFETENSORS_NAMES
-from outlast.checkpoint.convert_source import STRUCTURE, Converted, split_rows
-from outlast.checkpoint.dcp_content import DcpContent, dtype_of, newest_contents, read_dcp_content
-from outlast.checkpoint.geometry import whole
-from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.convert.formats import SAFETENSORS_NAMES
+from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
+from outlast.checkpoint.dcp.content import DcpContent, dtype_of, newest_contents, read_dcp_content
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.geometry import whole
+from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.restore import whole_tensor
-from outlast.checkpoint.storage import sentence_of, storage_of
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import sync_directory
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.version import Contents
 
 EXPORT_KINDS = ("safetensors", "torch", "dcp")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from outlast.checkpoint import codec
-from outlast.checkpoint.storage import sentence_of
+from outlast.checkpoint.format import codec
+from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.codec import Bytes
-    from outlast.checkpoint.geometry import Box
-    from outlast.checkpoint.manifest import Chunk, Part
-    from outlast.checkpoint.storage import RangeReader, Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.codec import Bytes
+    from outlast.checkpoint.format.geometry import Box
+    from outlast.checkpoint.format.manifest import Chunk, Part
+    from outlast.checkpoint.format.storage import RangeReader, Storage
+    from outlast.checkpoint.format.version import Contents
 
 _BATCH_BYTES = 4 << 20
 _FILES_HELD = 256

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from outlast.checkpoint.description import group_of, optimizer_keys, values_of
-from outlast.checkpoint.elements import Distance
-from outlast.checkpoint.geometry import Box, tiles, whole
-from outlast.checkpoint.manifest import Catalogue, Piece
-from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.format.geometry import Box, tiles, whole
+from outlast.checkpoint.format.manifest import Catalogue, Piece
+from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.inspection.description import group_of, optimizer_keys, values_of
+from outlast.checkpoint.inspection.elements import Distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.inspection import Progress
-    from outlast.checkpoint.manifest import Part, TensorFacts
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.manifest import Part, TensorFacts
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.inspection.listing import Progress
 
 # Cells of at most 128 KiB that are read at a time: enough for all threads of the reader.
 _CELLS = 256

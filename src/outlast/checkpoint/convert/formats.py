@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from outlast.checkpoint import values
-from outlast.checkpoint.convert_deepspeed import open_deepspeed
-from outlast.checkpoint.convert_source import Entry, Source, entry_of, load_restricted, slices_of
-from outlast.checkpoint.dcp_content import DcpContent
-from outlast.checkpoint.geometry import Box, whole
-from outlast.checkpoint.storage import sentence_of
+from outlast.checkpoint.convert.deepspeed import open_deepspeed
+from outlast.checkpoint.convert.source import Entry, Source, entry_of, load_restricted, slices_of
+from outlast.checkpoint.dcp.content import DcpContent
+from outlast.checkpoint.format import values
+from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

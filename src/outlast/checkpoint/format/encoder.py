@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from outlast.checkpoint import codec
-from outlast.checkpoint.codec import DELTAS, Coder, Compression
-from outlast.checkpoint.geometry import Box, tiles
-from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, round_to_bound
-from outlast.checkpoint.manifest import STATE, Catalogue, Chunk, Part, Piece, root_of
-from outlast.checkpoint.version import SEAL, Version, is_published
+from outlast.checkpoint.format import codec
+from outlast.checkpoint.format.codec import DELTAS, Coder, Compression
+from outlast.checkpoint.format.geometry import Box, tiles
+from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.format.manifest import STATE, Catalogue, Chunk, Part, Piece, root_of
+from outlast.checkpoint.format.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.codec import Bytes
-    from outlast.checkpoint.manifest import TensorFacts
-    from outlast.checkpoint.planes import PlanePlan
-    from outlast.checkpoint.storage import PendingFile, Storage
+    from outlast.checkpoint.format.codec import Bytes
+    from outlast.checkpoint.format.manifest import TensorFacts
+    from outlast.checkpoint.format.planes import PlanePlan
+    from outlast.checkpoint.format.storage import PendingFile, Storage
 
 _SAMPLE_BYTES = 16 << 10
 _TILES_PER_PLAN = 16

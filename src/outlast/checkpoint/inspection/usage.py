@@ -9,18 +9,18 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.inspection import raw_size
-from outlast.checkpoint.manifest import Part
-from outlast.checkpoint.owner import own
-from outlast.checkpoint.retention import Retention, complete_versions, prune, to_keep
-from outlast.checkpoint.storage import TEMPORARY, LocalStorage
-from outlast.checkpoint.version import Version, list_versions, load, read_seal
+from outlast.checkpoint.format.manifest import Part
+from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.retention import Retention, complete_versions, prune, to_keep
+from outlast.checkpoint.format.storage import TEMPORARY, LocalStorage
+from outlast.checkpoint.format.version import Version, list_versions, load, read_seal
+from outlast.checkpoint.inspection.listing import raw_size
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.format.storage import Storage
 
 _MANIFEST, _PACK = ".json", ".pack"
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from outlast.checkpoint.geometry import Box, covers
-from outlast.checkpoint.manifest import Catalogue, Part, root_of
-from outlast.checkpoint.retention import Retention, prune
-from outlast.checkpoint.storage import sentence_of, storage_of
-from outlast.checkpoint.version import (
+from outlast.checkpoint.format.geometry import Box, covers
+from outlast.checkpoint.format.manifest import Catalogue, Part, root_of
+from outlast.checkpoint.format.retention import Retention, prune
+from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.version import (
     SEAL,
     Contents,
     UnfinishedError,
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from outlast.checkpoint.agreement import Ranks, Signals
-    from outlast.checkpoint.manifest import Chunk
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Version
+    from outlast.checkpoint.format.manifest import Chunk
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Version
 
 _BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK_BYTES = 16 << 10

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outlast.checkpoint.geometry import Box, whole
+from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.dcp_content import DcpContent
-    from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.dcp.content import DcpContent
+    from outlast.checkpoint.format.manifest import TensorFacts
 
 STRUCTURE = "imported_structure"
 """Name of the value that holds the nesting of an imported ``torch.save`` file."""

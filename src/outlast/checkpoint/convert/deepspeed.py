@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.convert_source import Entry, Source, entry_of, load_restricted, slices_of
-from outlast.checkpoint.geometry import Box, whole
+from outlast.checkpoint.convert.source import Entry, Source, entry_of, load_restricted, slices_of
+from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
 
 MASTER = "master."

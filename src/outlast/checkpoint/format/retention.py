@@ -6,15 +6,15 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.manifest import STATE
-from outlast.checkpoint.version import SEAL, Version, list_versions, load, read_seal
+from outlast.checkpoint.format.manifest import STATE
+from outlast.checkpoint.format.version import SEAL, Version, list_versions, load, read_seal
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
 
 
 @dataclass(frozen=True)

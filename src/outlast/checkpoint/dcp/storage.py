@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from outlast.checkpoint.dcp_content import DCP_FILE, dtype_of, metadata_file, newest_contents
-from outlast.checkpoint.dcp_engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
-from outlast.checkpoint.encoder import Reduction
-from outlast.checkpoint.geometry import Box, whole
-from outlast.checkpoint.reader import Counters, VersionReader, Wanted
-from outlast.checkpoint.retention import Retention, prune
-from outlast.checkpoint.storage import sentence_of, storage_of
-from outlast.checkpoint.version import Version, seal
+from outlast.checkpoint.dcp.content import DCP_FILE, dtype_of, metadata_file, newest_contents
+from outlast.checkpoint.dcp.engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
+from outlast.checkpoint.format.encoder import Reduction
+from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
+from outlast.checkpoint.format.retention import Retention, prune
+from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.version import Version, seal
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         SavePlanner,
     )
 
-    from outlast.checkpoint.version import Contents
+    from outlast.checkpoint.format.version import Contents
 
 _COPIED_BYTES = 256 << 20
 _STEP = re.compile(r"(\d+)/*$", re.ASCII)

@@ -1,0 +1,1 @@
+"""Looking into stores, without torch and without the training: what ``outlast ckpt`` shows."""

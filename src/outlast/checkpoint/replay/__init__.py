@@ -1,0 +1,5 @@
+"""Replay logs: training steps as their gradients."""
+
+from outlast.checkpoint.replay.log import ReplayLog, has_optimizer, logs_after, replay
+
+__all__ = ["ReplayLog", "has_optimizer", "logs_after", "replay"]
