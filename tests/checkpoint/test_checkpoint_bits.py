@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Compression, Reduction, geometry
+from outlast.checkpoint import CheckpointStore, Compression, Reduction
+from outlast.checkpoint.format import geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

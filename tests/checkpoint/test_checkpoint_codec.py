@@ -49,10 +49,10 @@ def test_coded_tiles_decode(
     plan = coder.plan(raw, TYPES[itemsize], delta=delta) if planned and raw.size else None
     name, stored = coder.encode(raw, itemsize, plan, delta=delta)
     assert len(stored) <= raw.size
-    assert np.array_equal(Coder().decode(name, stored, itemsize, raw.size), raw)
+    assert np.array_equal(Coder().decode(name, [stored], itemsize, raw.size)[0], raw)
     # What is read from a file lies at any address.
     shifted = memoryview(b"x" + stored)[1:]
-    assert np.array_equal(Coder().decode(name, shifted, itemsize, raw.size), raw)
+    assert np.array_equal(Coder().decode(name, [shifted], itemsize, raw.size)[0], raw)
 
 
 @given(content(copies=2), st.booleans())
@@ -61,7 +61,7 @@ def test_a_plan_made_from_other_content_is_no_error(case: tuple[Any, ...], delta
     coder = Coder()
     plan = coder.plan(other, TYPES[itemsize], delta=delta) if other.size else None
     name, stored = coder.encode(raw, itemsize, plan, delta=delta)
-    assert np.array_equal(Coder().decode(name, stored, itemsize, raw.size), raw)
+    assert np.array_equal(Coder().decode(name, [stored], itemsize, raw.size)[0], raw)
 
 
 @given(content(copies=2), st.sampled_from(codec.DELTAS))
@@ -100,7 +100,7 @@ def test_a_length_that_was_not_saved_is_refused(
     # A constant is stored without its length.
     if name != codec.FILL and size != raw.size:
         with pytest.raises(CheckpointError):
-            coder.decode(name, stored, itemsize, size)
+            coder.decode(name, [stored], itemsize, size)[0]
 
 
 @pytest.mark.parametrize(

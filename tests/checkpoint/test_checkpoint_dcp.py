@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import outlast.checkpoint.dcp as outlast_dcp
 from outlast.checkpoint import (
     Bound,
     CheckpointStore,
@@ -36,6 +35,7 @@ from outlast.checkpoint import (
     storage_of,
 )
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
+from outlast.checkpoint.dcp import storage as dcp_storage
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")
@@ -406,7 +406,7 @@ def test_a_rank_that_fails_fails_the_save_on_all(ranks: Ranks, tmp_path: Path) -
 
 
 def die_in(place: Path, function: str) -> None:
-    setattr(outlast_dcp, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    setattr(dcp_storage, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     dcp.save(make_dcp_state(2), storage_writer=OutlastWriter(place, step=2))
 
 
@@ -582,18 +582,18 @@ def test_async_saves_of_both_kinds_keep_the_deltas(
 def test_two_saves_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(2)}
     writer = OutlastWriter(tmp_path, step=1)
-    real = outlast_dcp.metadata_file
+    real = dcp_storage.metadata_file
     refused = []
 
     def while_saving(metadata: Any) -> bytes:
-        monkeypatch.setattr(outlast_dcp, "metadata_file", real)
+        monkeypatch.setattr(dcp_storage, "metadata_file", real)
         other = dcp.async_save(
             state, storage_writer=OutlastWriter(tmp_path, step=2), no_dist=True
         ).exception()
         refused.append(str(other))
         return real(metadata)
 
-    monkeypatch.setattr(outlast_dcp, "metadata_file", while_saving)
+    monkeypatch.setattr(dcp_storage, "metadata_file", while_saving)
     dcp.save(state, storage_writer=writer)
     assert "another save to" in refused[0]
     assert saved_steps(tmp_path) == [1]
@@ -605,7 +605,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(_: Any) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(outlast_dcp, "metadata_file", full)
+    monkeypatch.setattr(dcp_storage, "metadata_file", full)
     with pytest.raises(CheckpointException, match="No space left on device; free some space"):
         dcp.save({"a": torch.ones(2)}, storage_writer=writer)
     with pytest.raises(CheckpointException, match=r"was not completed"):

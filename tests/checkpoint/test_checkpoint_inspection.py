@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ from outlast.checkpoint.inspection.description import describe
 from outlast.checkpoint.inspection.difference import Difference, compare
 from outlast.checkpoint.inspection.elements import Distance, numbers_of
 from outlast.checkpoint.inspection.extract import extract
-from outlast.checkpoint.inspection.listing import find_version, list_saved, open_store, summarize
+from outlast.checkpoint.inspection.listing import (
+    find_version,
+    list_saved,
+    open_store,
+    summarize,
+    summarize_logs,
+)
 from outlast.checkpoint.inspection.usage import hold, prune_store, usage
 from outlast.checkpoint.inspection.verification import verify
 from outlast.errors import CheckpointError
@@ -225,9 +232,9 @@ def test_a_manifest_in_the_wrong_folder_is_found(damaged: Path) -> None:
     assert any("belongs to another version" in each for each in verdict.problems)
 
 
-def write_replay(directory: Path, step: int, requires: list[int]) -> None:
+def write_replay(directory: Path, step: int, requires: list[int], *, sealed: bool = True) -> None:
     """A log that holds one value, as of the store's first session."""
-    storage = storage_of(directory)
+    storage = storage_of(directory / "replay")
     memory = memoryview(bytearray(8))
     job = PartJob(
         arena=0,
@@ -241,13 +248,14 @@ def write_replay(directory: Path, step: int, requires: list[int]) -> None:
         requires=requires,
     )
     Encoder(storage, PLAIN, [memory]).write(job, lambda: None)
-    seal(storage, job.version)
+    if sealed:
+        seal(storage, job.version)
 
 
 def test_a_replay_log_needs_the_state_that_it_starts_from(damaged: Path) -> None:
     write_replay(damaged, 5, [4])
-    storage = storage_of(damaged)
-    version = list_saved(storage)[-1]
+    storage = storage_of(damaged / "replay")
+    [version] = list_saved(storage)
     summary = summarize(storage, version)
     assert (summary.kind, summary.state, summary.raw_bytes) == ("replay", "complete", 0)
     assert describe(storage, find_version(storage)).requires == (4,)
@@ -256,6 +264,37 @@ def test_a_replay_log_needs_the_state_that_it_starts_from(damaged: Path) -> None
     verdict = verify(storage, version)
     assert verdict.state == "damaged"
     assert any("starts from step 4, which cannot be used" in each for each in verdict.problems)
+
+
+def test_logs_lead_as_far_as_they_have_no_gap(damaged: Path) -> None:
+    storage = storage_of(damaged)
+    newest = list_saved(storage)[-1]
+    assert summarize_logs(storage, newest) is None
+    write_replay(damaged, 4, [3])
+    found = summarize_logs(storage, newest)
+    assert found is not None
+    assert (found.logs, found.leading_on, found.step, found.problem) == (1, 0, None, "")
+    for step in (5, 6, 8):
+        write_replay(damaged, step, [4])
+    found = summarize_logs(storage, newest)
+    assert found is not None
+    assert (found.logs, found.base, found.leading_on, found.step) == (4, 4, 2, 6)
+    assert "step 8 cannot be used: that of step 7 is missing" in found.problem
+    files = [path for path in (damaged / "replay").rglob("*") if path.is_file()]
+    assert found.stored_bytes == sum(path.stat().st_size for path in files)
+    without = summarize_logs(storage, None)
+    assert without is not None
+    assert (without.logs, without.base, without.step) == (4, None, None)
+
+
+def test_a_newest_log_that_was_cut_short_does_not_count(damaged: Path) -> None:
+    storage = storage_of(damaged)
+    write_replay(damaged, 5, [4])
+    write_replay(damaged, 6, [4], sealed=False)
+    (folder(damaged / "replay", 6) / "rank-00000-of-00001.json").unlink()
+    found = summarize_logs(storage, list_saved(storage)[-1])
+    assert found is not None
+    assert (found.leading_on, found.step, found.problem) == (1, 5, "")
 
 
 def test_an_unfinished_save_is_no_damage(damaged: Path) -> None:
@@ -527,6 +566,29 @@ def test_usage_adds_up_to_the_files(trained: Path) -> None:
         == found.total_bytes
         == sum(each.freed_bytes for each in found.versions) + found.shared_bytes
     )
+
+
+def test_replay_logs_are_counted_apart(damaged: Path) -> None:
+    before = usage(storage_of(damaged))
+    write_replay(damaged, 5, [4])
+    (folder(damaged / "replay", 5) / "rank-00000-of-00001.pack.1234.tmp").write_bytes(bytes(70))
+    (damaged / "replay" / "left.tmp").write_bytes(bytes(7))
+    found = usage(storage_of(damaged))
+    files = [path for path in (damaged / "replay").rglob("*") if path.is_file()]
+    assert found.log_bytes == sum(path.stat().st_size for path in files) > 77
+    assert found.total_bytes == before.total_bytes + found.log_bytes
+    assert replace(found, log_bytes=0, total_bytes=before.total_bytes) == before
+
+
+def test_pruning_leaves_the_replay_logs(damaged: Path) -> None:
+    for step in (5, 6):
+        write_replay(damaged, step, [4])
+    log_bytes = usage(storage_of(damaged)).log_bytes
+    assert len(prune_store(storage_of(damaged), Retention(keep=1)).deleted) == 3
+    assert usage(storage_of(damaged)).log_bytes == log_bytes
+    with pytest.raises(CheckpointError, match="holds replay logs, each of which needs those"):
+        prune_store(storage_of(damaged / "replay"), Retention(keep=1))
+    assert len(list_versions(storage_of(damaged / "replay"))) == 2
 
 
 def test_leftovers_are_told_apart(damaged: Path) -> None:

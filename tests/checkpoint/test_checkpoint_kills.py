@@ -297,3 +297,13 @@ def test_a_writer_whose_trainer_was_killed_publishes_nothing_and_ends(tmp_path: 
     with open_store(tmp_path) as store:
         store.save(2, make_state())
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_the_writer_process_loads_no_torch(tmp_path: Path) -> None:
+    import psutil
+
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, make_state())
+        [writer] = writers_of(os.getpid())
+        loaded = {Path(each.path).name for each in psutil.Process(writer).memory_maps()}
+    assert "libtorch_cpu.so" not in loaded

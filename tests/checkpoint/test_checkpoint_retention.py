@@ -110,8 +110,7 @@ def test_the_newest_are_always_kept(
 ) -> None:
     figures = st.dictionaries(st.just("loss"), st.floats(-9, 9))
     known = [
-        Known(Version(*name), "state", frozenset(), (), data.draw(figures))
-        for name in sorted(names)
+        Known(Version(*name), "state", frozenset(), data.draw(figures)) for name in sorted(names)
     ]
     kept = to_keep(known, Retention(keep, every=every, best=best, metric="loss"))
     versions = [each.version for each in known]

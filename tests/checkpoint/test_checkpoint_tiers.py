@@ -35,10 +35,11 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
-from outlast.checkpoint import tiers as tiers_module
 from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
+from outlast.checkpoint.tiers import Place
+from outlast.checkpoint.tiers.copying import Copy, Pace
 from outlast.errors import CheckpointError
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -210,14 +211,14 @@ def test_damage_in_a_near_tier_is_read_from_a_farther_one(tmp_path: Path) -> Non
 
 def test_a_damaged_source_is_not_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, disk = tmp_path / "first", tmp_path / "disk"
-    run = tiers_module._Copy.run
+    run = Copy.run
 
     def run_on_damage(copy: Any) -> None:
         if copy._version.step == 2:
             flip(first / "step-00000002-a1" / "rank-00000-of-00001.pack")
         run(copy)
 
-    monkeypatch.setattr(tiers_module._Copy, "run", run_on_damage)
+    monkeypatch.setattr(Copy, "run", run_on_damage)
     with open_store(first, tiers=[Tier(disk)]) as store:
         for step in (1, 2, 3):
             store.save(step, random_model(step, 40))
@@ -288,7 +289,7 @@ class SlowTier:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self.gate = threading.Event()
         self.begun = threading.Event()
-        run = tiers_module._Copy.run
+        run = Copy.run
 
         def held(copy: Any) -> None:
             if copy._to.location == str(directory):
@@ -296,7 +297,7 @@ class SlowTier:
                 assert self.gate.wait(20)
             run(copy)
 
-        monkeypatch.setattr(tiers_module._Copy, "run", held)
+        monkeypatch.setattr(Copy, "run", held)
 
 
 def test_what_is_being_copied_is_not_deleted_and_only_one_waits(
@@ -424,11 +425,11 @@ def test_files_of_another_run_in_a_tier_are_not_touched(tmp_path: Path, width: i
             store.save(1, random_model(seed, columns))
     shutil.copytree(other, disk)
     before = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
-    copy = tiers_module._Copy(
+    copy = Copy(
         place_of(tmp_path / "first"),
         place_of(disk),
         Version(1, 1),
-        tiers_module._Pace(None, threading.Event()),
+        Pace(None, threading.Event()),
     )
     with pytest.raises(CheckpointError, match="of another run"):
         copy.run()
@@ -436,8 +437,8 @@ def test_files_of_another_run_in_a_tier_are_not_touched(tmp_path: Path, width: i
     assert {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()} == before
 
 
-def place_of(directory: Path) -> tiers_module.Place:
-    return tiers_module.Place(LocalStorage(directory), Retention(), False, 0, 1)
+def place_of(directory: Path) -> Place:
+    return Place(LocalStorage(directory), Retention(), False, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -707,14 +708,14 @@ def test_ranks_that_do_not_coordinate_copy_each_their_part(ranks: Ranks, tmp_pat
 def save_where_one_rank_fails(directory: Path) -> list[Any]:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
-        run = tiers_module._Copy.run
+        run = Copy.run
 
         def failing(copy: Any) -> None:
             if copy._version.step == 1:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             run(copy)
 
-        tiers_module._Copy.run = failing  # type: ignore[method-assign]
+        Copy.run = failing  # type: ignore[method-assign]
     store = open_store(directory / "first", tiers=[Tier(directory / "shared")], timeout_seconds=60)
     found: list[Any] = []
     state = mixed_state(0)
@@ -751,13 +752,13 @@ def save_faster_than_a_rank_copies(directory: Path) -> tuple[list[DrainResult], 
     state = make_model(0.0)
     node = directory / f"node-{dist.get_rank()}"
     tiers = [Tier(node / "disk", keep=2, private=True), Tier(directory / "shared", keep=9)]
-    run = tiers_module._Copy.run
+    run = Copy.run
 
     def slow(copy: Any) -> None:
         time.sleep(0.05 + 0.2 * dist.get_rank())
         run(copy)
 
-    tiers_module._Copy.run = slow  # type: ignore[method-assign]
+    Copy.run = slow  # type: ignore[method-assign]
     most = 0
     with open_store(
         node / "memory", keep=1, private=True, tiers=tiers, timeout_seconds=60

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Reduction
+from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog
 from outlast.cli import figures
 from outlast.cli.figures import Column, bytes_progress, print_table, ratio_text, size_text
 from outlast.cli.main import main
@@ -79,6 +79,22 @@ def ckpt(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def logged(tmp_path):
+    """A store with the versions of steps 2 and 3 and logs of steps 3 to 5, and its live objects."""
+    model = Model()
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    store = tmp_path / "store"
+    with CheckpointStore(store, keep=9, writer="thread") as made:
+        replay = ReplayLog(made, state)
+        for step in (1, 2, 3, 4, 5):
+            model.layer_with_quite_a_long_name(torch.ones(2, 8)).sum().backward()
+            replay.step(step).result()
+            if step in (2, 3):
+                made.save(step, state)
+    return store, state
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -130,6 +146,22 @@ def test_ls_lists_the_versions(ckpt, saved):
     versions = json.loads(ckpt("ls", saved, "--json")[1])["versions"]
     assert [each["step"] for each in versions] == [100, 200, 300]
     assert all(each["root"] and not each["problem"] for each in versions)
+
+
+def test_ls_says_how_far_replay_logs_lead(ckpt, logged, saved):
+    store, state = logged
+    lines = ckpt("ls", store)[1].splitlines()
+    assert lines[-1].endswith(": 2 lead on from step 3 to step 5")
+    found = json.loads(ckpt("ls", store, "--json")[1])["logs"]
+    with CheckpointStore(store, writer="thread") as again:
+        assert found["step"] == again.restore(state).step == 5
+    for path in (store / "replay" / "step-00000004-a1").iterdir():
+        path.unlink()
+    last = ckpt("ls", store)[1].splitlines()[-1]
+    assert "none leads on from step 3" in last
+    assert "replay logs of steps 4 to 5 cannot be used" in last
+    assert "replay" not in ckpt("ls", saved)[1]
+    assert json.loads(ckpt("ls", saved, "--json")[1])["logs"] is None
 
 
 def test_a_narrow_window_says_what_it_leaves_out(ckpt, saved):
@@ -193,6 +225,30 @@ def test_du_adds_up(ckpt, saved):
     files = [path for path in (saved / "checkpoints").rglob("*") if path.is_file()]
     assert found["total_bytes"] == sum(path.stat().st_size for path in files)
     assert "3 versions of " in ckpt("du", saved)[1]
+
+
+def test_du_has_a_line_for_replay_logs(ckpt, logged):
+    store, _ = logged
+    sizes = [path.stat().st_size for path in (store / "replay").rglob("*") if path.is_file()]
+    (line,) = (line for line in ckpt("du", store)[1].splitlines() if "replay logs" in line)
+    assert size_text(sum(sizes)) in line
+    found = json.loads(ckpt("du", store, "--json")[1])
+    assert found["log_bytes"] == sum(sizes) > 0
+
+
+def test_prune_leaves_the_replay_logs(ckpt, logged):
+    store, state = logged
+    assert ckpt("prune", store, "--keep", 1)[0] == 0
+    with CheckpointStore(store, writer="thread") as again:
+        assert again.restore(state).step == 5
+    code, _, err = ckpt("prune", store / "replay", "--keep", 1)
+    assert code == 2
+    assert "holds replay logs" in err
+
+
+def test_a_replay_log_is_verified_in_its_folder(ckpt, logged):
+    store, _ = logged
+    assert ckpt("verify", store / "replay", "--all")[0] == 0
 
 
 def test_restore_to_writes_safetensors(ckpt, saved, tmp_path):

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -83,6 +84,19 @@ def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
                 module = importlib.import_module(node.module or "")
                 missing = [each.name for each in node.names if not hasattr(module, each.name)]
                 assert not missing, f"{node.module} has no {missing}"
+
+
+def test_the_checkpoint_example_of_the_readme_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [example] = [each for each in blocks(ROOT / "README.md", "python") if "CheckpointStore" in each]
+    firsts = []
+    for _ in range(2):
+        names: dict[str, Any] = {}
+        exec(compile(example, "README.md", "exec"), names)
+        firsts.append(names["first"])
+    assert firsts == [0, 20]
 
 
 @every_document

@@ -16,6 +16,7 @@ import torch
 
 from outlast.checkpoint.format.encoder import AbandonedError, PartJob, Written
 from outlast.checkpoint.format.manifest import STATE
+from outlast.checkpoint.format.storage import storage_of
 from outlast.checkpoint.plan import Holding, Plan, make_plan
 from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
 from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
@@ -41,7 +42,8 @@ class SaveResult:
         step: The step saved.
         blocked_seconds: How long the caller waited in `CheckpointStore.save_async`.
         seconds: From the request to the publication.
-        bytes: Bytes that this rank wrote; 0 when the save failed or was not made.
+        bytes: Bytes that this rank wrote, on rank 0 those of all ranks that it can see; 0 when the
+            save failed or was not made.
         raw_bytes: Bytes that this rank staged.
         error: Why it failed, or None.
         skipped: Why it was not made or was given up, although nothing failed; else empty.
@@ -267,11 +269,19 @@ class Lane:
             step,
             blocked_seconds,
             time.perf_counter() - save.begun,
-            0 if written is None or problem or skipped else written.stored_bytes,
+            0 if written is None or problem or skipped else self._stored_bytes(job, written),
             0 if written is None else written.raw_bytes,
             sentence if problem else None,
             skipped,
         )
+
+    def _stored_bytes(self, job: PartJob, written: Written) -> int:
+        if job.rank > 0 or job.world_size == 1:
+            return written.stored_bytes
+        try:
+            return sum(storage_of(self._place).files(job.version.folder).values())
+        except (OSError, CheckpointError):
+            return written.stored_bytes
 
     def _write(self, job: PartJob, abandoned: threading.Event) -> Written:
         assert self._writer is not None

@@ -19,10 +19,10 @@ import torch
 
 from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
 from outlast.checkpoint.format.encoder import Reduction
+from outlast.checkpoint.format.logs import logs_of, prune_logs
 from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.format.owner import own
-from outlast.checkpoint.format.retention import prune_logs
-from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.format.storage import LocalStorage, sentence_of
 from outlast.checkpoint.format.version import Version
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.plan import holding
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint.state import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]
-_LOGS = "replay"
 
 
 class LastSave(NamedTuple):
@@ -112,8 +111,7 @@ class CheckpointStore:
         self._timeout_seconds = timeout_seconds
         self._coordinated = coordinated and self._ranks.size > 1
         self._states = self._lane(self._reduction, first)
-        # Logs lie below the versions: the version of a step and its log must not meet.
-        self._log_place = replace(first, storage=storage_of(f"{self._place}/{_LOGS}"))
+        self._log_place = replace(first, storage=logs_of(self.storage))
         self._logs: Lane | None = None
         self._restorer = Restorer(self._tiers, self._log_place, self._ranks)
         self._last_save: LastSave | None = None
@@ -149,7 +147,7 @@ class CheckpointStore:
         figures = {
             name: float(each) for name, each in (metrics or {}).items() if math.isfinite(each)
         }
-        notes = {"metrics": figures, "torch": torch.__version__}
+        notes = {"metrics": figures, "torch": str(torch.__version__)}
         handle = self._submit(self._states, step, lambda: collect(state), begun, notes)
         self._last_save = LastSave(step, frozenset(state), handle)
         if not self._asynchronous:

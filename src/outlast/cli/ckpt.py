@@ -45,18 +45,27 @@ def list_(store: Store, json: AsJson = False) -> None:
     """List the versions of a store: state, sizes, metrics.
 
     "stored" is what was written with a version, "refers to" the chunks that it uses in files of
-    older versions; "ratio" is raw by stored.
+    older versions; "ratio" is raw by stored. A last line says how far replay logs lead on from the
+    newest complete version.
     """
-    from outlast.checkpoint.inspection.listing import list_saved, open_store, summarize
+    from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.inspection.listing import (
+        list_saved,
+        open_store,
+        summarize,
+        summarize_logs,
+    )
     from outlast.cli.ckpt_tables import print_versions
     from outlast.cli.figures import print_json
 
     storage = open_store(store)
     versions = [summarize(storage, version) for version in list_saved(storage)]
+    complete = [Version(each.session, each.step) for each in versions if each.state == "complete"]
+    logs = summarize_logs(storage, max(complete, default=None))
     if json:
-        print_json({"store": storage.location, "versions": versions})
+        print_json({"store": storage.location, "versions": versions, "logs": logs})
     else:
-        print_versions(storage.location, versions)
+        print_versions(storage.location, versions, logs)
 
 
 @ckpt.command()
@@ -160,10 +169,11 @@ def du(store: Store, json: AsJson = False) -> None:
     """Show what takes the space, and what deleting a version would free.
 
     "own" are files with chunks that no other version needs, "shared" those that others need too.
+    Replay logs are counted apart.
     """
     from outlast.checkpoint.inspection.listing import open_store
     from outlast.checkpoint.inspection.usage import usage
-    from outlast.cli.ckpt_tables import print_usage
+    from outlast.cli.ckpt_space import print_usage
     from outlast.cli.figures import print_json
 
     storage = open_store(store)
@@ -223,12 +233,13 @@ def prune(
 ) -> None:
     """Delete versions except those that are asked to stay, and remains of killed saves.
 
-    Chunks that a remaining version needs are kept. Refused while a live process owns the store.
+    Chunks that a remaining version needs are kept, and replay logs, which a run deletes itself when
+    it saves. Refused while a live process owns the store.
     """
     from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.inspection.listing import open_store
     from outlast.checkpoint.inspection.usage import prune_store
-    from outlast.cli.ckpt_tables import print_pruned
+    from outlast.cli.ckpt_space import print_pruned
     from outlast.cli.figures import print_json
 
     if keep is None and not every and not best:

@@ -1,4 +1,4 @@
-"""What ``outlast ckpt`` prints for people."""
+"""What ``outlast ckpt`` prints for people; for `du` and `prune`, see `ckpt_space`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from outlast.checkpoint.inspection.description import Coding, Description
     from outlast.checkpoint.inspection.difference import Difference, TensorChange, ValueChange
     from outlast.checkpoint.inspection.extract import Extracted
-    from outlast.checkpoint.inspection.listing import VersionSummary
-    from outlast.checkpoint.inspection.usage import Pruned, Usage
+    from outlast.checkpoint.inspection.listing import LogsSummary, VersionSummary
     from outlast.checkpoint.inspection.verification import Verdict
 
 _STYLES = {"ok": "green", "complete": "green", "incomplete": "yellow", "damaged": "red"}
 _VALUE_CHARACTERS = 60
 
 
-def print_versions(location: str, versions: Sequence[VersionSummary]) -> None:
-    """The list of versions, then what is wrong with some of them."""
+def print_versions(
+    location: str, versions: Sequence[VersionSummary], logs: LogsSummary | None
+) -> None:
+    """The list of versions, what is wrong with some of them, and how far replay logs lead on."""
     console = output()
     columns = [
         Column("step"),
@@ -73,6 +74,20 @@ def print_versions(location: str, versions: Sequence[VersionSummary]) -> None:
                 f"[{style}]step {each.step}, session {each.session}:[/] {escape(each.problem)}",
                 soft_wrap=True,
             )
+    if logs is not None:
+        console.print(_logs(logs), markup=False, soft_wrap=True)
+
+
+def _logs(logs: LogsSummary) -> str:
+    """One line."""
+    held = f"{count_text(logs.logs, 'replay log')} of {size_text(logs.stored_bytes)}"
+    if logs.base is None:
+        return f"{held}, and no complete version that they could lead on from"
+    use = f"none leads on from step {logs.base}"
+    if logs.step is not None:
+        verb = "leads" if logs.leading_on == 1 else "lead"
+        use = f"{logs.leading_on:,} {verb} on from step {logs.base} to step {logs.step}"
+    return "; ".join(filter(None, [f"{held}: {use}", logs.problem]))
 
 
 def print_description(found: Description, *, tensors: bool, values: bool) -> None:
@@ -305,77 +320,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= _VALUE_CHARACTERS else f"{text[: _VALUE_CHARACTERS - 4]} ..."
 
 
-def print_usage(location: str, found: Usage) -> None:
-    """What takes the space, by version and in all."""
-    console = output()
-    columns = [
-        Column("step"),
-        Column("session", optional=2),
-        Column("state", number=False, optional=1),
-        Column("raw", optional=3),
-        Column("own"),
-        Column("shared"),
-        Column("manifests"),
-        Column("freed if deleted"),
-    ]
-    rows = [
-        [
-            str(each.step),
-            str(each.session),
-            "complete" if each.complete else "incomplete",
-            size_text(each.raw_bytes),
-            size_text(each.own_bytes),
-            size_text(each.shared_bytes),
-            size_text(each.manifest_bytes),
-            size_text(each.freed_bytes),
-        ]
-        for each in found.versions
-    ]
-    print_table(console, columns, rows, location)
-    console.print()
-    sums = [
-        ("own chunks", found.own_bytes),
-        ("shared chunks", found.shared_bytes),
-        ("manifests", found.manifest_bytes),
-        ("temporary files", found.temporary_bytes),
-        ("files nobody needs", found.orphan_bytes),
-        ("total", found.total_bytes),
-    ]
-    print_table(
-        console,
-        [Column("what", number=False), Column("size")],
-        [[name, size_text(size)] for name, size in sums],
-    )
-    complete = [each for each in found.versions if each.raw_bytes is not None]
-    if complete:
-        average = found.raw_bytes // len(complete)
-        console.print(
-            f"{count_text(len(complete), 'version')} of {size_text(average)} in "
-            f"{size_text(found.total_bytes)}: {ratio_text(found.ratio)} smaller",
-        )
-
-
 def print_extracted(found: Extracted) -> None:
     """What was written where."""
     output().print(
         f"wrote {found.folder} to {found.directory}: {count_text(found.tensors, 'tensor')} "
         f"({size_text(found.bytes)}) in {count_text(len(found.files), 'file')}, "
         f"{count_text(found.values, 'value')} in values.json",
-        markup=False,
-        soft_wrap=True,
-    )
-
-
-def print_pruned(location: str, found: Pruned) -> None:
-    """What was deleted, or would be, and what stays."""
-    console = output()
-    for folder in found.deleted:
-        console.print(f"{'would delete' if found.dry_run else 'deleted'} {folder}")
-    verb = "would be" if found.dry_run else "were"
-    console.print(
-        f"{location}: {count_text(len(found.deleted), 'version')} {verb} deleted, "
-        f"{size_text(found.freed_bytes)} {verb} freed; {count_text(len(found.kept), 'version')} "
-        f"{'would stay' if found.dry_run else 'stay'}",
         markup=False,
         soft_wrap=True,
     )

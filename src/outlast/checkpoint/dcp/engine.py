@@ -158,7 +158,7 @@ class Engine:
                 catalogue=Catalogue(tensors),
                 pieces=pieces,
                 bounds=self._bounds(task.tensors, pieces),
-                notes={"metrics": task.metrics, "torch": torch.__version__, **DCP_NOTE},
+                notes={"metrics": task.metrics, "torch": str(torch.__version__), **DCP_NOTE},
             ),
             _go_on,
         )

@@ -6,11 +6,11 @@ a base tile, coded by byte planes. Names are part of the file format.
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import blosc2
 import numpy as np
 import zstandard
 
@@ -20,6 +20,8 @@ from outlast.checkpoint.format.planes import PlaneCoder, PlanePlan
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -30,8 +32,7 @@ DELTAS = (XOR, DIFFERENCE)
 
 _WORTH_CODING_BYTES = 64
 
-# The interpreter runs on while blosc2 works.
-blosc2.set_releasegil(True)
+_BLOSC2_CODECS = ("zstd", "lz4", "lz4hc", "zlib")
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,11 @@ class Compression:
 
     def __post_init__(self) -> None:
         """Refuse what blosc2 would not take."""
-        if self.codec not in ("auto", "none") and self.codec.upper() not in (
-            blosc2.Codec.__members__
-        ):
+        known = ("auto", "none", *_BLOSC2_CODECS)
+        if self.codec not in known:
             raise CheckpointError(
-                f'compression = "{self.codec}" is unknown; take auto, none, zstd, lz4, lz4hc or '
-                "zlib"
+                f'compression = "{self.codec}" is unknown; take {", ".join(known[:-1])} or '
+                f"{known[-1]}"
             )
         if not 1 <= self.level <= 9:
             raise CheckpointError(f"level = {self.level} must be between 1 (fast) and 9 (small)")
@@ -106,50 +106,54 @@ class Coder:
                 coded = self._plane_coder(itemsize).encode(raw, plan, rotate=not delta)
             else:
                 name = BLOSC2
-                coded = self._blosc2(raw, itemsize)
+                coded = self._by_blosc2(raw, itemsize)
             if len(coded) < size:
                 return name, coded
         return RAW, raw.tobytes()
 
-    def decode(self, codec: str, stored: bytes | memoryview, itemsize: int, size: int) -> Bytes:
-        """The inverse of `encode`.
+    def decode(
+        self, codec: str, stored: Sequence[bytes | memoryview], itemsize: int, size: int
+    ) -> Bytes:
+        """The inverse of `encode`, for several tiles of one size.
 
         Args:
-            codec: Name of the codec, without a delta.
-            stored: The stored bytes, whose checksum was found right.
+            codec: Name of their codec, without a delta.
+            stored: The stored bytes of each, whose checksums were found right.
             itemsize: Bytes of an element.
-            size: Bytes of the tile.
+            size: Bytes of each tile.
 
         Returns:
-            (size,) bytes; may share memory with `stored`.
+            (tiles, size) bytes.
 
         Raises:
-            CheckpointError: When the codec is unknown or the length is not `size`.
+            CheckpointError: When the codec is unknown or a length is not `size`.
         """
+        if codec not in (RAW, FILL, PLANES, BLOSC2):
+            raise CheckpointError(
+                f"the codec {codec!r} is unknown; a newer Outlast wrote it: update"
+            )
         try:
-            if codec == RAW:
-                raw = np.frombuffer(stored, np.uint8)
-            elif codec == FILL:
-                raw = np.tile(np.frombuffer(stored, np.uint8), size // max(len(stored), 1))
-            elif codec == PLANES:
-                raw = self._plane_coder(itemsize).decode(stored, size)
-            elif codec == BLOSC2:
-                raw = np.empty(size, np.uint8)
-                # blosc2 believes the size that stands in the code, whatever room there is.
-                if len(stored) < 8 or int.from_bytes(stored[4:8], "little") != size:
-                    raise ValueError("its head names another size")
-                blosc2.decompress2(stored, dst=raw)
-            else:
-                raise CheckpointError(
-                    f"codec {codec!r} is unknown; a newer Outlast wrote it: update"
-                )
-        except (RuntimeError, ValueError, struct.error, zstandard.ZstdError) as error:
+            if codec == PLANES:
+                return self._plane_coder(itemsize).decode(stored, size)
+            raw = np.empty((len(stored), size), np.uint8)
+            for row, each in zip(raw, stored, strict=True):
+                if codec == BLOSC2:
+                    # blosc2 believes the size that stands in the code, whatever room there is.
+                    if len(each) < 8 or int.from_bytes(each[4:8], "little") != size:
+                        raise ValueError("its head names another size")
+                    _blosc2().decompress2(each, dst=row)
+                elif codec == FILL:
+                    row.reshape(-1, len(each))[:] = np.frombuffer(each, np.uint8)
+                else:
+                    row[:] = np.frombuffer(each, np.uint8)
+        except (RuntimeError, ValueError, ZeroDivisionError, struct.error) as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
-        if raw.size != size:
-            raise CheckpointError(f"a tile has {raw.size} bytes where {size} were saved")
+        except zstandard.ZstdError as error:
+            raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
         return raw
 
-    def _blosc2(self, raw: Bytes, itemsize: int) -> bytes:
+    def _by_blosc2(self, raw: Bytes, itemsize: int) -> bytes:
+        blosc2 = _blosc2()
         coded: bytes = blosc2.compress2(
             raw,
             codec=blosc2.Codec[
@@ -170,6 +174,16 @@ class Coder:
         return self._planes[itemsize]
 
 
+@functools.cache
+def _blosc2() -> Any:
+    """The library, loaded when a tile needs it: most states are floats, and it takes memory."""
+    import blosc2
+
+    # The interpreter runs on while blosc2 works.
+    blosc2.set_releasegil(True)
+    return blosc2
+
+
 def _constant(raw: Bytes, itemsize: int) -> bool:
     """Whether all elements are alike; a look at the ends answers for most tiles."""
     if raw.size <= itemsize or raw[:itemsize].tobytes() != raw[-itemsize:].tobytes():
@@ -178,33 +192,32 @@ def _constant(raw: Bytes, itemsize: int) -> bool:
 
 
 def subtract(delta: str, raw: Bytes, base: Bytes, itemsize: int) -> Bytes:
-    """`raw` relative to `base`: their exclusive or, or their difference as unsigned integers."""
-    unsigned = _integers(itemsize)
+    """`raw` relative to `base`: their exclusive or, or their difference as unsigned integers.
+
+    Small negative differences become small integers: 0, -1, 1, -2 become 0, 1, 2, 3.
+    """
+    now, before = (each.view(_integers(itemsize)) for each in (raw, base))
     if delta == XOR:
-        return np.bitwise_xor(raw.view(unsigned), base.view(unsigned)).view(np.uint8)
-    return _zigzag(raw.view(unsigned) - base.view(unsigned)).view(np.uint8)
+        return np.bitwise_xor(now, before).view(np.uint8)
+    difference = now - before
+    sign = difference.view(f"i{difference.itemsize}") >> (8 * difference.itemsize - 1)
+    np.left_shift(difference, 1, out=difference)
+    np.bitwise_xor(difference, sign.view(difference.dtype), out=difference)
+    return difference.view(np.uint8)
 
 
 def add(delta: str, difference: Bytes, base: Bytes, itemsize: int) -> Bytes:
     """The inverse of `subtract`."""
-    unsigned = _integers(itemsize)
+    changed, before = (each.view(_integers(itemsize)) for each in (difference, base))
     if delta == XOR:
-        return np.bitwise_xor(difference.view(unsigned), base.view(unsigned)).view(np.uint8)
-    return (_unzigzag(difference.view(unsigned)) + base.view(unsigned)).view(np.uint8)
+        return np.bitwise_xor(changed, before).view(np.uint8)
+    sign = np.bitwise_and(changed, 1)
+    np.negative(sign, out=sign)
+    magnitude = np.right_shift(changed, 1)
+    np.bitwise_xor(magnitude, sign, out=magnitude)
+    return np.add(magnitude, before, out=magnitude).view(np.uint8)
 
 
 def _integers(itemsize: int) -> np.dtype[np.unsignedinteger]:
     # Complex numbers are pairs of reals.
     return np.dtype(f"<u{itemsize if itemsize in (1, 2, 4) else 8}")
-
-
-def _zigzag(value: NDArray[Any]) -> NDArray[Any]:
-    """Small negative numbers become small: 0, -1, 1, -2 to 0, 1, 2, 3."""
-    signed = value.view(f"i{value.itemsize}")
-    folded: NDArray[Any] = (signed << 1) ^ (signed >> (8 * value.itemsize - 1))
-    return folded.view(value.dtype)
-
-
-def _unzigzag(value: NDArray[Any]) -> NDArray[Any]:
-    folded: NDArray[Any] = (value >> 1) ^ (~(value & 1) + 1)
-    return folded

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import add, sub
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 TILE_BYTES = 128 << 10
 """A tile is at most this large, so that a partial read wastes little."""
 
-_SMALL_TILE_BYTES = 16 << 10
+# Smaller tiles would cost more for their code tables and manifests than partial reads gain; the
+# more so, the better their elements can be coded.
+_SMALL_TILE_BYTES = {4: 20 << 10, 8: 20 << 10}
+_SMALL_TILE_BYTES_ELSE = 40 << 10
 _INNER_ELEMENTS = 64
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a global tensor; both tuples have one entry per dimension."""
 
     offset: tuple[int, ...]
@@ -37,20 +39,18 @@ class Box:
     def overlap(self, other: Box) -> Box | None:
         """The common part of two boxes of one tensor; None when they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
-        end = map(min, self._end, other._end)
-        shape = tuple(last - first for first, last in zip(offset, end, strict=True))
-        return Box(offset, shape) if all(extent > 0 for extent in shape) else None
+        shape = tuple(map(sub, map(min, self.end, other.end), offset))
+        return Box(offset, shape) if min(shape, default=1) > 0 else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that pick this box out of an array that holds `outer`."""
-        return tuple(
-            slice(first - base, first - base + extent)
-            for first, extent, base in zip(self.offset, self.shape, outer.offset, strict=True)
-        )
+        first = tuple(map(sub, self.offset, outer.offset))
+        return tuple(map(slice, first, map(add, first, self.shape)))
 
     @property
-    def _end(self) -> tuple[int, ...]:
-        return tuple(first + extent for first, extent in zip(self.offset, self.shape, strict=True))
+    def end(self) -> tuple[int, ...]:
+        """The first index behind the box in every dimension."""
+        return tuple(map(add, self.offset, self.shape))
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -64,9 +64,10 @@ def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) ->
     Each dimension is cut into a power of two of equal parts, in turn, until a tile has at most
     `tile_bytes`: readers that split any dimension into 2, 4, 8, ... then find their borders on the
     grid. The first two dimensions are cut into four also where tiles get smaller than that, down
-    to 16 KiB, for the sake of readers that split the other dimension than the writers did. Rows
-    are not cut below 64 elements (32 for small tiles) while another dimension can still be cut,
-    because short runs are slow to copy.
+    to 20 KiB (40 KiB for 16-bit numbers), for the sake of readers that split the other dimension
+    than the writers did. Rows are not cut below 64 elements (32 for small tiles) while another
+    dimension can still be cut, because short runs are slow to copy. At the end, a step may be made
+    a little smaller, so that thirds, quarters and the like of the extent lie on the grid.
 
     Args:
         shape: Global shape.
@@ -90,7 +91,8 @@ def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) ->
     while size() > tile_bytes and (found := cuttable(_INNER_ELEMENTS) or cuttable(1)):
         cuts[min(found, key=lambda dimension: cuts[dimension])] *= 2
     if len(shape) > 1:
-        while size() >= 2 * _SMALL_TILE_BYTES and (
+        smallest = _SMALL_TILE_BYTES.get(itemsize, _SMALL_TILE_BYTES_ELSE)
+        while size() >= 2 * smallest and (
             found := [
                 each for each in cuttable(_INNER_ELEMENTS // 2) if each < 2 and cuts[each] < 4
             ]
@@ -122,7 +124,8 @@ def tiles(box: Box, steps: tuple[int, ...]) -> Iterator[Box]:
         for first, extent, step in zip(box.offset, box.shape, steps, strict=True)
     ]
     for spans_of_tile in itertools.product(*spans):
-        yield Box(tuple(s[0] for s in spans_of_tile), tuple(s[1] for s in spans_of_tile))
+        # Without dimensions there is one tile, of no extents.
+        yield Box(*zip(*spans_of_tile, strict=True)) if spans_of_tile else Box((), ())
 
 
 def _spans(first: int, extent: int, step: int) -> list[tuple[int, int]]:
@@ -142,7 +145,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         return True
     # Between neighbouring borders of the boxes every element has the same owners.
     borders = [
-        sorted({0, size} | {b.offset[d] for b in boxes} | {b._end[d] for b in boxes})
+        sorted({0, size} | {b.offset[d] for b in boxes} | {b.end[d] for b in boxes})
         for d, size in enumerate(shape)
     ]
     if sum(box.elements for box in boxes) < math.prod(shape):
@@ -152,7 +155,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         any(
             all(
                 first >= start and last <= end
-                for (first, last), start, end in zip(cell, box.offset, box._end, strict=True)
+                for (first, last), start, end in zip(cell, box.offset, box.end, strict=True)
             )
             for box in boxes
         )

@@ -131,13 +131,10 @@ class Part:
     bounds: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def chain(self, number: int) -> list[int]:
+    def chain(self, number: int) -> tuple[int, ...]:
         """Chunk `number` and the chunks that it is relative to, the delta first."""
-        found = []
-        while number >= 0:
-            found.append(number)
-            number = self.chunks[number].base
-        return found
+        base = self.chunks[number].base
+        return (number,) if base < 0 else (number, *self.chain(base))
 
     def tiles(self, name: str, facts: TensorFacts) -> Iterator[tuple[Box, int]]:
         """Every saved tile of tensor `name` with the number of its chunk."""

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from outlast.checkpoint.format import codec
@@ -21,7 +20,7 @@ from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 4 << 20
 _FILES_HELD = 256
+# Decoded together; half of a core's usual second-level cache.
+_DECODED_BYTES = 256 << 10
 
 
 class Wanted(NamedTuple):
@@ -72,14 +73,28 @@ class Counters:
             self.read_bytes += read
 
 
+class _Target(NamedTuple):
+    """Where some of a tile goes: an array, which part of it, and of the tile (nothing: all)."""
+
+    out: NDArray[Any]
+    there: tuple[slice, ...]
+    here: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, want: Wanted, tile: Box, common: Box) -> _Target:
+        """What `want` and `tile` have in common."""
+        return cls(want.out, common.within(want.box), () if common == tile else common.within(tile))
+
+
 class _Fetch(NamedTuple):
     """A tile to fetch, and all places that want some of it."""
 
     part: Part
-    chunk: int
+    name: str
+    chain: tuple[int, ...]
     tile: Box
     itemsize: int
-    wanted: list[Wanted]
+    targets: list[_Target]
 
 
 class VersionReader:
@@ -149,15 +164,6 @@ class VersionReader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def tiles(self) -> Iterator[tuple[str, Box, Bytes]]:
-        """Every saved tile: tensor name, box, content; for checks of the whole version."""
-        for part in self.contents.parts:
-            for name in part.pieces:
-                facts = self.contents.catalogue.tensors[name]
-                for tile, chunk in part.tiles(name, facts):
-                    blocks = self._read_chunks(part, [chunk])
-                    yield name, tile, self._decode(part, chunk, facts.itemsize, blocks, name)
-
     def check(self, done: Callable[[int], None] | None = None) -> int:
         """Decode and check everything that is stored; returns the number of chunks.
 
@@ -174,8 +180,8 @@ class VersionReader:
                     key = (part.packs[chunk.pack], chunk.offset, facts.itemsize)
                     if key not in seen:
                         seen.add(key)
-                        nowhere = Wanted(name, tile, np.empty(0, np.uint8))
-                        fetches.append(_Fetch(part, number, tile, facts.itemsize, [nowhere]))
+                        chain = part.chain(number)
+                        fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, []))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="verify") as pool:
             for size in pool.map(self._fetch, list(_batches(fetches))):
                 if done is not None:
@@ -193,27 +199,30 @@ class VersionReader:
             taken: set[Box] = set()
             for part in self.contents.parts:
                 for tile, chunk in part.tiles(name, facts):
-                    hits = [want for want in wants if want.box.overlap(tile) is not None]
+                    targets = [
+                        _Target.of(want, tile, common)
+                        for want in wants
+                        if (common := want.box.overlap(tile)) is not None
+                    ]
                     # Several ranks may have saved the same tile.
-                    if hits and tile not in taken:
+                    if targets and tile not in taken:
                         taken.add(tile)
-                        fetches.append(_Fetch(part, chunk, tile, facts.itemsize, hits))
+                        chain = part.chain(chunk)
+                        fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
         return fetches
 
     def _fetch(self, batch: list[_Fetch]) -> int:
         """Read, check, decode and place a batch of tiles; returns the bytes decoded."""
-        size = 0
         part = batch[0].part
-        blocks = self._read_chunks(part, [fetch.chunk for fetch in batch])
-        for fetch in batch:
-            name = fetch.wanted[0].name
-            raw = self._decode(part, fetch.chunk, fetch.itemsize, blocks, name)
+        blocks = self._read_chunks(part, (fetch.chain for fetch in batch))
+        size = 0
+        for alike in _alike(batch):
+            raw = self._decode(alike, blocks)
             size += raw.size
-            for want in fetch.wanted:
-                common = want.box.overlap(fetch.tile)
-                if common is not None and want.out.size:
-                    tile = raw.view(want.out.dtype).reshape(fetch.tile.shape)
-                    want.out[common.within(want.box)] = tile[common.within(fetch.tile)]
+            for row, fetch in zip(raw, alike, strict=True):
+                for target in fetch.targets:
+                    content = row.view(target.out.dtype).reshape(fetch.tile.shape)
+                    target.out[target.there] = content[target.here] if target.here else content
         self.counters.add(touched=size)
         return size
 
@@ -225,26 +234,26 @@ class VersionReader:
         coder: codec.Coder = self._local.coder
         return coder
 
-    def _read_chunks(self, part: Part, numbers: list[int]) -> dict[int, memoryview]:
+    def _read_chunks(self, part: Part, chains: Iterable[tuple[int, ...]]) -> dict[int, memoryview]:
         """The stored bytes of chunks and of their bases, neighbours in one read."""
-        chain = {number: part.chunks[number] for first in numbers for number in part.chain(first)}
-        ordered = sorted(chain, key=lambda number: (chain[number].pack, chain[number].offset))
+        chunks = part.chunks
+        # A chunk begins with its pack and offset.
+        ordered = sorted({number for chain in chains for number in chain}, key=chunks.__getitem__)
         blocks: dict[int, memoryview] = {}
         begin = 0
         while begin < len(ordered):
-            first = chain[ordered[begin]]
-            end, stop = begin, first.offset
+            pack, start = chunks[ordered[begin]][:2]
+            end, stop = begin, start
             while end < len(ordered):
-                chunk = chain[ordered[end]]
-                if chunk.pack != first.pack or chunk.offset > stop:
+                chunk = chunks[ordered[end]]
+                if chunk.pack != pack or chunk.offset > stop:
                     break
                 stop = max(stop, chunk.offset + chunk.length)
                 end += 1
-            data = memoryview(self._read(part.packs[first.pack], first.offset, stop - first.offset))
+            data = memoryview(self._read(part.packs[pack], start, stop - start))
             for number in ordered[begin:end]:
-                chunk = chain[number]
-                at = chunk.offset - first.offset
-                blocks[number] = data[at : at + chunk.length]
+                chunk = chunks[number]
+                blocks[number] = data[chunk.offset - start : chunk.offset - start + chunk.length]
             begin = end
         return blocks
 
@@ -270,43 +279,74 @@ class VersionReader:
         self.counters.add(read=len(data))
         return data
 
-    def _decode(
-        self, part: Part, number: int, itemsize: int, blocks: dict[int, memoryview], name: str
-    ) -> Bytes:
-        """The content of a chunk, from its first base on, with every checksum checked."""
+    def _decode(self, alike: list[_Fetch], blocks: dict[int, memoryview]) -> Bytes:
+        """The contents of tiles that are coded alike, each from its first base on, checked.
+
+        Args:
+            alike: The tiles, with the same codecs and sizes all along their chains.
+            blocks: Stored bytes by chunk number.
+
+        Returns:
+            (tiles, bytes of each).
+        """
+        part, itemsize = alike[0].part, alike[0].itemsize
         raw: Bytes | None = None
-        for each in reversed(part.chain(number)):
-            chunk = part.chunks[each]
-            where = f"{self._storage.location}/{part.packs[chunk.pack]}"
-            stored = blocks[each]
-            if xxhash.xxh3_128_hexdigest(stored) != chunk.stored_hash:
-                cut = "is cut short" if len(stored) < chunk.length else "is damaged"
-                raise CheckpointError(
-                    f"{where} {cut} at byte {chunk.offset} (in `{name}`): its content does not "
-                    "have the checksum that was written"
-                )
+        for level in reversed(range(len(alike[0].chain))):
+            stored = []
+            for fetch in alike:
+                number = fetch.chain[level]
+                block = blocks[number]
+                if xxhash.xxh3_128_hexdigest(block) != part.chunks[number].stored_hash:
+                    raise self._damaged(part, number, block, fetch.name)
+                stored.append(block)
+            chunk = part.chunks[alike[0].chain[level]]
             delta, plus, coded = part.codecs[chunk.codec].rpartition("+")
             try:
                 found = self._coder.decode(coded, stored, itemsize, chunk.size)
             except CheckpointError as error:
-                raise CheckpointError(f"{where}, `{name}`: {error}") from None
+                place = f"{self._storage.location}/{part.packs[chunk.pack]}"
+                raise CheckpointError(f"{place}, `{alike[0].name}`: {error}") from None
             if plus:
                 assert raw is not None
                 found = codec.add(delta, found, raw, itemsize)
             raw = found
         assert raw is not None
-        if xxhash.xxh3_128_hexdigest(raw.data) != part.chunks[number].content_hash:
-            raise CheckpointError(
-                f"{self._storage.location}: `{name}` decodes to other content than was saved"
-            )
+        for row, fetch in zip(raw, alike, strict=True):
+            if xxhash.xxh3_128_hexdigest(row.data) != part.chunks[fetch.chain[0]].content_hash:
+                raise CheckpointError(
+                    f"{self._storage.location}: `{fetch.name}` decodes to other content than was "
+                    "saved"
+                )
         return raw
+
+    def _damaged(self, part: Part, number: int, stored: memoryview, name: str) -> CheckpointError:
+        chunk = part.chunks[number]
+        cut = "is cut short" if len(stored) < chunk.length else "is damaged"
+        return CheckpointError(
+            f"{self._storage.location}/{part.packs[chunk.pack]} {cut} at byte {chunk.offset} (in "
+            f"`{name}`): its content does not have the checksum that was written"
+        )
+
+
+def _alike(batch: list[_Fetch]) -> Iterator[list[_Fetch]]:
+    """Tiles with the same codecs and sizes all along their chains, as many as fit into a cache."""
+    found: dict[tuple[object, ...], list[_Fetch]] = {}
+    for fetch in batch:
+        chunks = fetch.part.chunks
+        size = chunks[fetch.chain[0]].size
+        key = (fetch.itemsize, size, *(chunks[number].codec for number in fetch.chain))
+        group = found.setdefault(key, [])
+        group.append(fetch)
+        if len(group) * size >= _DECODED_BYTES:
+            yield found.pop(key)
+    yield from found.values()
 
 
 def _batches(fetches: list[_Fetch]) -> Iterator[list[_Fetch]]:
     """Tiles of one part whose chunks lie near each other, a few MiB at a time."""
 
     def place(fetch: _Fetch) -> tuple[int, str, int]:
-        chunk: Chunk = fetch.part.chunks[fetch.chunk]
+        chunk: Chunk = fetch.part.chunks[fetch.chain[0]]
         return id(fetch.part), fetch.part.packs[chunk.pack], chunk.offset
 
     batch: list[_Fetch] = []
@@ -316,6 +356,6 @@ def _batches(fetches: list[_Fetch]) -> Iterator[list[_Fetch]]:
             yield batch
             batch, size = [], 0
         batch.append(fetch)
-        size += fetch.part.chunks[fetch.chunk].length
+        size += fetch.part.chunks[fetch.chain[0]].length
     if batch:
         yield batch

@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.format.manifest import STATE
 from outlast.checkpoint.format.version import SEAL, Version, list_versions, load, read_seal
 from outlast.errors import CheckpointError
 
@@ -56,7 +55,6 @@ class Known:
     version: Version
     kind: str
     packs: frozenset[str]
-    requires: tuple[Version, ...]
     metrics: dict[str, float]
 
 
@@ -82,40 +80,24 @@ def _known(
 ) -> Known | None:
     seal = read_seal(storage, version)
     if seal is not None:
-        needs = tuple(Version(version.session, step) for step in seal.requires)
-        return Known(version, seal.kind, frozenset(seal.packs), needs, seal.metrics)
+        return Known(version, seal.kind, frozenset(seal.packs), seal.metrics)
     try:
         contents = load(storage, version) if read is None else read(version)
     except CheckpointError:
         return None
-    needs = tuple(contents.requires)
-    return Known(version, contents.kind, frozenset(contents.packs), needs, contents.metrics)
+    return Known(version, contents.kind, frozenset(contents.packs), contents.metrics)
 
 
 def to_keep(known: list[Known], policy: Retention) -> set[Version]:
-    """The versions that stay, with all that they need; `known` runs from old to new."""
-    states = [each for each in known if each.kind == STATE]
-    kept = {each.version for each in states[-policy.keep :]}
+    """The versions that stay; `known` runs from old to new."""
+    kept = {each.version for each in known[-policy.keep :]}
     if policy.every:
-        kept |= {each.version for each in states if each.version.step % policy.every == 0}
+        kept |= {each.version for each in known if each.version.step % policy.every == 0}
     if policy.best:
-        rated = [each for each in states if policy.metric in each.metrics]
+        rated = [each for each in known if policy.metric in each.metrics]
         sign = 1.0 if policy.mode == "min" else -1.0
         rated.sort(key=lambda each: (sign * each.metrics[policy.metric], -each.version.step))
         kept |= {each.version for each in rated[: policy.best]}
-    # A log is of use as long as it leads on from the newest state.
-    if states:
-        kept |= {each.version for each in known if each.version > states[-1].version}
-    else:
-        kept |= {each.version for each in known}
-    by_version = {each.version: each for each in known}
-    waiting = list(kept)
-    while waiting:
-        each = by_version.get(waiting.pop())
-        for needed in each.requires if each is not None else ():
-            if needed not in kept:
-                kept.add(needed)
-                waiting.append(needed)
     return kept
 
 
@@ -156,30 +138,21 @@ def prune(
         if any(name.endswith(".json") for name in files):
             deleted.append(version)
         if not dry_run:
-            _delete(storage, version, files, packs)
+            delete(storage, version, files, packs)
     return deleted
 
 
-def prune_logs(storage: Storage, newest: Version) -> None:
-    """Delete the replay logs that lead to `newest`, the newest complete version of the state.
+def delete(storage: Storage, version: Version, files: dict[str, int], packs: set[str]) -> None:
+    """Delete a version but for `packs`; what cannot be deleted now waits for next time.
 
-    The newest complete log stays, and all after it, which may be under way.
+    The manifests go first, so that what a cut deletion leaves is no version.
 
     Args:
-        storage: The storage of the logs alone.
-        newest: The version that logs have to come after to be of use.
+        storage: The store.
+        version: Which.
+        files: The files in its folder.
+        packs: Files that other versions need.
     """
-    known = complete_versions(storage)
-    # What comes next may refer to the packs of the last one.
-    needed = min(newest, known[-1].version) if known else newest
-    packs = {pack for each in known if each.version >= needed for pack in each.packs}
-    for version in list_versions(storage):
-        if version < needed:
-            _delete(storage, version, storage.files(version.folder), packs)
-
-
-def _delete(storage: Storage, version: Version, files: dict[str, int], packs: set[str]) -> None:
-    """Delete the manifests first, so that what a cut deletion leaves is no version."""
     names = [f"{version.folder}/{name}" for name in files]
     manifests = sorted(name for name in names if name.endswith(".json"))
     manifests.sort(key=lambda name: not name.endswith(SEAL))

@@ -7,6 +7,7 @@
         rank-00001-of-00002.json ...
         catalogue-6c3f0d1e9a7b2c45.json    names, types and shapes of all tensors
         version.json                       the seal: written when all parts are there
+      replay/step-00000201-a1/ ...         replay logs: see `logs`
 
 No pointer says which version is the newest: that is the last one, by session and step, whose parts
 together hold every element of every tensor in its catalogue. A session is one owner of the store; a

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from outlast.checkpoint.format.logs import leading_on, logs_of
 from outlast.checkpoint.format.manifest import root_of, unsealed
 from outlast.checkpoint.format.storage import TEMPORARY, storage_of
 from outlast.checkpoint.format.version import SEAL, Seal, Version, list_versions, load
@@ -187,6 +188,55 @@ def summarize(storage: Storage, version: Version) -> VersionSummary:
         ratio(raw_bytes, stored_bytes),
         contents.parts[0].notes.get("metrics", {}),
     )
+
+
+@dataclass(frozen=True)
+class LogsSummary:
+    """The replay logs of a store.
+
+    Attributes:
+        logs: Number of logs, of use or not.
+        base: Step of the newest complete version; None when there is none.
+        leading_on: Number of logs that lead on from that version without a gap.
+        step: The step that they lead to; None when there are none.
+        problem: Why newer logs do not lead on; may be empty.
+        stored_bytes: Bytes of the files of all logs.
+    """
+
+    logs: int
+    base: int | None
+    leading_on: int
+    step: int | None
+    problem: str
+    stored_bytes: int
+
+
+def summarize_logs(storage: Storage, base: Version | None) -> LogsSummary | None:
+    """What a list of versions says about the replay logs of a store; None when it has none.
+
+    Args:
+        storage: The store.
+        base: Its newest complete version.
+    """
+    logs = logs_of(storage)
+    count = len(list_saved(logs))
+    if not count:
+        return None
+    run, problem = ([], "") if base is None else leading_on(logs, base)
+    return LogsSummary(
+        count,
+        None if base is None else base.step,
+        len(run),
+        run[-1].step if run else None,
+        problem,
+        logs_size(storage),
+    )
+
+
+def logs_size(storage: Storage) -> int:
+    """Bytes of all files among the replay logs of a store."""
+    logs = logs_of(storage)
+    return sum(sum(logs.files(folder).values()) for folder in ("", *logs.folders()))
 
 
 def raw_size(catalogue: Catalogue) -> int:

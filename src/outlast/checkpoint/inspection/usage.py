@@ -9,12 +9,12 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.manifest import Part
+from outlast.checkpoint.format.manifest import REPLAY, Part
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.retention import Retention, complete_versions, prune, to_keep
 from outlast.checkpoint.format.storage import TEMPORARY, LocalStorage
 from outlast.checkpoint.format.version import Version, list_versions, load, read_seal
-from outlast.checkpoint.inspection.listing import raw_size
+from outlast.checkpoint.inspection.listing import logs_size, raw_size
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class VersionUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a store takes; `total_bytes` is the sum of the five below it.
+    """What a store takes; `total_bytes` is the sum of the six below it.
 
     Attributes:
         versions: From old to new.
@@ -65,7 +65,8 @@ class Usage:
         manifest_bytes: Manifests.
         temporary_bytes: Temporary files: of killed saves, or of one under way.
         orphan_bytes: Other files that no version refers to.
-        ratio: `raw_bytes` / `total_bytes`.
+        log_bytes: Replay logs, and what killed saves left behind among them.
+        ratio: `raw_bytes` / (`total_bytes` - `log_bytes`).
     """
 
     versions: tuple[VersionUsage, ...]
@@ -76,6 +77,7 @@ class Usage:
     manifest_bytes: int
     temporary_bytes: int
     orphan_bytes: int
+    log_bytes: int
     ratio: float
 
 
@@ -114,7 +116,8 @@ def usage(storage: Storage) -> Usage:
         )
     temporary = {name: size for name, size in sizes.items() if name.endswith(TEMPORARY)}
     temporary |= {n: size for n, size in storage.files("").items() if n.endswith(TEMPORARY)}
-    total_bytes = sum({**sizes, **temporary}.values())
+    version_bytes = sum({**sizes, **temporary}.values())
+    log_bytes = logs_size(storage)
     own_bytes = sum(each.own_bytes for each in versions)
     shared_bytes = sum(sizes.get(pack, 0) for pack, count in users.items() if count > 1)
     manifest_bytes = sum(each.manifest_bytes for each in versions)
@@ -123,13 +126,14 @@ def usage(storage: Storage) -> Usage:
     return Usage(
         tuple(versions),
         raw_bytes,
-        total_bytes,
+        version_bytes + log_bytes,
         own_bytes,
         shared_bytes,
         manifest_bytes,
         temporary_bytes,
-        total_bytes - own_bytes - shared_bytes - manifest_bytes - temporary_bytes,
-        raw_bytes / total_bytes if total_bytes else 0.0,
+        version_bytes - own_bytes - shared_bytes - manifest_bytes - temporary_bytes,
+        log_bytes,
+        raw_bytes / version_bytes if version_bytes else 0.0,
     )
 
 
@@ -180,9 +184,11 @@ class Pruned:
 def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
     """Delete the versions that `policy` does not keep; see `retention.prune`.
 
+    Replay logs are left to the store, which deletes those of no more use when it saves.
+
     Raises:
         CheckpointError: When a live process owns the store, a version that would stay is damaged,
-            or no version has the metric by which the best are chosen.
+            no version has the metric by which the best are chosen, or these are replay logs.
     """
     if dry_run:
         return _prune(storage, policy, dry_run=True)
@@ -192,6 +198,11 @@ def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -
 
 def _prune(storage: Storage, policy: Retention, *, dry_run: bool) -> Pruned:
     known = complete_versions(storage)
+    if any(each.kind == REPLAY for each in known):
+        raise CheckpointError(
+            f"{storage.location} holds replay logs, each of which needs those before it; give the "
+            "store above it"
+        )
     metrics = sorted({name for each in known for name in each.metrics})
     if policy.best and policy.metric not in metrics:
         raise CheckpointError(

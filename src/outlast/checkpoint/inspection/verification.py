@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from outlast.checkpoint.format.logs import states_of
 from outlast.checkpoint.format.manifest import Part, Piece
 from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.version import SEAL, Seal, Version, load
@@ -118,7 +119,7 @@ def _lacking(storage: Storage, contents: Contents) -> Iterator[str]:
     """A sentence for each version that a replay log starts from and that is not complete."""
     for required in contents.requires:
         try:
-            load(storage, required)
+            load(states_of(storage), required)
         except CheckpointError as error:
             yield f"it starts from step {required.step}, which cannot be used: {error}"
 

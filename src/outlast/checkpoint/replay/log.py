@@ -17,57 +17,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint.format import values
-from outlast.checkpoint.format.manifest import REPLAY
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.version import SEAL, UnfinishedError, Version, list_versions
 from outlast.checkpoint.lane import SaveHandle, SaveResult
-from outlast.checkpoint.restore import Targets, read_into, whole_tensor
-from outlast.checkpoint.state import (
-    Live,
-    State,
-    has_extra_state,
-    local_box,
-    module_tensors,
-    name_of,
-    optimizers_of,
-    parameter_names,
-    plain_modules,
+from outlast.checkpoint.replay.trained import (
+    DIGEST,
+    EXTRA,
+    GRADIENT,
+    OBJECT,
+    Changes,
+    Trained,
+    put_into,
 )
+from outlast.checkpoint.state import Live, State, has_extra_state, optimizers_of, plain_modules
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from outlast.checkpoint.agreement import Ranks
-    from outlast.checkpoint.format.version import Contents
     from outlast.checkpoint.store import CheckpointStore, LastSave
-    from outlast.checkpoint.tiers import Place
 
 GradientKind = Literal["bf16", "exact"]
-Digest = dict[str, list[int]]
-"""Name to the sum of a tensor's bits read as integers, and that of their squares, modulo 2^64."""
-
-_GRADIENT, _TENSOR, _SETTINGS, _OBJECT, _EXTRA, _DIGEST = (
-    "gradient.",
-    "tensor.",
-    "settings.",
-    "object.",
-    "extra.",
-    "digest.",
-)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MODULUS = 1 << 64
-# A chunk and its squares stay in a core's cache, or fill a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 16}
-_CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 
 
 class ReplayLog:
@@ -110,8 +84,8 @@ class ReplayLog:
         self._store = store
         self._state = dict(state)
         self._rounded = gradient == "bf16"
-        self._trained = _Trained(state, store._ranks)
-        self._changes = _Changes(self._trained.module)
+        self._trained = Trained(state, store._ranks)
+        self._changes = Changes(self._trained.module)
         self._seen: LastSave | None = None
         self._bases: list[tuple[int, SaveHandle]] = []
         self._last_step: int | None = None
@@ -137,11 +111,11 @@ class ReplayLog:
         """
         reason = self._reason_not_to(step)
         if self._trained.outdated:
-            self._trained = _Trained(self._state, self._store._ranks)
+            self._trained = Trained(self._state, self._store._ranks)
         trained, live = self._trained, Live()
         live.tensors.update(self._changes.found())
         for name, gradient in trained.take_gradients(self._rounded, copy=not reason):
-            live.tensors[_GRADIENT + name] = gradient
+            live.tensors[GRADIENT + name] = gradient
         before = {} if reason else trained.settings("before", live)
         trained.step()
         if then is not None:
@@ -155,7 +129,7 @@ class ReplayLog:
             live.values[name] = {**settings, **after[name]}
         _collect_objects(self._state, live)
         if digest := trained.digest():
-            live.values[f"{_DIGEST}{self._store._ranks.rank}"] = digest
+            live.values[f"{DIGEST}{self._store._ranks.rank}"] = digest
         self._log = self._store.log_async(step, live, base=self._bases[0][0])
         return self._log
 
@@ -245,485 +219,10 @@ def _collect_objects(state: State, live: Live) -> None:
         if isinstance(value, nn.Module):
             for name, module in plain_modules(value):
                 if has_extra_state(module):
-                    path = f"{_EXTRA}{name}"
-                    live.values[path] = values.encode(module.get_extra_state(), path, _put(live))
-        elif optimizers_of(value) is None:
-            path = f"{_OBJECT}{key}"
-            live.values[path] = values.encode(value.state_dict(), path, _put(live))
-
-
-def _put(live: Live) -> Callable[[str, Any], str | None]:
-    def put(path: str, value: Any) -> str | None:
-        if isinstance(value, DTensor):
-            raise CheckpointError(
-                f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
-                "parameter or buffer of the module"
-            )
-        if isinstance(value, torch.Tensor):
-            # A schedule may change it in place before the log is copied.
-            live.tensors[path] = value.detach().clone()
-            live.objects.add(path)
-            return "torch"
-        try:
-            live.tensors[path] = torch.from_numpy(value.copy(order="C")).reshape(value.shape)
-        except (AttributeError, TypeError, ValueError):
-            return None
-        live.objects.add(path)
-        return "numpy"
-
-    return put
-
-
-class _Trained:
-    """The parameters that optimizers train, by their plain names; made by all ranks together."""
-
-    def __init__(self, state: State, ranks: Ranks) -> None:
-        self.module = next(each for each in state.values() if isinstance(each, nn.Module))
-        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
-        self.parameters: dict[str, torch.Tensor] = {}
-        self._names: dict[int, str] = {}
-        for key, value in state.items():
-            optimizers = None if isinstance(value, nn.Module) else optimizers_of(value)
-            if optimizers:
-                self._names = parameter_names(state, key)
-                self.optimizers += [(key, optimizer) for optimizer in optimizers]
-        for key, optimizer in self.optimizers:
-            for parameter in _parameters_of(optimizer):
-                self.parameters[name_of(parameter, self._names, key)] = parameter
-        boxes = {name: local_box(each)[0] for name, each in self.parameters.items()}
-        # What several ranks hold is counted by the first of them.
-        earlier = ranks.gather(boxes)[: ranks.rank]
-        self._first_of_name = {name for name in boxes if not any(name in each for each in earlier)}
-        self._first_of_box = {
-            name
-            for name, box in boxes.items()
-            if not any(each.get(name) == box for each in earlier)
-        }
-
-    @property
-    def outdated(self) -> bool:
-        """Whether an optimizer was given other parameters."""
-        now = {id(each) for _, optimizer in self.optimizers for each in _parameters_of(optimizer)}
-        return now != {id(each) for each in self.parameters.values()}
-
-    def take_gradients(self, rounded: bool, *, copy: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bring all gradients into the form in which they are replayed; yield copies if asked to.
-
-        Args:
-            rounded: Whether to round them in place to bfloat16.
-            copy: Whether to yield name and copy, as bfloat16 where they were rounded.
-        """
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
-                    raise CheckpointError(
-                        f"the gradient of `{name}` is {gradient.layout}, {gradient.dtype}; only a "
-                        f"dense one of the parameter's type {parameter.dtype} can be replayed"
+                    path = f"{EXTRA}{name}"
+                    live.values[path] = values.encode(
+                        module.get_extra_state(), path, put_into(live)
                     )
-                if gradient.stride() != parameter.stride():
-                    # Kernels may round differently on another layout.
-                    gradient = torch.empty_like(parameter).copy_(gradient)
-                    parameter.grad = gradient
-                if rounded and gradient.is_floating_point():
-                    taken = gradient.to(torch.bfloat16)
-                    if taken is not gradient:
-                        gradient.copy_(taken)
-                    elif copy:
-                        taken = taken.clone()
-                    if copy:
-                        yield name, taken
-                elif copy:
-                    yield name, gradient.clone()
-
-    def settings(self, when: str, live: Live) -> dict[str, dict[str, Any]]:
-        """Settings of all parameter groups under the key `when`, by their names in the log."""
-        found = {}
-        for key, optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                names = [self._names[id(parameter)] for parameter in group["params"]]
-                if names:
-                    path = f"{_SETTINGS}{key}.{names[0]}"
-                    content = {name: each for name, each in group.items() if name != "params"}
-                    encoded = values.encode(content, f"{path}.{when}", _put(live))
-                    found[path] = {"optimizer": key, "parameters": names, when: encoded}
-        return found
-
-    def set_settings(self, settings: list[dict[str, Any]], when: str) -> None:
-        """The inverse of `settings`, after decoding."""
-        known = {
-            (each["optimizer"], name): each[when]
-            for each in settings
-            for name in each["parameters"]
-        }
-        for key, optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                wanted = [(key, self._names[id(parameter)]) for parameter in group["params"]]
-                if not wanted:
-                    continue
-                if any(known.get(each) is not known.get(wanted[0]) for each in wanted):
-                    raise CheckpointError(f"`{key}` has other parameter groups than were logged")
-                if wanted[0] not in known:
-                    raise CheckpointError(f"there are no settings of `{wanted[0][1]}` for `{key}`")
-                for name, value in known[wanted[0]].items():
-                    if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
-                        group[name].copy_(value)
-                    else:
-                        group[name] = value
-
-    def step(self) -> None:
-        """One step of every optimizer."""
-        for _, optimizer in self.optimizers:
-            optimizer.step()
-
-    def digest(self) -> Digest:
-        """The sums of all parameters and optimizer states that this rank counts.
-
-        Sums over ranks do not depend on how the tensors are sharded, and integer sums not on the
-        order of summation.
-        """
-        names, sums = [], []
-        for name, parameter in self.parameters.items():
-            if name in self._first_of_box:
-                names.append(name)
-                sums.append(_sums_of_bits(parameter))
-        for key, optimizer in self.optimizers:
-            for parameter in _parameters_of(optimizer):
-                name = self._names[id(parameter)]
-                for part, tensor in optimizer.state.get(parameter, {}).items():
-                    if isinstance(tensor, torch.Tensor) and self._counts(name, tensor):
-                        names.append(f"{key}.state.{name}.{part}")
-                        sums.append(_sums_of_bits(tensor))
-        # One transfer per device, not one per tensor.
-        return dict(zip(names, _on_host(sums), strict=True))
-
-    def _counts(self, name: str, tensor: torch.Tensor) -> bool:
-        parameter = self.parameters[name]
-        if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
-            return name in self._first_of_name
-        alike = tensor.placements == parameter.placements
-        return name in (self._first_of_box if alike else self._first_of_name)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """(2,) int64: the wrapping sums of the local elements' bits as integers, and of the squares."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        local = torch.view_as_real(local) if local.is_complex() else local
-        bits = local.view(_INTEGERS[local.element_size()]).reshape(-1)
-        total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-        size = _CHUNK_ELEMENTS.get(bits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
-        for chunk in torch.split(bits, size):
-            wide = chunk.to(torch.int64, copy=True)
-            total[0] += wide.sum()
-            total[1] += wide.mul_(wide).sum()
-        return total
-
-
-def _on_host(sums: list[torch.Tensor]) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-    for device in {each.device for each in sums}:
-        numbers = [number for number, each in enumerate(sums) if each.device == device]
-        rows = torch.stack([sums[number] for number in numbers]).tolist()
-        found.update(zip(numbers, ([each % _MODULUS for each in row] for row in rows), strict=True))
-    return [found[number] for number in range(len(sums))]
-
-
-class _Changes:
-    """What a step changes apart from the optimizers: buffers, and parameters moved by hand."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._copies: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
-        self.mark()
-        self.found()
-
-    def mark(self) -> None:
-        """Take the parameters as they are now as unchanged; called when the optimizers are done."""
-        self._versions = dict(self._versions_now())
-
-    def found(self) -> dict[str, torch.Tensor]:
-        """What has changed since the mark, or the call before, by its name in the log."""
-        tensors = dict(module_tensors(self._module))
-        # Parameters are large: a version counter tells of changes in place. Copies, because the
-        # optimizers go on with them.
-        changed = {
-            _TENSOR + name: tensors[name].detach().clone()
-            for name, version in self._versions_now()
-            if self._versions.get(name) != version
-        }
-        buffers = {
-            name: local_box(tensor)[1]
-            for name, tensor in tensors.items()
-            if not isinstance(tensor, nn.Parameter)
-        }
-        for name, different in zip(buffers, self._compare(buffers), strict=True):
-            if different:
-                changed[_TENSOR + name] = tensors[name]
-                self._copies[name] = buffers[name].clone()
-        return changed
-
-    def _versions_now(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        for name, tensor in module_tensors(self._module):
-            if isinstance(tensor, nn.Parameter):
-                memory = local_box(tensor)[1]
-                yield name, (memory.data_ptr(), memory._version)
-
-    def _compare(self, buffers: dict[str, torch.Tensor]) -> list[bool]:
-        """Whether each differs from its copy; kernels that change buffers count no version."""
-        results = []
-        for name, memory in buffers.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != memory.shape or copy.dtype != memory.dtype:
-                results.append(torch.tensor([True]))
-            else:
-                results.append(_bytes(copy).ne(_bytes(memory)).any().reshape(1))
-        devices = {each.device for each in results}
-        if len(devices) == 1 and results:
-            return [bool(each) for each in torch.cat(results).tolist()]
-        return [bool(each) for each in results]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-@dataclass
-class Replayed:
-    """How far a run of logs could be replayed.
-
-    Attributes:
-        count: Logs whose digest fits, from the first on.
-        problem: Why the next one could not be used; empty when all could. The live objects are of
-            no use then.
-        read_bytes: Bytes read from the storage by this rank.
-        needed_bytes: Bytes of the tensors read.
-    """
-
-    count: int = 0
-    problem: str = ""
-    read_bytes: int = 0
-    needed_bytes: int = 0
-
-
-def logs_after(place: Place, base: Version) -> tuple[list[Version], str]:
-    """The complete logs that lead on from `base` without a gap, and why newer ones do not.
-
-    A newest log that was cut short is passed over without a word: its step was not yet safe.
-
-    Args:
-        place: Of the logs.
-        base: A version of the state.
-    """
-    later = [each for each in list_versions(place.storage) if each > base]
-    run: list[Version] = []
-    cause = ""
-    for log in later:
-        expected = Version(base.session, base.step + len(run) + 1)
-        if log != expected:
-            cause = f"that of step {expected.step} is missing"
-            if log.session != base.session:
-                cause = "the version that they start from cannot be used"
-            break
-        if problem := _unusable(place, log):
-            cause = problem if log != later[-1] else ""
-            break
-        run.append(log)
-    rest = later[len(run) :]
-    if not cause:
-        return run, ""
-    steps = f"step {rest[0].step}"
-    if len(rest) > 1:
-        steps = f"steps {rest[0].step} to {rest[-1].step}"
-    return run, f"the replay logs of {steps} cannot be used: {cause}"
-
-
-def _unusable(place: Place, log: Version) -> str:
-    """Why a log was never published; empty when it was, even if it is damaged."""
-    if SEAL not in place.storage.files(log.folder):
-        try:
-            place.load(log)
-        except UnfinishedError:
-            return f"that of step {log.step} is incomplete"
-        except CheckpointError as error:
-            return str(error)
-    return ""
-
-
-def replay(place: Place, logs: list[Version], state: State, ranks: Ranks) -> Replayed:
-    """Apply `logs`, one after the other, to live objects that hold the version before them.
-
-    All ranks call it together, and agree after every part of it.
-
-    Args:
-        place: Of the logs.
-        logs: Those of consecutive steps.
-        state: Module, optimizers and other objects.
-        ranks: Those that restore together.
-    """
-    replayed = Replayed()
-    trained = _Trained(state, ranks)
-    for log in logs:
-        step, problem = None, ""
-        try:
-            with VersionReader(place.storage, place.load(log)) as reader:
-                step = _read(reader, trained, state, whole=log == logs[-1])
-                replayed.read_bytes += reader.counters.read_bytes
-                replayed.needed_bytes += reader.counters.needed_bytes
-        except Exception as error:
-            # Whatever it is, the other ranks wait for an answer.
-            problem = _words(error)
-        problem = ranks.first_problem(problem)
-        if step is not None and not problem:
-            problem = _take(step, trained, ranks, private=place.private)
-        if problem:
-            replayed.problem = f"step {log.step} could not be replayed: {problem}"
-            break
-        replayed.count += 1
-        if step is not None and log == logs[-1]:
-            _install(step, trained, state)
-    for parameter in trained.parameters.values():
-        parameter.grad = None
-    return replayed
-
-
-@dataclass
-class _Step:
-    """A log as it was read; gradients and buffers are in their places already.
-
-    Attributes:
-        digest: The sums over all ranks whose parts were read.
-        settings: One entry for every parameter group.
-        objects: States of other objects by their names in the log; read for the last step only.
-    """
-
-    digest: Digest = field(default_factory=dict)
-    settings: list[dict[str, Any]] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
-
-
-def _read(reader: VersionReader, trained: _Trained, state: State, *, whole: bool) -> _Step:
-    """Read gradients into ``.grad`` and buffers into the module, and the rest.
-
-    Raises:
-        CheckpointError: When the log is damaged or does not fit the state.
-    """
-    contents = reader.contents
-    if contents.kind != REPLAY:
-        raise CheckpointError("it is no replay log")
-    read_into(_targets(contents, trained), reader)
-    saved = contents.values
-
-    def tensor(name: str, kind: str) -> Any:
-        found = whole_tensor(reader, name)
-        return found.numpy() if kind == "numpy" else found
-
-    step = _Step()
-    wanted = {f"{_OBJECT}{key}" for key in _objects_of(state)}
-    for name, value in saved.items():
-        if name.startswith(_DIGEST):
-            _add(step.digest, value)
-        elif name.startswith(_SETTINGS):
-            step.settings.append(values.decode(value, tensor))
-        elif whole and (name in wanted or name.startswith(_EXTRA)):
-            step.objects[name] = values.decode(value, tensor)
-    if whole and (missing := sorted(wanted - set(step.objects))):
-        raise CheckpointError(
-            f"it has no `{missing[0].removeprefix(_OBJECT)}`; give ReplayLog the whole state"
-        )
-    return step
-
-
-def _targets(contents: Contents, trained: _Trained) -> Targets:
-    """Where gradients and buffers go; parameters without a logged gradient are given none."""
-    targets = Targets()
-    live = dict(module_tensors(trained.module))
-    for parameter in trained.parameters.values():
-        parameter.grad = None
-    for name, facts in contents.catalogue.tensors.items():
-        kind, _, own = name.partition(".")
-        if f"{kind}." == _GRADIENT:
-            tensor = trained.parameters.get(own)
-            if tensor is not None:
-                with torch.no_grad():
-                    tensor.grad = torch.empty_like(tensor)
-                targets.tensors[name] = tensor.grad
-        elif f"{kind}." == _TENSOR:
-            tensor = live.get(own)
-            if tensor is not None:
-                targets.tensors[name] = tensor
-        else:
-            continue
-        if tensor is None or tuple(tensor.shape) != facts.shape:
-            raise CheckpointError(
-                f"it has a `{name}` of shape {facts.shape}, which does not fit the model"
-            )
-    return targets
-
-
-def _take(step: _Step, trained: _Trained, ranks: Ranks, *, private: bool) -> str:
-    """Run the optimizers and compare; the same answer on all ranks: what is wrong, or empty."""
-    problem, digest = "", {}
-    try:
-        trained.set_settings(step.settings, "before")
-        trained.step()
-        digest = trained.digest()
-    except Exception as error:
-        # An optimizer that cannot go on from here is no reason to give up what was restored.
-        problem = _words(error)
-    total: Digest = {}
-    logged: Digest = {}
-    for number, (rank_problem, part, known) in enumerate(
-        ranks.gather((problem, digest, step.digest))
-    ):
-        problem = problem or rank_problem
-        _add(total, part)
-        # In a private place each rank reads the sums that it wrote itself, else those of all.
-        if private or number == 0:
-            _add(logged, known)
-    if problem:
-        return problem
-    wrong = sorted(name for name in {*total, *logged} if total.get(name) != logged.get(name))
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return (
-        f"it gives other bits of `{wrong[0]}`{more} than in training; the optimizer, its kernels "
-        "or the gradient are not the same"
-    )
-
-
-def _words(error: Exception) -> str:
-    named = isinstance(error, CheckpointError)
-    return str(error) if named else f"{type(error).__name__}: {error}"
-
-
-def _add(total: Digest, part: Digest) -> None:
-    for name, sums in part.items():
-        known = total.get(name, [0, 0])
-        total[name] = [(one + other) % _MODULUS for one, other in zip(known, sums, strict=True)]
-
-
-def _objects_of(state: State) -> list[str]:
-    return [
-        key
-        for key, value in state.items()
-        if not isinstance(value, nn.Module) and optimizers_of(value) is None
-    ]
-
-
-def _install(step: _Step, trained: _Trained, state: State) -> None:
-    """Hand over the settings and other states as they are after the step."""
-    trained.set_settings(step.settings, "after")
-    for key in _objects_of(state):
-        state[key].load_state_dict(step.objects[f"{_OBJECT}{key}"])
-    for name, module in plain_modules(trained.module):
-        if f"{_EXTRA}{name}" in step.objects:
-            module.set_extra_state(step.objects[f"{_EXTRA}{name}"])
+        elif optimizers_of(value) is None:
+            path = f"{OBJECT}{key}"
+            live.values[path] = values.encode(value.state_dict(), path, put_into(live))

@@ -1,263 +1,35 @@
-"""Tiers: copies of versions in slower, safer places than the one that a store saves to.
+"""All tiers of a store, and the threads that copy versions downwards. Needs no torch.
 
-    memory (tmpfs)  ->  node-local disk  ->  shared file system or object store
-
-A version is saved to the first tier; a background thread for each lower tier copies every n-th one
-on, file by file: packs, catalogue, manifests, and last the seal, so a version that was copied by
-half is none. A tier copies from the tier before it if that has the version, else from the first.
-Retention of a tier leaves what a lower tier still waits for. A copy that fails is reported and not
-tried again: the next version that is due takes its place. Beside those that are due, the newest
-version is copied when the store is closed, and the newest one that the session before did not copy
-any more at the first save of the next.
-
-Of a *private* tier, such as a node's own disk, other ranks see nothing. Each rank has a store of
-its own there, in a folder ``rank-00003``, with all that it holds. Copied on to a shared tier, the
-parts of all ranks make a version as any other, in which replicated tensors lie once per rank.
-
-A lower tier that cannot be reached hinders no save. While it is away, its sessions are not known,
-and a restore that finds no version in the other tiers fails rather than to start anew.
-
-Needs no torch.
+A background thread for each lower tier copies every n-th version on. A tier copies from the tier
+before it if that has the version, else from the first. Retention of a tier leaves what a lower tier
+still waits for. A copy that fails is reported and not tried again: the next version that is due
+takes its place. Beside those that are due, the newest version is copied when the store is closed,
+and the newest one that the session before did not copy any more at the first save of the next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
-import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xxhash
-
-from outlast.checkpoint.format.geometry import Box, covers
-from outlast.checkpoint.format.manifest import Catalogue, Part, root_of
-from outlast.checkpoint.format.retention import Retention, prune
-from outlast.checkpoint.format.storage import sentence_of, storage_of
-from outlast.checkpoint.format.version import (
-    SEAL,
-    Contents,
-    UnfinishedError,
-    is_published,
-    list_versions,
-    load,
-    seal,
-    write_seal,
-)
+from outlast.checkpoint.format.version import list_versions
+from outlast.checkpoint.tiers.copying import Pace
+from outlast.checkpoint.tiers.drain import Drain, Job, failed
+from outlast.checkpoint.tiers.place import Place, words_of
+from outlast.checkpoint.tiers.tier import DrainResult
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Sequence
 
     from outlast.checkpoint.agreement import Ranks, Signals
-    from outlast.checkpoint.format.manifest import Chunk
-    from outlast.checkpoint.format.storage import Storage
     from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.tiers.tier import Tier
 
-_BLOCK_BYTES = 4 << 20
-_SMALLEST_BLOCK_BYTES = 16 << 10
-# With a bandwidth cap, blocks are as small as this time allows, so that the flow is even.
-_BLOCK_SECONDS = 0.1
 _RESULTS = 1000
 _JOIN_SECONDS = 1.0
-_PART = re.compile(r"rank-\d{5,}-of-(\d{5,})\.json", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A lower tier of a store.
-
-    Attributes:
-        place: A directory, made if missing, or any fsspec URL.
-        every: Every how many-th save of the store is copied here, whatever the tiers between do,
-            counted from the first save of this `CheckpointStore`.
-        keep: Newest versions kept here, or a `Retention`.
-        bytes_per_second: Most that each rank writes here; None: no limit.
-        private: Whether ranks do not see each other's files here, as on a node's own disk.
-    """
-
-    place: str | os.PathLike[str]
-    every: int = 1
-    keep: int | Retention = 3
-    bytes_per_second: float | None = None
-    private: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning."""
-        if self.every < 1:
-            raise CheckpointError(f"every = {self.every} of tier {self.place} must be at least 1")
-        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
-            raise CheckpointError(
-                f"bytes_per_second = {self.bytes_per_second} of tier {self.place} must be larger "
-                "than 0, or None for no limit"
-            )
-
-
-@dataclass(frozen=True)
-class DrainResult:
-    """How the copy of one version to a lower tier went.
-
-    Attributes:
-        place: The tier.
-        step: The version's step; -1 for what concerns the tier and no version.
-        seconds: Time of the copy, without the wait before it.
-        bytes: Bytes that this rank wrote there.
-        error: Why it failed, or None.
-        skipped: Why it was not made, although nothing failed; else empty.
-    """
-
-    place: str
-    step: int
-    seconds: float = 0.0
-    bytes: int = 0
-    error: str | None = None
-    skipped: str = ""
-
-
-@dataclass(frozen=True)
-class Place:
-    """One tier as one rank sees it.
-
-    Attributes:
-        storage: Where; of a private tier, the folder of this rank.
-        retention: What stays there.
-        private: Whether other ranks do not see it.
-        rank: This rank.
-        world_size: How many save together.
-    """
-
-    storage: Storage
-    retention: Retention
-    private: bool
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(
-        cls,
-        place: str | os.PathLike[str],
-        keep: int | Retention,
-        ranks: Ranks,
-        *,
-        private: bool,
-    ) -> Place:
-        """The place of this rank."""
-        storage = storage_of(place)
-        if private:
-            storage = storage_of(f"{storage.location}/rank-{ranks.rank:05d}")
-        retention = keep if isinstance(keep, Retention) else Retention(keep)
-        return cls(storage, retention, private, ranks.rank, ranks.size)
-
-    @property
-    def keeps_house(self) -> bool:
-        """Whether this rank seals and prunes here."""
-        return self.private or self.rank == 0
-
-    def load(self, version: Version) -> Contents:
-        """The manifests of a version; in a private place those of this rank alone.
-
-        Raises:
-            CheckpointError: When something is missing or damaged.
-        """
-        try:
-            return self._own(version) if self.private else load(self.storage, version)
-        except CheckpointError:
-            raise
-        except Exception as error:  # clients of object stores raise what they like
-            raise CheckpointError(
-                f"{self.storage.location}/{version.folder} cannot be read: {_words(error)}"
-            ) from error
-
-    def newest(self) -> Version | None:
-        """The newest complete version, verified or not."""
-        return next(filter(self._holds, reversed(list_versions(self.storage))), None)
-
-    def seal(self, version: Version) -> None:
-        """Seal a version: in a shared place the whole, in a private one what this rank has.
-
-        Raises:
-            CheckpointError: When it is not complete.
-            OSError: When the storage fails.
-        """
-        if not self.private:
-            seal(self.storage, version)
-            return
-        write_seal(self.storage, self.load(version))
-
-    def prune(self, protected: Collection[Version]) -> None:
-        """Delete what need not stay, if that is this rank's part; failures wait for next time."""
-        if self.keeps_house:
-            with contextlib.suppress(OSError, CheckpointError):
-                prune(self.storage, self.retention, protected=protected, read=self._sealed)
-
-    def _own(self, version: Version) -> Contents:
-        name = version.part_name(self.rank, self.world_size)
-        if name.partition("/")[2] not in self.storage.files(version.folder):
-            raise UnfinishedError(f"{self.storage.location}/{name} is missing")
-        content = self._read(name)
-        part = Part.from_bytes(content, f"{self.storage.location}/{name}")
-        listed = version.catalogue_name(part.catalogue)
-        catalogue = self._read(listed)
-        if root_of(catalogue) != part.catalogue:
-            raise CheckpointError(f"{self.storage.location}/{listed} is not that of its version")
-        return Contents(
-            version,
-            Catalogue.from_bytes(catalogue, f"{self.storage.location}/{listed}"),
-            [part],
-            [root_of(content)],
-            [],
-        )
-
-    def _sealed(self, version: Version) -> Contents:
-        """As `load`, but what other ranks may not have is not complete in a private place."""
-        if self.private and SEAL not in self.storage.files(version.folder):
-            raise UnfinishedError(f"{self.storage.location}/{version.folder} has no seal")
-        return self.load(version)
-
-    def _holds(self, version: Version) -> bool:
-        if not self.private:
-            return is_published(self.storage, version)
-        try:
-            self.load(version)
-        except CheckpointError:
-            return False
-        return True
-
-    def _read(self, name: str) -> bytes:
-        try:
-            return self.storage.read(name)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.storage.location}/{name} cannot be read: {sentence_of(error)}"
-            ) from None
-
-
-def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
-    """The first tensor of which `contents` lacks a part of the given box; empty when none."""
-    for name, box in boxes.items():
-        pieces = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
-        if name not in contents.catalogue.tensors or box in pieces or not box.elements:
-            continue
-        common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
-        inside = [
-            Box(tuple(a - b for a, b in zip(each.offset, box.offset, strict=True)), each.shape)
-            for each in common
-            if each is not None
-        ]
-        if not covers(box.shape, inside):
-            return name
-    return ""
-
-
-@dataclass
-class _Job:
-    """A version on its way to a tier, and the place that it is copied from."""
-
-    version: Version
-    source: int
 
 
 class Tiers:
@@ -293,11 +65,11 @@ class Tiers:
         self._coordinated = False
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._pace = [_Pace(None, self._stop)] + [
-            _Pace(each.bytes_per_second, self._stop) for each in lower
+        self._pace = [Pace(None, self._stop)] + [
+            Pace(each.bytes_per_second, self._stop) for each in lower
         ]
-        self._waiting: list[list[_Job]] = [[] for _ in range(count)]
-        self._current: list[_Job | None] = [None] * count
+        self._waiting: list[list[Job]] = [[] for _ in range(count)]
+        self._current: list[Job | None] = [None] * count
         self._slots = [0] * count
         self._last: list[Version | None] = [None] * count
         self._threads: dict[int, threading.Thread] = {}
@@ -326,7 +98,9 @@ class Tiers:
                 try:
                     mine += [(index, version) for version in list_versions(place.storage)]
                 except Exception as error:  # clients of object stores raise what they like
-                    problems[index] = f"{place.storage.location} cannot be listed: {_words(error)}"
+                    problems[index] = (
+                        f"{place.storage.location} cannot be listed: {words_of(error)}"
+                    )
         found: set[tuple[int, Version]] = set()
         for versions, troubles in self._ranks.gather((mine, problems)):
             found.update(versions)
@@ -370,7 +144,7 @@ class Tiers:
                 version, source = max(above, default=(None, 0))
                 held = heads[index]
                 if version is not None and (held is None or version > held):
-                    self._put(index, _Job(version, -source))
+                    self._put(index, Job(version, -source))
 
     def offer(self, version: Version, number: int) -> None:
         """A version of the first tier was published, by the store's save `number` (from 1).
@@ -395,7 +169,7 @@ class Tiers:
         with self._changed:
             self._forget(dropped)
             for index in due:
-                self._put(index, _Job(version, 0))
+                self._put(index, Job(version, 0))
 
     def protected(self, index: int) -> set[Version]:
         """Versions in place `index` that lower tiers still need."""
@@ -435,16 +209,16 @@ class Tiers:
                     if self._last[0] is not None and self._last[index] != self._last[0]:
                         if self._leads:
                             self._forget(self._make_room(index))
-                        self._put(index, _Job(self._last[0], 0))
+                        self._put(index, Job(self._last[0], 0))
             self.settle()
         with self._changed:
             self._stop.set()
-            left = [_key(n, job) for n, waiting in enumerate(self._waiting) for job in waiting]
+            left = [job.key(n) for n, waiting in enumerate(self._waiting) for job in waiting]
             self._forget(left, "the store was closed before")
             for index, job in enumerate(self._current):
                 if drain and job is not None:
                     reason = f"it took longer than {self._timeout_seconds:g} s (timeout_seconds)"
-                    self._results.append(self._failed(index, job, reason))
+                    self._results.append(failed(self.places[index], job.version, reason))
             self._changed.notify_all()
         for thread in self._threads.values():
             thread.join(_JOIN_SECONDS)
@@ -456,7 +230,7 @@ class Tiers:
     def _busy(self) -> bool:
         return any(self._waiting) or any(job is not None for job in self._current)
 
-    def _put(self, index: int, job: _Job) -> None:
+    def _put(self, index: int, job: Job) -> None:
         """Queue a job and start the thread of its tier."""
         self._waiting[index].append(job)
         self._last[index] = job.version
@@ -471,21 +245,21 @@ class Tiers:
     def _make_room(self, index: int) -> list[str]:
         """The keys of the waiting jobs that a newer one replaces; a tier before has begun none."""
         begun = {job.version for job in self._current[:index] if job is not None}
-        return [_key(index, job) for job in self._waiting[index] if job.version not in begun]
+        return [job.key(index) for job in self._waiting[index] if job.version not in begun]
 
     def _forget(self, dropped: list[str], reason: str = "a newer one came first") -> None:
         """Take dropped jobs out of the queues; rank 0 tells those who already ask to begin."""
         for index, waiting in enumerate(self._waiting):
-            for job in [each for each in waiting if _key(index, each) in dropped]:
+            for job in [each for each in waiting if each.key(index) in dropped]:
                 waiting.remove(job)
                 place = self.places[index].storage.location
                 self._results.append(DrainResult(place, job.version.step, skipped=reason))
                 if self._leads and self._signals is not None:
                     with contextlib.suppress(RuntimeError):
-                        self._signals.tell(f"{_key(index, job)}/start", reason)
+                        self._signals.tell(f"{job.key(index)}/start", reason)
         self._changed.notify_all()
 
-    def _next(self, index: int) -> _Job | None:
+    def _next(self, index: int) -> Job | None:
         """The job that may begin: a tier before this one copies the same version first."""
         if not self._waiting[index]:
             return None
@@ -497,6 +271,8 @@ class Tiers:
 
     def _serve(self, index: int) -> None:
         """The thread of one tier."""
+        assert self._signals is not None
+        drain = Drain(self.places, self._signals, self._leads, self._coordinated)
         while True:
             with self._changed:
                 while (job := self._next(index)) is None:
@@ -505,9 +281,9 @@ class Tiers:
                     self._changed.wait()
                 self._current[index] = job
             try:
-                result = self._drain(index, job)
+                result = drain.run(index, job, self._pace[index])
             except Exception as error:
-                result = self._failed(index, job, _words(error))
+                result = failed(self.places[index], job.version, words_of(error))
             done = result.error is None and not result.skipped
             with self._changed:
                 if done:
@@ -521,205 +297,6 @@ class Tiers:
             with self._changed:
                 self._results.append(result)
                 self._changed.notify_all()
-
-    def _drain(self, index: int, job: _Job) -> DrainResult:
-        """Copy one version to one tier, with the other ranks."""
-        assert self._signals is not None
-        target, key = self.places[index], _key(index, job)
-        copy = _Copy(self.places[job.source], target, job.version, self._pace[index])
-        if self._leads:
-            self._signals.tell(f"{key}/start", "")
-        elif dropped := self._signals.hear(f"{key}/start", ""):
-            return DrainResult(target.storage.location, job.version.step, skipped=dropped)
-        begun = time.perf_counter()
-        problem = _attempt(copy.run)
-        if self._leads:
-            problem = self._gathered(f"{key}/done", problem)
-            if not problem and not target.private and self._seals(target):
-                problem = _attempt(lambda: target.seal(job.version))
-            self._signals.tell(f"{key}/done", problem)
-        else:
-            problem = self._signals.hear(f"{key}/done", problem)
-        if not problem and target.private:
-            problem = _attempt(lambda: target.seal(job.version))
-        seconds = time.perf_counter() - begun
-        if problem:
-            copy.undo()
-            return self._failed(index, job, problem, seconds, copy.bytes)
-        return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
-
-    def _gathered(self, key: str, problem: str) -> str:
-        """What went wrong on any rank."""
-        assert self._signals is not None
-        try:
-            return next((each for each in self._signals.gather(key, problem) if each), "")
-        except CheckpointError as error:
-            return str(error)
-
-    def _seals(self, target: Place) -> bool:
-        """Whether a shared tier gets a seal; without, a version counts once all parts are there."""
-        return target.rank == 0 and (self._coordinated or target.world_size == 1)
-
-    def _failed(
-        self, index: int, job: _Job, problem: str, seconds: float = 0.0, size: int = 0
-    ) -> DrainResult:
-        place, step = self.places[index].storage.location, job.version.step
-        sentence = f"the copy of step {step} to {place} failed: {problem}"
-        return DrainResult(place, step, seconds, size, sentence)
-
-
-class _Pace:
-    """Keeps a rate: after each block, waits until the rate allows for it."""
-
-    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._rate = bytes_per_second
-        self._stop = stop
-        self._free_at = 0.0
-        even = _BLOCK_BYTES if bytes_per_second is None else int(bytes_per_second * _BLOCK_SECONDS)
-        self.block_bytes = min(max(even, _SMALLEST_BLOCK_BYTES), _BLOCK_BYTES)
-
-    def take(self, size: int) -> None:
-        """Count `size` bytes; raises CheckpointError when the store was closed."""
-        if self._rate is not None:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + size / self._rate
-            self._stop.wait(self._free_at - now)
-        if self._stop.is_set():
-            raise CheckpointError("the store was closed")
-
-
-class _Copy:
-    """Copies what one rank is to copy of one version."""
-
-    def __init__(self, source: Place, target: Place, version: Version, pace: _Pace) -> None:
-        self.bytes = 0
-        self._source = source
-        self._from, self._to = source.storage, target.storage
-        self._version = version
-        self._pace = pace
-        self._made: list[str] = []
-
-    def run(self) -> None:
-        """Copy packs, catalogues and manifests, in this order.
-
-        Raises:
-            CheckpointError: When the source is damaged, or the target has other content.
-            OSError: When a storage fails.
-        """
-        parts = list(self._parts())
-        for _, _, part in parts:
-            for number, pack in enumerate(part.packs):
-                self._copy_pack(pack, [chunk for chunk in part.chunks if chunk.pack == number])
-        for root in {part.catalogue for _, _, part in parts}:
-            self._publish(self._version.catalogue_name(root))
-        for name, content, _ in parts:
-            self._publish(name, content)
-
-    def undo(self) -> None:
-        """Delete what was copied, so that failures do not fill the tier."""
-        seal_name = f"{self._version.folder}/{SEAL}"
-        for name in [seal_name, *reversed(self._made)] if self._made else []:
-            # Another rank may have found this catalogue there and rely on it.
-            if "/catalogue-" not in name:
-                with contextlib.suppress(Exception):
-                    self._to.remove(name)
-
-    def _parts(self) -> Iterable[tuple[str, bytes, Part]]:
-        """The parts that are this rank's to copy: its own, or its share of another world's."""
-        rank, world_size = self._source.rank, self._source.world_size
-        if self._source.private:
-            ranks = range(rank, rank + 1)
-            saved = world_size
-        else:
-            files = self._from.files(self._version.folder)
-            sizes = [int(found[1]) for name in files if (found := _PART.fullmatch(name))]
-            saved = max(sizes, default=0)
-            ranks = range(rank, saved, world_size)
-        for each in ranks:
-            name = self._version.part_name(each, saved)
-            try:
-                content = self._from.read(name)
-            except FileNotFoundError:
-                if saved == world_size:
-                    raise CheckpointError(f"{self._from.location}/{name} is missing") from None
-                # Others may hold the same; the seal shows whether something is missing.
-                continue
-            yield name, content, Part.from_bytes(content, f"{self._from.location}/{name}")
-
-    def _copy_pack(self, name: str, chunks: list[Chunk]) -> None:
-        size = _size(self._from, name)
-        if size is None:
-            raise CheckpointError(f"{self._from.location}/{name} is missing")
-        present = _size(self._to, name)
-        if present is not None:
-            if present != size:
-                raise CheckpointError(
-                    f"{self._to.location}/{name} has {present} bytes instead of {size}: it is of "
-                    "another run, or damaged; take an empty place"
-                )
-            return
-        check = _Check(f"{self._from.location}/{name}", chunks)
-        reader = self._from.open(name)
-        try:
-            with self._to.create(name) as file:
-                offset = 0
-                while block := reader.read(offset, min(self._pace.block_bytes, size - offset)):
-                    check.update(block)
-                    file.write(block)
-                    offset += len(block)
-                    self.bytes += len(block)
-                    self._pace.take(len(block))
-                check.finish()
-        finally:
-            reader.close()
-        self._made.append(name)
-
-    def _publish(self, name: str, content: bytes | None = None) -> None:
-        """Copy a small file, unless the same is there."""
-        content = self._from.read(name) if content is None else content
-        with contextlib.suppress(FileNotFoundError):
-            if self._to.read(name) == content:
-                return
-            raise CheckpointError(
-                f"{self._to.location}/{name} is there with other content: it is of another run, or "
-                "damaged; take an empty place"
-            )
-        with self._to.create(name) as file:
-            file.write(content)
-        self._made.append(name)
-        self.bytes += len(content)
-        self._pace.take(len(content))
-
-
-class _Check:
-    """Compares the chunks of a file with their checksums while the file goes by."""
-
-    def __init__(self, where: str, chunks: list[Chunk]) -> None:
-        self._where = where
-        found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
-        self._chunks = deque(sorted(each for each in found if each[1]))
-        self._hash = xxhash.xxh3_128()
-        self._at = 0
-
-    def update(self, block: bytes) -> None:
-        """The next bytes; raises CheckpointError when a chunk that ends in them is damaged."""
-        view, end = memoryview(block), self._at + len(block)
-        while self._chunks and self._chunks[0][0] < end:
-            offset, length, expected = self._chunks[0]
-            first, last = max(offset, self._at), min(offset + length, end)
-            self._hash.update(view[first - self._at : last - self._at])
-            if last < offset + length:
-                break
-            if self._hash.hexdigest() != expected:
-                raise CheckpointError(f"{self._where} is damaged at byte {offset}")
-            self._chunks.popleft()
-            self._hash = xxhash.xxh3_128()
-        self._at = end
-
-    def finish(self) -> None:
-        """The file ends; raises CheckpointError when chunks are left."""
-        if self._chunks:
-            raise CheckpointError(f"{self._where} is cut short at byte {self._at}")
 
 
 def _check_order(places: list[Place]) -> None:
@@ -739,29 +316,3 @@ def _head(place: Place) -> Version | None:
     with contextlib.suppress(Exception):
         return place.newest()
     return None
-
-
-def _key(index: int, job: _Job) -> str:
-    return f"{job.version.folder}/tier-{index}"
-
-
-def _size(storage: Storage, name: str) -> int | None:
-    folder, _, file = name.partition("/")
-    return storage.files(folder).get(file)
-
-
-def _attempt(work: Callable[[], None]) -> str:
-    """Run `work`; returns what went wrong."""
-    try:
-        work()
-    except Exception as error:  # clients of object stores raise what they like
-        return _words(error)
-    return ""
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError):
-        return sentence_of(error)
-    return f"{type(error).__name__}: {error}"

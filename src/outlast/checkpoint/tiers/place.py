@@ -1,0 +1,175 @@
+"""A tier as one rank sees it. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.checkpoint.format.geometry import Box, covers
+from outlast.checkpoint.format.manifest import Catalogue, Part, root_of
+from outlast.checkpoint.format.retention import Retention, prune
+from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.version import (
+    SEAL,
+    Contents,
+    UnfinishedError,
+    is_published,
+    list_versions,
+    load,
+    seal,
+    write_seal,
+)
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
+    from outlast.checkpoint.agreement import Ranks
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Version
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tier as one rank sees it.
+
+    Attributes:
+        storage: Where; of a private tier, the folder of this rank.
+        retention: What stays there.
+        private: Whether other ranks do not see it.
+        rank: This rank.
+        world_size: How many save together.
+    """
+
+    storage: Storage
+    retention: Retention
+    private: bool
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(
+        cls,
+        place: str | os.PathLike[str],
+        keep: int | Retention,
+        ranks: Ranks,
+        *,
+        private: bool,
+    ) -> Place:
+        """The place of this rank."""
+        storage = storage_of(place)
+        if private:
+            storage = storage_of(f"{storage.location}/rank-{ranks.rank:05d}")
+        retention = keep if isinstance(keep, Retention) else Retention(keep)
+        return cls(storage, retention, private, ranks.rank, ranks.size)
+
+    @property
+    def keeps_house(self) -> bool:
+        """Whether this rank seals and prunes here."""
+        return self.private or self.rank == 0
+
+    def load(self, version: Version) -> Contents:
+        """The manifests of a version; in a private place those of this rank alone.
+
+        Raises:
+            CheckpointError: When something is missing or damaged.
+        """
+        try:
+            return self._own(version) if self.private else load(self.storage, version)
+        except CheckpointError:
+            raise
+        except Exception as error:  # clients of object stores raise what they like
+            raise CheckpointError(
+                f"{self.storage.location}/{version.folder} cannot be read: {words_of(error)}"
+            ) from error
+
+    def newest(self) -> Version | None:
+        """The newest complete version, verified or not."""
+        return next(filter(self._holds, reversed(list_versions(self.storage))), None)
+
+    def seal(self, version: Version) -> None:
+        """Seal a version: in a shared place the whole, in a private one what this rank has.
+
+        Raises:
+            CheckpointError: When it is not complete.
+            OSError: When the storage fails.
+        """
+        if not self.private:
+            seal(self.storage, version)
+            return
+        write_seal(self.storage, self.load(version))
+
+    def prune(self, protected: Collection[Version]) -> None:
+        """Delete what need not stay, if that is this rank's part; failures wait for next time."""
+        if self.keeps_house:
+            with contextlib.suppress(OSError, CheckpointError):
+                prune(self.storage, self.retention, protected=protected, read=self._sealed)
+
+    def _own(self, version: Version) -> Contents:
+        name = version.part_name(self.rank, self.world_size)
+        if name.partition("/")[2] not in self.storage.files(version.folder):
+            raise UnfinishedError(f"{self.storage.location}/{name} is missing")
+        content = self._read(name)
+        part = Part.from_bytes(content, f"{self.storage.location}/{name}")
+        listed = version.catalogue_name(part.catalogue)
+        catalogue = self._read(listed)
+        if root_of(catalogue) != part.catalogue:
+            raise CheckpointError(f"{self.storage.location}/{listed} is not that of its version")
+        return Contents(
+            version,
+            Catalogue.from_bytes(catalogue, f"{self.storage.location}/{listed}"),
+            [part],
+            [root_of(content)],
+            [],
+        )
+
+    def _sealed(self, version: Version) -> Contents:
+        """As `load`, but what other ranks may not have is not complete in a private place."""
+        if self.private and SEAL not in self.storage.files(version.folder):
+            raise UnfinishedError(f"{self.storage.location}/{version.folder} has no seal")
+        return self.load(version)
+
+    def _holds(self, version: Version) -> bool:
+        if not self.private:
+            return is_published(self.storage, version)
+        try:
+            self.load(version)
+        except CheckpointError:
+            return False
+        return True
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return self.storage.read(name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.storage.location}/{name} cannot be read: {sentence_of(error)}"
+            ) from None
+
+
+def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
+    """The first tensor of which `contents` lacks a part of the given box; empty when none."""
+    for name, box in boxes.items():
+        pieces = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
+        if name not in contents.catalogue.tensors or box in pieces or not box.elements:
+            continue
+        common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
+        inside = [
+            Box(tuple(a - b for a, b in zip(each.offset, box.offset, strict=True)), each.shape)
+            for each in common
+            if each is not None
+        ]
+        if not covers(box.shape, inside):
+            return name
+    return ""
+
+
+def words_of(error: Exception) -> str:
+    """What went wrong, also where a client of an object store says it with errors of its own."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return sentence_of(error)
+    return f"{type(error).__name__}: {error}"
