@@ -43,6 +43,7 @@ from outlast.checkpoint.format.version import Version, load
 
 MEGABYTE = 1e6
 CHAIN = 4
+FAULTS = ("kills", "space", "damage", "owners", "retention", "pressure")
 ROOT = Path(__file__).parent.parent
 
 
@@ -650,9 +651,7 @@ def fault_bar() -> Bar:
             "pytest",
             "-q",
             "-x",
-            "tests/checkpoint",
-            "-k",
-            "kill or torn or flip or damage or full_disk or space or dead",
+            *[f"tests/checkpoint/test_checkpoint_{name}.py" for name in FAULTS],
         ],
         cwd=ROOT,
         capture_output=True,

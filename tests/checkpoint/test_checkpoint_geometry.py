@@ -4,10 +4,12 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.format.geometry import Box, covers, grid, tiles, whole
+from outlast.checkpoint.format import geometry
+from outlast.checkpoint.format.geometry import Box, covers, grid, tiles, tiles_within, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
@@ -65,6 +67,75 @@ def test_a_partition_covers_and_misses_if_one_is_left_out(
     assert covers(shape, parts)
     if left_out < len(parts):
         assert not covers(shape, parts[:left_out] + parts[left_out + 1 :])
+
+
+@st.composite
+def sharded(draw: st.DrawFn, shape: tuple[int, ...], dimensions: list[int]) -> list[Box]:
+    """Uneven shards along one dimension after the other, as meshes make them."""
+    found = [whole(shape)]
+    for dimension in dimensions:
+        shards = []
+        for box in found:
+            extent = box.shape[dimension]
+            cuts = draw(st.sets(st.integers(1, max(extent - 1, 1)), max_size=3))
+            for first, last in itertools.pairwise([0, *sorted(cuts - {extent}), extent]):
+                offset, size = list(box.offset), list(box.shape)
+                offset[dimension] += first
+                size[dimension] = last - first
+                shards.append(Box(tuple(offset), tuple(size)))
+        found = shards
+    return found
+
+
+@given(st.data())
+def test_shards_cover_as_their_elements_do(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+    boxes = data.draw(sharded(shape, data.draw(st.permutations(range(len(shape))))))
+    # Some lost, some held by several ranks, some by ranks with another layout.
+    kept = data.draw(st.lists(st.sampled_from(boxes), min_size=len(boxes), unique=True))
+    lost = data.draw(st.integers(0, 2))
+    boxes = kept[lost:] + data.draw(st.lists(st.sampled_from(boxes), max_size=2))
+    boxes += data.draw(st.lists(boxes_in(shape), max_size=2))
+    held = np.zeros(shape, bool)
+    for box in boxes:
+        held[box.within(whole(shape))] = True
+    assert covers(shape, boxes) == bool(held.all())
+
+
+def test_a_thousand_shards_are_not_compared_with_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> bool:
+        raise AssertionError("every pair of boxes is compared")
+
+    monkeypatch.setattr(geometry, "_fills_cells", refuse)
+    for shape, steps in [
+        ((5000, 64), (5, 64)),
+        ((64, 5001), (64, 5)),
+        ((320, 96, 7), (10, 3, 7)),
+        ((1000,), (1,)),
+    ]:
+        boxes = list(tiles(whole(shape), steps))
+        assert len(boxes) >= 1000
+        assert covers(shape, boxes[::-1])
+        assert covers(shape, boxes * 2), "replicas change nothing"
+        assert not covers(shape, boxes[:500] + boxes[501:])
+
+
+@given(shapes_with_boxes(2), st.data())
+def test_tiles_within_are_those_that_overlap(
+    case: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = case
+    steps = tuple(data.draw(st.integers(1, 10)) for _ in shape)
+    for box, other in itertools.product([whole(shape), *boxes], repeat=2):
+        expected = [
+            (number, tile)
+            for number, tile in enumerate(tiles(box, steps))
+            if tile.overlap(other) is not None
+        ]
+        part = box.overlap(other)
+        assert expected == ([] if part is None else list(tiles_within(box, steps, part)))
 
 
 @given(shapes_with_boxes(2))

@@ -245,8 +245,8 @@ def fill(place: Path, leave_bytes: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("leave_bytes", [0, 200_000, 2_500_000], ids=["none", "some", "one save"])
-def test_a_full_disk_is_one_sentence_and_keeps_what_is_there(tmp_path, small_disk, leave_bytes):
+@pytest.mark.parametrize("saves", [0, 0.1, 1.2], ids=["none", "some", "one save"])
+def test_a_full_disk_is_one_sentence_and_keeps_what_is_there(tmp_path, small_disk, saves):
     settings = (f'run.directory="{small_disk}"', "train.stop_after_steps=2", "checkpoint.keep=2")
     job = tiny_job(tmp_path, "full", *settings)
     assert train(job, tmp_path)[0] == EXIT_TO_BE_CONTINUED
@@ -255,7 +255,8 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_is_there(tmp_path, small_dis
     [version] = list_versions(storage_of(checkpoints))
     before = content(checkpoints / version.folder)
     run_directory(job).report.unlink()
-    filler = fill(small_disk, leave_bytes)
+    size = sum(file.stat().st_size for file in (checkpoints / version.folder).iterdir())
+    filler = fill(small_disk, int(saves * size))
     sentence = refused(job, tmp_path, "train.stop_after_steps=0")
     assert len(sentence.strip().splitlines()) == 1
     assert "No space left on device" in sentence

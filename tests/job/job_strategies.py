@@ -31,6 +31,7 @@ KEYS_OF_THEIR_OWN = {
     "run.name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True),
     "model.settings": TABLES.map(lambda table: {"model_type": "llama"} | table),
     # The settings are the model: the others and what depends on them would be a second one.
+    "checkpoint.every_steps": st.integers(0) | st.just("auto"),
     "model.config": st.none(),
     "model.directory": st.none(),
     "model.module": st.none(),

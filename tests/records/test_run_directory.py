@@ -26,7 +26,19 @@ def test_directory_exists_once_its_job_is_published(tmp_path: Path) -> None:
     directory.create("# \u00fc\n")
     assert directory.exists()
     assert directory.job_file.read_text(encoding="utf-8") == "# \u00fc\n"
-    assert names(directory.path) == ["job.toml"]
+    assert names(directory.path) == ["id", "job.toml"]
+    assert len(directory.identifier) == 8
+
+
+def test_a_run_keeps_its_identifier_and_the_next_of_its_name_has_another(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("a = 1\n")
+    first = directory.identifier
+    directory.create("a = 2\n")
+    assert directory.identifier == first
+    directory.move_aside()
+    directory.create("a = 1\n")
+    assert directory.identifier != first
 
 
 def test_directory_below_a_file_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ runs beside the training's own, and a rank that waits does so with a deadline.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -112,6 +113,9 @@ class Signals(Protocol):
     def close(self) -> None:
         """See that the others have heard."""
 
+    def give_up(self) -> None:
+        """End all waits."""
+
 
 class NoSignals:
     """One process alone."""
@@ -130,6 +134,9 @@ class NoSignals:
     def close(self) -> None:
         """Nobody listens."""
 
+    def give_up(self) -> None:
+        """Nothing is waited for."""
+
 
 class StoreSignals:
     """All ranks of the default process group.
@@ -144,7 +151,8 @@ class StoreSignals:
         self._timeout_seconds = timeout_seconds
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
-        self._told = ""
+        self._told: list[str] = []
+        self._given_up = threading.Event()
 
     def gather(self, key: str, problem: str) -> list[str]:
         """On rank 0: what every rank said under `key`, empty texts for success."""
@@ -159,7 +167,8 @@ class StoreSignals:
             self._store.set(f"{key}/outcome", problem or " ")
         except RuntimeError as error:
             raise CheckpointError(f"the other ranks cannot be told: {error}") from None
-        self._told = key
+        self._told.append(key)
+        self._forget()
 
     def hear(self, key: str, problem: str) -> str:
         """On the other ranks: say what happened here, and wait for the outcome."""
@@ -176,15 +185,34 @@ class StoreSignals:
     def close(self) -> None:
         """On rank 0, which may host the store: see that all have heard what was told last."""
         deadline = time.monotonic() + min(self._timeout_seconds, _FAREWELL_SECONDS)
-        for rank in range(1, self._world_size) if self._told else ():
-            with contextlib.suppress(CheckpointError):
-                self._wait(f"{self._told}/heard/{rank}", deadline, rank)
+        for key in self._told[-1:]:
+            for rank in range(1, self._world_size):
+                with contextlib.suppress(CheckpointError):
+                    self._wait(f"{key}/heard/{rank}", deadline, rank)
+
+    def give_up(self) -> None:
+        """End all waits: this rank has failed and the others may never come."""
+        self._given_up.set()
+
+    def _forget(self) -> None:
+        """Delete the words of earlier saves that all have heard."""
+        others = range(1, self._world_size)
+        with contextlib.suppress(RuntimeError):
+            for key in self._told[:-1]:
+                if self._store.check([f"{key}/heard/{rank}" for rank in others]):
+                    self._told.remove(key)
+                    for rank in others:
+                        self._store.delete_key(f"{key}/{rank}")
+                        self._store.delete_key(f"{key}/heard/{rank}")
+                    self._store.delete_key(f"{key}/outcome")
 
     def _wait(self, key: str, deadline: float, rank: int) -> str:
         pause = _FIRST_PAUSE_SECONDS
         try:
             # A blocking get would hold the store's connection, which the training needs too.
             while not self._store.check([key]):
+                if self._given_up.is_set():
+                    raise CheckpointError(f"the wait for rank {rank} was given up")
                 if time.monotonic() > deadline:
                     raise CheckpointError(
                         f"rank {rank} did not report on the save within "

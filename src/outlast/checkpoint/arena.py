@@ -27,8 +27,17 @@ class Arena:
             with contextlib.suppress(OSError):
                 self._map.madvise(_MADV_POPULATE_WRITE)
 
-    def close(self) -> None:
-        """Give the memory back, as soon as nobody uses it any more."""
+    def detach(self) -> None:
+        """Close the descriptor, which no child will need; the memory stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody uses it any more."""
+        self.detach()
+        # Somebody may still look at it; then it goes with the last look.
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            if self._map is not None:
+                self._map.close()

@@ -145,6 +145,12 @@ class Lane:
         if self._last is not None:
             self._last.result()
 
+    def failed_at(self, step: int) -> bool:
+        """Whether the save before was of `step` and failed."""
+        if self._last is None or step != self.last_step:
+            return False
+        return self._last.result().error is not None
+
     def abandon(self) -> None:
         """Give up the save under way; it is never published."""
         self._abandoned.set()
@@ -165,10 +171,10 @@ class Lane:
         if self._ranks.size > 1 and (self._coordinated or self._plan is None):
             plan = make_plan(self._ranks.gather(held), self._ranks.rank)
         else:
-            plan = make_plan([held], 0)
+            plan = make_plan([held], 0, alone=self._ranks.size > 1)
         self._held, self._plan = held, plan
         self._bounds = self._reduction.bounds_of(plan.catalogue, plan.tensors)
-        self._staging = plan_staging(plan.tensors, memory)
+        self._staging = plan_staging(plan.tensors, memory, self._bounds)
         if self._memory is None or self._memory.size < self._staging.size:
             self._grow(self._staging.size, memory)
 
@@ -226,10 +232,14 @@ class Lane:
         self._writer = self._memory = None
 
     def _grow(self, size: int, memory: dict[str, torch.Tensor]) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._memory is not None:
-            self._memory.close()
+        writer, old = self._writer, self._memory
+        self._writer = self._memory = None
+        if writer is not None:
+            writer.close()
+        if old is not None:
+            old.close()
+        # Both memories at once might be more than there is.
+        del writer, old
         device = next((t.device for t in memory.values() if t.is_cuda), torch.device("cpu"))
         self._memory = StagingMemory(size, 2 if self._reduction.chain else 1, device)
         self._base_arena = -1

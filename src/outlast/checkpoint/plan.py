@@ -76,8 +76,8 @@ def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
     return Holding(tensors, tuple(live.values), frozenset(live.objects), tuple(tied)), memory
 
 
-def make_plan(holdings: list[Holding], rank: int) -> Plan:
-    """The plan of `rank`, from what every rank holds.
+def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Plan:
+    """The plan of `rank`, from what every rank holds; `alone`: from a part of that.
 
     A rank with a private holding plans alone: nothing is shared out, and its catalogue lists what
     it holds.
@@ -105,7 +105,7 @@ def make_plan(holdings: list[Holding], rank: int) -> Plan:
                 )
             if box.elements or not shape or 0 in shape:
                 holders.setdefault((name, box), []).append(owner)
-    if not private:
+    if not (private or alone):
         _check_whole(facts, holders)
     mine: dict[str, Box] = {}
     load = [0] * len(holdings)

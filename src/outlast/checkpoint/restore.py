@@ -149,7 +149,8 @@ def _find_optimizer(
                 tensor = live.get(part)
                 if not isinstance(tensor, torch.Tensor):
                     facts = saved.tensors[f"{key}.state.{name}.{part}"]
-                    tensor = _state_tensor(parameter, part, facts, group)
+                    saved_group = saved.values.get(f"{key}.groups.{name}", group)
+                    tensor = _state_tensor(parameter, part, facts, saved_group)
                 state[part] = targets.tensors[f"{key}.state.{name}.{part}"] = tensor
             if parts:
                 # A parameter without a saved state had none: it is given none.

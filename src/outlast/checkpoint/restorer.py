@@ -217,7 +217,7 @@ class Restorer:
         problem, targets = "", None
         try:
             targets = find_targets(wish.state, contents)
-        except CheckpointError as error:
+        except Exception as error:
             problem = str(error)
         names = {*targets.tensors, *targets.values} if targets is not None else set()
         taken = set().union(*self._ranks.gather(names))
@@ -239,14 +239,21 @@ class Restorer:
                 return None, sentence
             raise CheckpointError(sentence)
         assert targets is not None
-        counters = None
+        counters, unexpected = None, None
         try:
             with VersionReader(place.storage, contents) as reader:
                 read_into(targets, reader)
                 counters = reader.counters
         except CheckpointError as error:
             problem = str(error)
-        if problem := self._ranks.first_problem(problem):
+        except Exception as error:
+            # E.g. no memory: no other version would do, and the other ranks have to know.
+            problem, unexpected = f"{type(error).__name__}: {error}", error
+        fatal, *_ = self._ranks.any(unexpected is not None)
+        problem = self._ranks.first_problem(problem)
+        if fatal:
+            raise unexpected or CheckpointError(problem)
+        if problem:
             return None, problem
         assert counters is not None
         install(wish.state, targets, contents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,21 +34,30 @@ class StagingPlan:
     size: int
 
 
-def plan_staging(boxes: dict[str, Box], memory: dict[str, torch.Tensor]) -> StagingPlan:
-    """Lay the boxes of this rank out in an arena; memory with several names is laid out once."""
+def plan_staging(
+    boxes: dict[str, Box], memory: dict[str, torch.Tensor], lossy: Collection[str] = ()
+) -> StagingPlan:
+    """Lay the boxes of this rank out in an arena; memory with several names is laid out once.
+
+    Tensors in `lossy` are rounded in the arena, so each of them has a place of its own.
+    """
     pieces, copies, size = [], {}, 0
     places: dict[tuple[object, ...], int] = {}
     for name, box in boxes.items():
         tensor = memory[name]
         same = place_of(tensor)
         # Empty tensors all have the same address.
-        if tensor.numel() == 0 or same not in places:
-            places[same] = size
-            copies[name] = size
+        if tensor.numel() == 0 or same not in places or name in lossy:
+            start = size
+            if name not in lossy:
+                places[same] = start
+            copies[name] = start
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * (
                 _ALIGNMENT_BYTES
             )
-        pieces.append(StagedPiece(name, box, places[same]))
+        else:
+            start = places[same]
+        pieces.append(StagedPiece(name, box, start))
     return StagingPlan(pieces, copies, size)
 
 
@@ -86,26 +96,28 @@ class StagingMemory:
             torch.frombuffer(arena.memory, dtype=torch.uint8) if size else torch.empty(0)
             for arena in self.arenas
         ]
-        self._device = device
-        self._pinned = size > 0 and device.type == "cuda" and self._pin()
+        self._pinned = size > 0 and device.type == "cuda" and self._pin(device)
 
     def stage(self, number: int, plan: StagingPlan, memory: dict[str, torch.Tensor]) -> None:
         """Copy all tensors of `plan` into arena `number`; returns when the copies are made."""
         arena = self._bytes[number]
+        devices: set[torch.device] = set()
         with torch.no_grad():
             for name, start in plan.copies.items():
                 source = memory[name].resolve_conj().resolve_neg()
                 size = source.numel() * source.element_size()
                 if size == 0:
                     continue
+                if source.is_cuda:
+                    devices.add(source.device)
                 target = arena[start : start + size]
                 if is_dense(source):
                     target.copy_(source.reshape(-1).view(torch.uint8), non_blocking=self._pinned)
                 else:
                     typed = target.view(source.dtype).view(source.shape)
                     typed.copy_(source, non_blocking=self._pinned)
-        if self._pinned:
-            torch.cuda.current_stream(self._device).synchronize()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
         """Give the memory back."""
@@ -117,15 +129,20 @@ class StagingMemory:
         for arena in self.arenas:
             arena.close()
 
-    def _pin(self) -> bool:
+    def _pin(self, device: torch.device) -> bool:
         """Page-lock the arenas, so that the GPU copies into them directly; False if refused."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         done: list[torch.Tensor] = []
-        for each in self._bytes:
-            if int(runtime.cudaHostRegister(each.data_ptr(), each.numel(), 0)) != 0:
+        with torch.cuda.device(device):
+            for each in self._bytes:
+                if int(runtime.cudaHostRegister(each.data_ptr(), each.numel(), 0)) == 0:
+                    done.append(each)
+                    continue
                 for earlier in done:
-                    with contextlib.suppress(RuntimeError):
-                        runtime.cudaHostUnregister(earlier.data_ptr())
+                    runtime.cudaHostUnregister(earlier.data_ptr())
+                # The refusal stays noted as CUDA's last error until a launch takes it up; that
+                # launch must not be one of the training's.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device).add_(1)
                 return False
-            done.append(each)
         return True

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.checkpoint.format import values
 from outlast.checkpoint.format.geometry import Box, whole
@@ -105,11 +106,23 @@ def reshard(state: State) -> None:
             for module in value.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+                elif isinstance(module, FullyShardedDataParallel):
+                    raise CheckpointError(
+                        "FSDP1 (FullyShardedDataParallel) hides its parameters in flat ones, which "
+                        "cannot be named; shard the model with FSDP2's fully_shard"
+                    )
 
 
 def _collect_optimizer(
     live: Live, key: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> None:
+    parameters = {each for group in optimizer.param_groups for each in group["params"]}
+    for owner in optimizer.state:
+        if owner not in parameters:
+            raise CheckpointError(
+                f"the optimizer `{key}` keeps a state under {str(owner)[:60]!r}, which is no "
+                "parameter of it; give it a state_dict() of its own in the state"
+            )
     for group in optimizer.param_groups:
         settings: Any = None
         for parameter in group["params"]:
@@ -242,6 +255,7 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
             )
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         local = tensor.to_local()
+        _refuse_wrapped(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
     if (
         tensor.layout != torch.strided
@@ -255,7 +269,27 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         raise CheckpointError(
             f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
         )
+    _refuse_wrapped(tensor)
     return whole(tuple(tensor.shape)), tensor.detach()
+
+
+def _refuse_wrapped(tensor: torch.Tensor) -> None:
+    """Tensors that are made of several others have more content than their own memory."""
+    wrapped: bool = is_traceable_wrapper_subclass(tensor)
+    if wrapped:
+        raise CheckpointError(
+            f"a {type(tensor).__name__} cannot be saved: it consists of other tensors; give those"
+        )
+
+
+def mesh_of(live: Live) -> dict[str, int]:
+    """Name to size of the axes of the mesh that the state is sharded on; empty without shards."""
+    for tensor in live.tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+            return dict(zip(names, mesh.shape, strict=True))
+    return {}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

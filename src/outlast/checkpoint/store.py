@@ -28,7 +28,7 @@ from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKi
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restore import Misfit
 from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.state import State, collect
+from outlast.checkpoint.state import State, collect, mesh_of
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock, sync_directory
@@ -99,6 +99,11 @@ class CheckpointStore:
         if writer not in ("process", "thread"):
             raise CheckpointError(f'writer = "{writer}" must be process or thread')
         self._ranks = Ranks(collective, timeout_seconds)
+        if private and not coordinated and self._ranks.size > 1:
+            raise CheckpointError(
+                "private = True needs coordinated = True: ranks that neither see each other's "
+                "files nor agree might each keep other steps"
+            )
         first = Place.of(place, keep, self._ranks, private=private)
         self._tiers = Tiers(first, tiers, self._ranks, timeout_seconds)
         self.storage = first.storage
@@ -120,6 +125,7 @@ class CheckpointStore:
         self._saves = 0
         self._submissions = 0
         self._went_back = False
+        self._closed = False
         self._signals: Signals = NoSignals()
 
     def save_async(
@@ -147,8 +153,14 @@ class CheckpointStore:
         figures = {
             name: float(each) for name, each in (metrics or {}).items() if math.isfinite(each)
         }
-        notes = {"metrics": figures, "torch": str(torch.__version__)}
-        handle = self._submit(self._states, step, lambda: collect(state), begun, notes)
+        notes: dict[str, Any] = {"metrics": figures, "torch": str(torch.__version__)}
+
+        def collected() -> Live:
+            live = collect(state)
+            notes["mesh"] = mesh_of(live)
+            return live
+
+        handle = self._submit(self._states, step, collected, begun, notes)
         self._last_save = LastSave(step, frozenset(state), handle)
         if not self._asynchronous:
             handle.result()
@@ -230,6 +242,7 @@ class CheckpointStore:
                 that at most `timeout_seconds`; False: give up the copies under way. All ranks give
                 the same. Leaving a ``with`` block by an error does not drain.
         """
+        self._closed = True
         for lane in self._lanes:
             lane.close()
         self._tiers.close(drain=drain)
@@ -242,7 +255,9 @@ class CheckpointStore:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After an error the other ranks may never come here.
+        if error[0] is not None:
+            # The other ranks may never come here, nor report on the save under way.
+            self._signals.give_up()
         self.close(drain=error[0] is None)
 
     def _lane(self, reduction: Reduction, place: Place) -> Lane:
@@ -273,18 +288,26 @@ class CheckpointStore:
         self._saves += kind == STATE
         self._submissions += 1
         number = self._saves if kind == STATE else 0
+        if self._closed:
+            raise CheckpointError(f"the store {self._place} is closed; make another to save again")
         held, problem, changed, busy = None, "", False, lane.busy
+        unexpected: Exception | None = None
         try:
             live = collected()
             held, memory = holding(live)
             changed = lane.changed(held)
         except CheckpointError as error:
             problem = str(error)
+        except Exception as error:
+            # The others are told before this rank raises.
+            problem, unexpected = f"{type(error).__name__}: {error}", error
         failed = bool(problem)
         if self._coordinated or (not self._session and self._ranks.size > 1):
             # Ranks that do not coordinate decide alone after the first save.
             busy, changed, failed = self._ranks.any(busy, changed, failed)
             problem = self._ranks.first_problem(problem) if failed else ""
+        if unexpected is not None:
+            raise unexpected
         if held is None or failed:
             raise CheckpointError(problem)
         if busy and self._when_busy == "skip":
@@ -295,8 +318,9 @@ class CheckpointStore:
         if busy and self._when_busy == "replace" and kind == STATE:
             lane.abandon()
         lane.settle()
-        if kind == STATE and self._session and (self._went_back or step < lane.last_step):
-            # What comes now is newer than the versions of later steps.
+        if kind == STATE and self._session and (self._went_back or self._comes_again(step)):
+            # What comes now is newer than the versions of later steps, and parts of a save that
+            # failed must not mix with it.
             self._session += 1
         else:
             self._begin_session()
@@ -308,6 +332,11 @@ class CheckpointStore:
         key = f"{self._submissions}/{save.version.folder}"
         finish = functools.partial(self._finish, place, number=number, key=key)
         return lane.submit(save, memory, live.values, finish)
+
+    def _comes_again(self, step: int) -> bool:
+        """Whether the run went back to `step`, or tries again what has failed."""
+        together = self._coordinated or self._ranks.size == 1
+        return step < self._states.last_step or (together and self._states.failed_at(step))
 
     def _replan(self, lane: Lane, held: Holding, memory: dict[str, torch.Tensor]) -> None:
         """Share out the work anew, and go on only if all ranks can."""

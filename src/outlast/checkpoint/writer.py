@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -180,7 +181,11 @@ class ProcessWriter:
             return process.wait(min(self._timeout_seconds, _FAREWELL_SECONDS))
         except subprocess.TimeoutExpired:
             process.kill()
-            return process.wait()
+        try:
+            return process.wait(_FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            # It hangs in the kernel, on storage that does not answer.
+            return None
 
 
 def serve(pipe: Connection) -> None:
@@ -237,6 +242,9 @@ def serve(pipe: Connection) -> None:
 
 def main() -> None:
     """Entry point of the process: the argument is the file descriptor of the pipe."""
+    # What ends the trainer is no reason to lose its last save: the pipe tells when it is gone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     serve(Connection(int(sys.argv[1])))

@@ -268,6 +268,18 @@ class CheckpointSection(Section):
         "disturbs training a little",
         identity=False,
     )
+    when_busy: Literal["wait", "skip", "replace"] = setting(
+        "wait",
+        "when a checkpoint is due while the one before is still being written: wait for that, "
+        "skip the new one, or give up the old one",
+        identity=False,
+    )
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = setting(
+        1800.0, "longest wait for the storage or another process", identity=False
+    )
+    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = setting(
+        "auto", "lossless codec; auto: the smallest measured, lz4: fast", identity=False
+    )
     replay: Literal["off", "bf16", "exact"] = setting(
         "off",
         'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog, Retention, Tier
+from outlast.checkpoint import (
+    CheckpointStore,
+    Compression,
+    Reduction,
+    ReplayLog,
+    Retention,
+    Tier,
+)
 from outlast.data import (
     BatchLoader,
     SampleOrder,
@@ -156,7 +163,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
         store=store,
         replay=replay,
-        cadence=cadence_of(job, setup.ranks),
+        cadence=cadence_of(job, setup.ranks, setup.directory),
         stop=setup.stop,
         records=records,
         # Only DDP reorders its sums, and two summands have no order.
@@ -269,9 +276,11 @@ def _store(setup: SetUp) -> CheckpointStore:
         keep=settings.fast_keep if settings.fast else keep,
         tiers=tiers,
         private=bool(settings.fast) and settings.fast_private,
-        reduction=Reduction(chain=settings.delta_chain),
+        reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
         asynchronous=settings.asynchronous,
+        when_busy=settings.when_busy,
         writer=settings.writer,
+        timeout_seconds=settings.timeout_seconds,
     )
 
 

@@ -98,6 +98,7 @@ class Trainer:
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
+    _published: int = -1
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -250,21 +251,32 @@ class Trainer:
         )
 
     def _save(self, step: int) -> None:
+        """Save in the background; what goes wrong is recorded and stops no training."""
         with self._timed("checkpoint"):
-            self._collect_saved(wait=True)
             state = {"model": self.model, "optimizer": self.optimizers}
-            self._pending = self.store.save_async(step, state, metrics=self._metrics)
+            metrics, self._metrics = self._metrics, {}
             self.cadence.saved(step)
+            try:
+                handle = self.store.save_async(step, state, metrics=metrics)
+            except CheckpointError as error:
+                self._record(CheckpointFailed(step, str(error)))
+                return
+            # The store has waited for the save before, and counted that as blocked.
+            self._collect_saved(wait=True)
+            self._pending = handle
             self.waits.take()
 
     def _save_last(self, step: int, first_step: int) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over."""
-        newest = self.store.newest()
-        if step > first_step and (newest is None or newest.step < step):
-            self._save(step)
         with self._timed("checkpoint"):
             error = self._collect_saved(wait=True)
-        if error is not None:
+        if step > first_step and self._published < step:
+            self._save(step)
+            with self._timed("checkpoint"):
+                error = self._collect_saved(wait=True)
+            if error is None and self._published < step:
+                error = f"the checkpoint of step {step} could not be begun"
+        if error is not None and self._published < step:
             raise CheckpointError(
                 f"{error}; the run can go on from its newest complete checkpoint: mend the cause "
                 "and run the same command again"
@@ -277,6 +289,7 @@ class Trainer:
         result = self._pending.result()
         self._pending = None
         if result.error is None:
+            self._published = result.step
             self._record(
                 CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
             )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint import IntervalEstimator
+from outlast.errors import OutlastError
+from outlast.records import read_run, replace_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outlast.checkpoint import SaveResult
     from outlast.job import Job
+    from outlast.records import RunDirectory
     from outlast.train.ranks import Ranks
 
 _WORTH_TELLING = 0.1
@@ -24,11 +31,18 @@ class SaveCadence:
     Args:
         every_steps: A fixed number of steps, or None for the best.
         estimator: Of the best number, on rank 0.
+        memory: File that keeps what the estimator has learnt for the next attempt.
     """
 
-    def __init__(self, every_steps: int | None, estimator: IntervalEstimator | None) -> None:
+    def __init__(
+        self,
+        every_steps: int | None,
+        estimator: IntervalEstimator | None = None,
+        memory: Path | None = None,
+    ) -> None:
         self._every_steps = every_steps
         self._estimator = estimator
+        self._memory = memory
         self._saved_at = 0
         self._told = 0
 
@@ -57,6 +71,10 @@ class SaveCadence:
         """A save was published."""
         if self._estimator is not None:
             self._estimator.observe_save(result.blocked_seconds, result.seconds)
+            if self._memory is not None:
+                # To begin anew is no loss.
+                with contextlib.suppress(OSError):
+                    replace_file(self._memory, json.dumps(self._estimator.state_dict()).encode())
 
     def news(self) -> tuple[int, str] | None:
         """The interval in steps and the reason for it, when it has changed enough to tell."""
@@ -69,19 +87,23 @@ class SaveCadence:
         return steps, self._estimator.explain()
 
 
-def cadence_of(job: Job, ranks: Ranks) -> SaveCadence:
-    """The cadence that the job asks for."""
+def cadence_of(job: Job, ranks: Ranks, directory: RunDirectory) -> SaveCadence:
+    """The cadence that the job asks for, with what earlier attempts have learnt and suffered."""
     settings = job.checkpoint
     if settings.every_steps != "auto":
-        return SaveCadence(settings.every_steps, None)
+        return SaveCadence(settings.every_steps)
     if not ranks.is_first:
-        return SaveCadence(None, None)
-    return SaveCadence(
-        None,
-        IntervalEstimator(
-            nodes=-(-ranks.world_size // ranks.local_world_size),
-            mtbf_seconds=settings.mtbf_hours * 3600.0 if settings.mtbf_hours else None,
-            budget=settings.slowdown_budget,
-            longest_seconds=settings.longest_minutes * 60.0,
-        ),
+        return SaveCadence(None)
+    estimator = IntervalEstimator(
+        nodes=-(-ranks.world_size // ranks.local_world_size),
+        mtbf_seconds=settings.mtbf_hours * 3600.0 if settings.mtbf_hours else None,
+        budget=settings.slowdown_budget,
+        longest_seconds=settings.longest_minutes * 60.0,
     )
+    memory = directory.path / "cadence.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, OutlastError):
+        estimator.load_state_dict(json.loads(memory.read_text(encoding="utf-8")))
+        before = read_run(directory.path).attempts[:-1]
+        if before and before[-1].outcome == "died":
+            estimator.observe_failure()
+    return SaveCadence(None, estimator, memory)

@@ -128,7 +128,7 @@ def _write(
         values_found[STRUCTURE] = {"prefix": prefix, "root": source.structure}
     catalogue = Catalogue(facts, tuple(values_found))
     arena = Arena(max(*starts, _ALIGNMENT_BYTES))
-    arena.close()
+    arena.detach()
     encoder = Encoder(storage, reduction, [arena.memory])
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
     for rank, batch in enumerate(batches):

@@ -182,7 +182,7 @@ class Engine:
             self._arenas = [Arena(max(size, _ALIGNMENT_BYTES)) for _ in range(count)]
             for each in self._arenas:
                 # No other process needs the descriptor; the memory goes with its last user.
-                each.close()
+                each.detach()
             memories = [arena.memory for arena in self._arenas]
             self._encoder = Encoder(self.storage, self.reduction, memories)
         return (self._last_arena + 1) % len(self._arenas)

@@ -142,10 +142,12 @@ class Coder:
                     if len(each) < 8 or int.from_bytes(each[4:8], "little") != size:
                         raise ValueError("its head names another size")
                     _blosc2().decompress2(each, dst=row)
-                elif codec == FILL:
+                elif codec == FILL and size > 0:
                     row.reshape(-1, len(each))[:] = np.frombuffer(each, np.uint8)
-                else:
+                elif len(each) == size:
                     row[:] = np.frombuffer(each, np.uint8)
+                else:
+                    raise ValueError("it has another size")
         except (RuntimeError, ValueError, ZeroDivisionError, struct.error) as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
         except zstandard.ZstdError as error:

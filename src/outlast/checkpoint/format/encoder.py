@@ -372,9 +372,10 @@ class _Coding:
     ) -> list[float]:
         """Round a lossy piece in the arena, so that later deltas start from what was stored."""
         errors = []
-        for number, tile in enumerate(tiles(staged.box, facts.steps)):
+        for tile in tiles(staged.box, facts.steps):
             # Another seed for every tile and step keeps stochastic rounding unbiased over time.
-            seed = hash((self._job.version.step, number, *tile.offset)) & 0x7FFF_FFFF_FFFF_FFFF
+            place = f"{staged.name} {self._job.version.step} {tile.offset}"
+            seed = xxhash.xxh3_64_intdigest(place.encode())
             rounded, error = round_to_bound(
                 _tile(array, tile, staged.box), facts.dtype, bound, seed=seed
             )

@@ -138,26 +138,79 @@ def _spans(first: int, extent: int, step: int) -> list[tuple[int, int]]:
     return found
 
 
+def tiles_within(
+    box: Box, steps: tuple[int, ...], part: Box
+) -> Iterator[tuple[int, Box]]:
+    """The tiles of `box` that `part`, which lies in it, touches, each with its number in `tiles`.
+
+    It takes time for these tiles alone, so that a small part of a large box is found at once.
+    """
+    if part.elements == 0:
+        return
+    lines = [
+        range(first // step, (end - 1) // step + 1)
+        for first, end, step in zip(part.offset, part.end, steps, strict=True)
+    ]
+    for cells in itertools.product(*lines):
+        number, offset, shape = 0, [], []
+        for cell, step, first, end in zip(cells, steps, box.offset, box.end, strict=True):
+            number = number * ((end - 1) // step + 1 - first // step) + cell - first // step
+            offset.append(max(cell * step, first))
+            shape.append(min((cell + 1) * step, end) - offset[-1])
+        yield number, Box(tuple(offset), tuple(shape))
+
+
 def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether `boxes` together hold every element of a tensor of `shape`."""
+    """Whether `boxes` together hold every element of a tensor of `shape`.
+
+    Shards along one dimension after the other are decided in the time of sorting them; only boxes
+    that overlap in part, in every dimension, are compared with each other.
+    """
     boxes = [box for box in boxes if box.elements]
     if math.prod(shape) == 0 or any(box.shape == shape for box in boxes):
         return True
-    # Between neighbouring borders of the boxes every element has the same owners.
+    return _fills(shape, boxes, tuple(range(len(shape))))
+
+
+def _fills(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]) -> bool:
+    """Whether `boxes`, which agree in the other dimensions, hold all that there is in these."""
+    if not dimensions:
+        return bool(boxes)
+    for dimension in dimensions:
+        spans: dict[tuple[int, int], list[Box]] = {}
+        for box in boxes:
+            first = box.offset[dimension]
+            spans.setdefault((first, first + box.shape[dimension]), []).append(box)
+        reached, overlapping = 0, False
+        for first, last in sorted(spans):
+            if first > reached:
+                return False
+            overlapping = overlapping or first < reached
+            reached = max(reached, last)
+        if reached < shape[dimension]:
+            return False
+        if not overlapping:
+            # Each slab has owners of its own, and is decided alone.
+            rest = tuple(each for each in dimensions if each != dimension)
+            return all(_fills(shape, slab, rest) for slab in spans.values())
+    return len(dimensions) == 1 or _fills_cells(shape, boxes, dimensions)
+
+
+def _fills_cells(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]) -> bool:
+    """As `_fills`, by a look at each cell between neighbouring borders: it has the same owners."""
+    spans = [[(box.offset[d], box.offset[d] + box.shape[d]) for d in dimensions] for box in boxes]
     borders = [
-        sorted({0, size} | {b.offset[d] for b in boxes} | {b.end[d] for b in boxes})
-        for d, size in enumerate(shape)
+        sorted({0, shape[d], *(border for span in spans for border in span[number])})
+        for number, d in enumerate(dimensions)
     ]
-    if sum(box.elements for box in boxes) < math.prod(shape):
-        return False
     cells = itertools.product(*(itertools.pairwise(line) for line in borders))
     return all(
         any(
             all(
                 first >= start and last <= end
-                for (first, last), start, end in zip(cell, box.offset, box.end, strict=True)
+                for (first, last), (start, end) in zip(cell, span, strict=True)
             )
-            for box in boxes
+            for span in spans
         )
         for cell in cells
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.retention import complete_versions, delete
+from outlast.checkpoint.format.retention import delete, survey
 from outlast.checkpoint.format.storage import LocalStorage, storage_of
 from outlast.checkpoint.format.version import SEAL, UnfinishedError, Version, list_versions, load
 from outlast.errors import CheckpointError
@@ -94,10 +94,13 @@ def prune_logs(storage: Storage, newest: Version) -> None:
         storage: The storage of the logs alone.
         newest: The version that logs have to come after to be of use.
     """
-    known = complete_versions(storage)
+    versions = list_versions(storage)
+    known, unclear = survey(storage, versions)
     # What comes next may refer to the packs of the last one.
     needed = min(newest, known[-1].version) if known else newest
+    if unclear is not None and unclear >= needed:
+        return
     packs = {pack for each in known if each.version >= needed for pack in each.packs}
-    for version in list_versions(storage):
+    for version in versions:
         if version < needed:
             delete(storage, version, storage.files(version.folder), packs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outlast.checkpoint.format.storage import make_directory
 from outlast.errors import CheckpointError, RunError
 from outlast.records import OwnerLock
 
@@ -25,7 +26,7 @@ def own(
             cannot be made.
     """
     try:
-        storage.root.mkdir(parents=True, exist_ok=True)
+        make_directory(storage.root)
     except OSError as error:
         raise CheckpointError(f"{storage.root} cannot be made: {error.strerror}") from None
     lock = OwnerLock(

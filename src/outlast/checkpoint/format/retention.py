@@ -6,7 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.format.version import SEAL, Version, list_versions, load, read_seal
+from outlast.checkpoint.format.version import (
+    SEAL,
+    UnreadableError,
+    Version,
+    list_versions,
+    load,
+    read_seal,
+)
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,42 +57,84 @@ class Retention:
 
 @dataclass(frozen=True)
 class Known:
-    """What retention knows of a complete version."""
+    """What retention knows of a complete version.
+
+    Attributes:
+        version: Which.
+        kind: ``state`` or ``replay``.
+        packs: Files that it needs.
+        metrics: Figures by which versions are compared.
+        world_size: How many ranks saved it.
+    """
 
     version: Version
     kind: str
     packs: frozenset[str]
     metrics: dict[str, float]
+    world_size: int = 1
 
 
-def complete_versions(
-    storage: Storage, read: Callable[[Version], Contents] | None = None
-) -> list[Known]:
+def complete_versions(storage: Storage) -> list[Known]:
     """All complete versions, from old to new; the manifests of unsealed ones are read.
+
+    Raises:
+        UnreadableError: When the storage fails.
+        OSError: When it cannot be listed.
+    """
+    found = (_known(storage, version, None) for version in list_versions(storage))
+    return [each for each in found if each is not None]
+
+
+def survey(
+    storage: Storage,
+    versions: list[Version],
+    read: Callable[[Version], Contents] | None = None,
+    cache: dict[Version, Known] | None = None,
+) -> tuple[list[Known], Version | None]:
+    """The complete ones of `versions`, and the newest one of which the storage fails to say.
 
     Args:
         storage: The store.
-        read: Reads the manifests of a complete version, or raises CheckpointError; as `load`.
+        versions: All its versions, from old to new.
+        read: Reads the manifests of an unsealed version, or raises CheckpointError; as `load`.
+        cache: What is known of sealed versions from the last time, brought up to date.
     """
-    found = []
-    for version in list_versions(storage):
-        known = _known(storage, version, read)
-        if known is not None:
-            found.append(known)
-    return found
+    cache = {} if cache is None else cache
+    for gone in cache.keys() - set(versions):
+        del cache[gone]
+    known, unclear = [], None
+    for version in versions:
+        try:
+            found = cache.get(version) or _known(storage, version, read, cache)
+        except UnreadableError:
+            unclear = version
+            continue
+        if found is not None:
+            known.append(found)
+    return known, unclear
 
 
 def _known(
-    storage: Storage, version: Version, read: Callable[[Version], Contents] | None
+    storage: Storage,
+    version: Version,
+    read: Callable[[Version], Contents] | None,
+    cache: dict[Version, Known] | None = None,
 ) -> Known | None:
     seal = read_seal(storage, version)
     if seal is not None:
-        return Known(version, seal.kind, frozenset(seal.packs), seal.metrics)
+        found = Known(version, seal.kind, frozenset(seal.packs), seal.metrics, seal.world_size)
+        if cache is not None:
+            cache[version] = found
+        return found
     try:
         contents = load(storage, version) if read is None else read(version)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return None
-    return Known(version, contents.kind, frozenset(contents.packs), contents.metrics)
+    world_size = contents.parts[0].world_size
+    # Not for the cache: parts may still come, and need more packs.
+    return Known(version, contents.kind, frozenset(contents.packs), contents.metrics, world_size)
 
 
 def to_keep(known: list[Known], policy: Retention) -> set[Version]:
@@ -107,32 +156,45 @@ def prune(
     *,
     protected: Collection[Version] = (),
     read: Callable[[Version], Contents] | None = None,
+    world_size: int | None = None,
+    cache: dict[Version, Known] | None = None,
     dry_run: bool = False,
 ) -> list[Version]:
     """Delete the versions that need not stay, and the remains of saves that were cut short.
 
     Nothing newer than the newest complete version is touched: it may be under way. Chunks that a
-    kept version refers to stay, whatever version they were first stored with.
+    kept version refers to stay, whatever version they were first stored with. Where the storage
+    fails to say what a version needs, that one and all older ones stay until it does.
 
     Args:
         storage: The store.
         policy: What stays.
         protected: Versions that stay too, because they are being copied.
-        read: See `complete_versions`.
+        read: See `survey`.
+        world_size: Where only as many ranks as saved a version can restore it, how many there are
+            now: what others saved goes only when a newer version of these ranks is complete.
+        cache: See `survey`.
         dry_run: Delete nothing.
 
     Returns:
         The versions deleted (or that would be), incomplete ones included.
     """
-    known = complete_versions(storage, read)
-    if not known:
+    versions = list_versions(storage)
+    known, unclear = survey(storage, versions, read, cache)
+    ours = [each for each in known if world_size in (None, each.world_size)]
+    if not ours:
         return []
-    kept = to_keep(known, policy).union(protected)
+    newest = ours[-1].version
+    kept = to_keep(known, policy) | to_keep(ours, policy) | set(protected)
+    kept |= {
+        version
+        for version in versions
+        if version >= newest or (unclear is not None and version <= unclear)
+    }
     packs = {pack for each in known if each.version in kept for pack in each.packs}
-    newest = known[-1].version
     deleted = []
-    for version in list_versions(storage):
-        if version in kept or version >= newest:
+    for version in versions:
+        if version in kept:
             continue
         files = storage.files(version.folder)
         if any(name.endswith(".json") for name in files):

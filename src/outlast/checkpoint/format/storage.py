@@ -94,6 +94,14 @@ def storage_of(place: str | os.PathLike[str]) -> Storage:
     return FsspecStorage(text)
 
 
+def make_directory(path: Path) -> None:
+    """Make `path` and the parents that are missing, and sync each into the one that holds it."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
 class LocalStorage:
     """A directory of a local or shared (POSIX) file system."""
 
@@ -136,7 +144,7 @@ class LocalStorage:
 
     def create(self, name: str) -> _LocalPending:
         """Begin a file that appears when its block ends."""
-        return _LocalPending(self.root, self.root / name)
+        return _LocalPending(self.root / name)
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
@@ -151,8 +159,7 @@ class LocalStorage:
 class _LocalPending:
     """Temporary name, fsync, rename, fsync of the directory."""
 
-    def __init__(self, root: Path, target: Path) -> None:
-        self._root = root
+    def __init__(self, target: Path) -> None:
         self._target = target
         self._temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         self._file: IO[bytes] | None = None
@@ -163,11 +170,7 @@ class _LocalPending:
         return self._file.write(data)
 
     def __enter__(self) -> _LocalPending:
-        folder = self._target.parent
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._root.is_dir():
-                sync_directory(self._root)
+        make_directory(self._target.parent)
         self._file = self._temporary.open("xb")
         return self
 
@@ -211,8 +214,22 @@ class _LocalReader:
         os.close(self._descriptor)
 
 
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """What the client of an object store raises, in classes of its own, as OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 class FsspecStorage:
-    """A folder behind an fsspec URL, such as ``s3://bucket/run`` or ``memory://run``."""
+    """A folder behind an fsspec URL, such as ``s3://bucket/run`` or ``memory://run``.
+
+    Whatever the client of the object store raises comes as an OSError with its words.
+    """
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -225,6 +242,10 @@ class FsspecStorage:
                 f"{url} cannot be used: {error}; install the fsspec package of its protocol, or "
                 "give a directory"
             ) from None
+        except Exception as error:
+            raise CheckpointError(
+                f"{url} cannot be used: {type(error).__name__}: {error}"
+            ) from error
         self._root = PurePosixPath(root)
 
     @property
@@ -240,11 +261,13 @@ class FsspecStorage:
         """Names and sizes of the files in `folder`; empty when it is missing."""
         return {name: entry["size"] for name, entry in self._list(folder) if _is_file(entry)}
 
+    @_as_os_errors()
     def read(self, name: str) -> bytes:
         """A whole file; raises FileNotFoundError."""
         content: bytes = self._filesystem.cat_file(self._path(name))
         return content
 
+    @_as_os_errors()
     def open(self, name: str) -> _FsspecReader:
         """Open a file for reads of parts; raises FileNotFoundError."""
         path = self._path(name)
@@ -254,21 +277,26 @@ class FsspecStorage:
         """Begin an object that appears when its block ends."""
         return _FsspecPending(self._filesystem, self._path(name))
 
+    @_as_os_errors()
     def remove(self, name: str) -> None:
         """Delete an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
 
+    @_as_os_errors()
     def remove_folder(self, name: str) -> None:
         """Delete all objects below a name."""
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.rm(self._path(name), recursive=True)
 
-    def _list(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    @_as_os_errors()
+    def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         self._filesystem.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in self._filesystem.ls(self._path(folder), detail=True):
-                yield PurePosixPath(entry["name"].rstrip("/")).name, entry
+        try:
+            entries = self._filesystem.ls(self._path(folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [(PurePosixPath(each["name"].rstrip("/")).name, each) for each in entries]
 
     def _path(self, name: str) -> str:
         return str(self._root / name)
@@ -286,10 +314,12 @@ class _FsspecPending:
         self._path = path
         self._file: Any = None
 
+    @_as_os_errors()
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
         self._file.write(bytes(data))
 
+    @_as_os_errors()
     def __enter__(self) -> _FsspecPending:
         self._filesystem.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
         # With autocommit off, the object appears at commit() and is dropped by discard().
@@ -303,11 +333,20 @@ class _FsspecPending:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None:
-            self._file.close()
-            self._file.commit()
+            try:
+                with _as_os_errors():
+                    self._file.close()
+                    self._file.commit()
+            except OSError:
+                self._discard()
+                raise
         else:
-            with contextlib.suppress(Exception):
-                self._file.discard()
+            self._discard()
+
+    def _discard(self) -> None:
+        # Its own failure must not hide the first one.
+        with contextlib.suppress(Exception):
+            self._file.discard()
 
 
 class _FsspecReader:
@@ -316,6 +355,7 @@ class _FsspecReader:
         self._path = path
         self._size = size
 
+    @_as_os_errors()
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the object ends."""
         end = min(offset + length, self._size)
@@ -330,7 +370,7 @@ class _FsspecReader:
 
 def sentence_of(error: OSError) -> str:
     """What went wrong in the operating system's words, with the remedy where there is one."""
-    words = error.strerror or str(error)
+    words = error.strerror or str(error) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         words += "; free some space or keep fewer checkpoints"
     return words

@@ -26,6 +26,8 @@ from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from outlast.checkpoint.format.storage import Storage
 
 SEAL = "version.json"
@@ -35,6 +37,10 @@ _PART = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.json", re.ASCII)
 
 class UnfinishedError(CheckpointError):
     """A version that was never published: its save was cut short, or is still under way."""
+
+
+class UnreadableError(CheckpointError):
+    """A version that may be whole: the storage failed to say."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +86,11 @@ class Seal:
     requires: list[int]
     metrics: dict[str, float]
     kind: str
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return max(world_sizes(self.roots), default=0)
 
     def to_bytes(self) -> bytes:
         """The content of the seal's file; its own hash is the root over the whole version."""
@@ -155,12 +166,23 @@ def list_versions(storage: Storage) -> list[Version]:
     return sorted(Version(int(each[2]), int(each[1])) for each in named if each)
 
 
+def world_sizes(names: Iterable[str]) -> set[int]:
+    """How many ranks saved the parts among the files `names` of a version's folder."""
+    return {int(found[2]) for name in names if (found := _PART.fullmatch(name))}
+
+
 def is_published(storage: Storage, version: Version) -> bool:
-    """Whether `version` is sealed and its files are there, or its parts are complete."""
+    """Whether `version` is sealed and its files are there, or its parts are complete.
+
+    Raises:
+        UnreadableError: When the storage fails to say.
+    """
     if read_seal(storage, version) is not None:
         return True
     try:
         load(storage, version)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
     return True
@@ -171,11 +193,12 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
 
     Raises:
         UnfinishedError: When it was never published.
+        UnreadableError: When the storage fails.
         CheckpointError: When it is incomplete; says what is missing or damaged.
     """
-    files = storage.files(version.folder) if files is None else files
-    sizes = {int(found[2]) for name in files if (found := _PART.fullmatch(name))}
-    cut_short = CheckpointError if SEAL in files else UnfinishedError
+    files = _files(storage, version) if files is None else files
+    sizes = world_sizes(files)
+    cut_short: type[CheckpointError] = CheckpointError if SEAL in files else UnfinishedError
     if not sizes:
         raise cut_short(f"{_place(storage, version)} has no manifest")
     parts, roots, problems = [], [], []
@@ -195,13 +218,15 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         except FileNotFoundError:
             problems.append(f"{storage.location}/{name} is missing")
         except CheckpointError as error:
-            cut_short = CheckpointError
+            cut_short = UnreadableError if cut_short is UnreadableError else CheckpointError
             problems.append(str(error))
         except OSError as error:
-            cut_short = CheckpointError
+            cut_short = UnreadableError
             problems.append(f"{storage.location}/{name} cannot be read: {sentence_of(error)}")
     if not parts:
-        raise CheckpointError("; ".join(problems))
+        raise (UnreadableError if cut_short is UnreadableError else CheckpointError)(
+            "; ".join(problems)
+        )
     catalogue = Catalogue({})
     catalogues = {part.catalogue for part in parts}
     for root in catalogues:
@@ -222,9 +247,7 @@ def _catalogue(storage: Storage, version: Version, root: str) -> Catalogue:
     try:
         content = storage.read(name)
     except OSError as error:
-        raise CheckpointError(
-            f"{storage.location}/{name} cannot be read: {sentence_of(error)}"
-        ) from None
+        raise unreadable(storage, name, error) from None
     catalogue = Catalogue.from_bytes(content, f"{storage.location}/{name}")
     if root_of(content) != root:
         raise CheckpointError(f"{storage.location}/{name} is not the catalogue of its version")
@@ -243,15 +266,21 @@ def _uncovered(contents: Contents) -> list[str]:
 
 
 def read_seal(storage: Storage, version: Version) -> Seal | None:
-    """The seal of `version`, or None when there is none, or files that it stands for are gone."""
+    """The seal of `version`, or None when there is none, or files that it stands for are gone.
+
+    Raises:
+        UnreadableError: When the storage fails.
+    """
     name = f"{version.folder}/{SEAL}"
     try:
         found = Seal.from_bytes(storage.read(name), name)
-    except (OSError, CheckpointError):
+    except (FileNotFoundError, CheckpointError):
         return None
+    except OSError as error:
+        raise unreadable(storage, name, error) from None
     packs = (pack.partition("/") for pack in found.packs)
     needed = {*found.roots, *(name for folder, _, name in packs if folder == version.folder)}
-    return found if needed <= storage.files(version.folder).keys() else None
+    return found if needed <= _files(storage, version).keys() else None
 
 
 def seal(storage: Storage, version: Version) -> Contents:
@@ -279,6 +308,23 @@ def write_seal(storage: Storage, contents: Contents) -> None:
     )
     with storage.create(f"{version.folder}/{SEAL}") as file:
         file.write(found.to_bytes())
+
+
+def unreadable(storage: Storage, name: str, error: OSError) -> CheckpointError:
+    """What to raise when file `name` cannot be read; one that is missing is no puzzle."""
+    missing = isinstance(error, FileNotFoundError)
+    return (CheckpointError if missing else UnreadableError)(
+        f"{storage.location}/{name} cannot be read: {sentence_of(error)}"
+    )
+
+
+def _files(storage: Storage, version: Version) -> dict[str, int]:
+    try:
+        return storage.files(version.folder)
+    except OSError as error:
+        raise UnreadableError(
+            f"{_place(storage, version)} cannot be listed: {sentence_of(error)}"
+        ) from None
 
 
 def _place(storage: Storage, version: Version) -> str:

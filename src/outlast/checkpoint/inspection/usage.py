@@ -153,9 +153,10 @@ def _needs(storage: Storage, version: Version, files: dict[str, int]) -> _Needs:
         return _Needs(frozenset(contents.packs), raw_size(contents.catalogue))
     except CheckpointError:
         packs = {f"{version.folder}/{name}" for name in files if name.endswith(_PACK)}
-    seal = read_seal(storage, version)
-    if seal is not None:
-        return _Needs(frozenset(packs.union(seal.packs)), None)
+    with contextlib.suppress(CheckpointError):
+        seal = read_seal(storage, version)
+        if seal is not None:
+            return _Needs(frozenset(packs.union(seal.packs)), None)
     for name in manifests:
         if name.startswith("rank-"):
             with contextlib.suppress(OSError, CheckpointError):

@@ -19,7 +19,7 @@ from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from outlast.checkpoint.format.manifest import Chunk
     from outlast.checkpoint.format.storage import Storage
@@ -59,6 +59,7 @@ class Copy:
     def __init__(self, source: Place, target: Place, version: Version, pace: Pace) -> None:
         self.bytes = 0
         self._source = source
+        self._target = target
         self._from, self._to = source.storage, target.storage
         self._version = version
         self._pace = pace
@@ -88,6 +89,7 @@ class Copy:
             if "/catalogue-" not in name:
                 with contextlib.suppress(Exception):
                     self._to.remove(name)
+        self._target.verified.difference_update(self._made)
 
     def _parts(self) -> Iterable[tuple[str, bytes, Part]]:
         """The parts that are this rank's to copy: its own, or its share of another world's."""
@@ -122,22 +124,39 @@ class Copy:
                     f"{self._to.location}/{name} has {present} bytes instead of {size}: it is of "
                     "another run, or damaged; take an empty place"
                 )
+            if name not in self._target.verified:
+                self._verify(name, size, chunks)
             return
-        check = _Check(f"{self._from.location}/{name}", chunks)
-        reader = self._from.open(name)
+        with self._to.create(name) as file:
+            for block in self._blocks(self._from, name, size, chunks):
+                file.write(block)
+                self.bytes += len(block)
+                self._pace.take(len(block))
+        self._made.append(name)
+        self._target.verified.add(name)
+
+    def _verify(self, name: str, size: int, chunks: list[Chunk]) -> None:
+        """Read back a pack that another session has left in the target: it may be another run's."""
+        hint = "; it is of another run, or damaged; take an empty place"
+        for _ in self._blocks(self._to, name, size, chunks, hint):
+            self._pace.take(0)
+        self._target.verified.add(name)
+
+    def _blocks(
+        self, storage: Storage, name: str, size: int, chunks: list[Chunk], hint: str = ""
+    ) -> Iterator[bytes]:
+        """A file of `size` bytes, block by block; raises CheckpointError when it is damaged."""
+        check = _Check(f"{storage.location}/{name}", chunks, hint)
+        reader = storage.open(name)
         try:
-            with self._to.create(name) as file:
-                offset = 0
-                while block := reader.read(offset, min(self._pace.block_bytes, size - offset)):
-                    check.update(block)
-                    file.write(block)
-                    offset += len(block)
-                    self.bytes += len(block)
-                    self._pace.take(len(block))
-                check.finish()
+            offset = 0
+            while block := reader.read(offset, min(self._pace.block_bytes, size - offset)):
+                check.update(block)
+                yield block
+                offset += len(block)
+            check.finish()
         finally:
             reader.close()
-        self._made.append(name)
 
     def _publish(self, name: str, content: bytes | None = None) -> None:
         """Copy a small file, unless the same is there."""
@@ -159,8 +178,9 @@ class Copy:
 class _Check:
     """Compares the chunks of a file with their checksums while the file goes by."""
 
-    def __init__(self, where: str, chunks: list[Chunk]) -> None:
+    def __init__(self, where: str, chunks: list[Chunk], hint: str) -> None:
         self._where = where
+        self._hint = hint
         found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
         self._chunks = deque(sorted(each for each in found if each[1]))
         self._hash = xxhash.xxh3_128()
@@ -176,7 +196,7 @@ class _Check:
             if last < offset + length:
                 break
             if self._hash.hexdigest() != expected:
-                raise CheckpointError(f"{self._where} is damaged at byte {offset}")
+                raise CheckpointError(f"{self._where} is damaged at byte {offset}{self._hint}")
             self._chunks.popleft()
             self._hash = xxhash.xxh3_128()
         self._at = end
@@ -184,7 +204,7 @@ class _Check:
     def finish(self) -> None:
         """The file ends; raises CheckpointError when chunks are left."""
         if self._chunks:
-            raise CheckpointError(f"{self._where} is cut short at byte {self._at}")
+            raise CheckpointError(f"{self._where} is cut short at byte {self._at}{self._hint}")
 
 
 def _size(storage: Storage, name: str) -> int | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.geometry import Box, covers
 from outlast.checkpoint.format.manifest import Catalogue, Part, root_of
-from outlast.checkpoint.format.retention import Retention, prune
+from outlast.checkpoint.format.retention import Known, Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.format.version import (
     SEAL,
     Contents,
     UnfinishedError,
+    UnreadableError,
+    Version,
     is_published,
     list_versions,
     load,
     seal,
+    unreadable,
+    world_sizes,
     write_seal,
 )
 from outlast.errors import CheckpointError
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Version
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Place:
         private: Whether other ranks do not see it.
         rank: This rank.
         world_size: How many save together.
+        known: What was found out about sealed versions, for the next `prune`.
+        verified: Packs whose content here this rank has compared with what it is to be.
     """
 
     storage: Storage
@@ -48,6 +53,10 @@ class Place:
     private: bool
     rank: int
     world_size: int
+    known: dict[Version, Known] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -74,20 +83,34 @@ class Place:
         """The manifests of a version; in a private place those of this rank alone.
 
         Raises:
-            CheckpointError: When something is missing or damaged.
+            UnfinishedError: When it was never published.
+            UnreadableError: When the storage fails.
+            CheckpointError: When something is missing or damaged, or, in a private place, it was
+                saved by another number of ranks.
         """
         try:
             return self._own(version) if self.private else load(self.storage, version)
         except CheckpointError:
             raise
         except Exception as error:  # clients of object stores raise what they like
-            raise CheckpointError(
+            kind = UnreadableError if isinstance(error, OSError) else CheckpointError
+            raise kind(
                 f"{self.storage.location}/{version.folder} cannot be read: {words_of(error)}"
             ) from error
 
     def newest(self) -> Version | None:
-        """The newest complete version, verified or not."""
-        return next(filter(self._holds, reversed(list_versions(self.storage))), None)
+        """The newest complete version, verified or not.
+
+        Raises:
+            CheckpointError: When the place cannot be listed.
+        """
+        try:
+            versions = list_versions(self.storage)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.storage.location} cannot be listed: {sentence_of(error)}"
+            ) from None
+        return next(filter(self._holds, reversed(versions)), None)
 
     def seal(self, version: Version) -> None:
         """Seal a version: in a shared place the whole, in a private one what this rank has.
@@ -105,12 +128,28 @@ class Place:
         """Delete what need not stay, if that is this rank's part; failures wait for next time."""
         if self.keeps_house:
             with contextlib.suppress(OSError, CheckpointError):
-                prune(self.storage, self.retention, protected=protected, read=self._sealed)
+                prune(
+                    self.storage,
+                    self.retention,
+                    protected=protected,
+                    read=self._sealed,
+                    world_size=self.world_size if self.private else None,
+                    cache=self.known,
+                )
 
     def _own(self, version: Version) -> Contents:
         name = version.part_name(self.rank, self.world_size)
-        if name.partition("/")[2] not in self.storage.files(version.folder):
-            raise UnfinishedError(f"{self.storage.location}/{name} is missing")
+        files = self.storage.files(version.folder)
+        if name.partition("/")[2] not in files:
+            for others in sorted(world_sizes(files) - {self.world_size}):
+                # Not to be taken for remains: it is what another number of ranks relies on.
+                raise CheckpointError(
+                    f"{self.storage.location}/{version.folder} was saved by {others} ranks, each "
+                    f"with its part, and cannot be restored by {self.world_size}; start {others} "
+                    "ranks, or give a shared tier that has the version"
+                )
+            missing = CheckpointError if SEAL in files else UnfinishedError
+            raise missing(f"{self.storage.location}/{name} is missing")
         content = self._read(name)
         part = Part.from_bytes(content, f"{self.storage.location}/{name}")
         listed = version.catalogue_name(part.catalogue)
@@ -132,9 +171,9 @@ class Place:
         return self.load(version)
 
     def _holds(self, version: Version) -> bool:
-        if not self.private:
-            return is_published(self.storage, version)
         try:
+            if not self.private:
+                return is_published(self.storage, version)
             self.load(version)
         except CheckpointError:
             return False
@@ -144,9 +183,7 @@ class Place:
         try:
             return self.storage.read(name)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.storage.location}/{name} cannot be read: {sentence_of(error)}"
-            ) from None
+            raise unreadable(self.storage, name, error) from None
 
 
 def not_held(contents: Contents, boxes: dict[str, Box]) -> str:

@@ -161,7 +161,7 @@ class Tiers:
             self._slots = [max(pair) for pair in zip(slots, self._slots, strict=True)]
             dropped = [each for n in due for each in self._make_room(n)] if self._leads else []
         if self._leads:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(CheckpointError):
                 self._signals.tell(key, " ".join(dropped))
         else:
             with contextlib.suppress(CheckpointError):
@@ -255,7 +255,7 @@ class Tiers:
                 place = self.places[index].storage.location
                 self._results.append(DrainResult(place, job.version.step, skipped=reason))
                 if self._leads and self._signals is not None:
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(CheckpointError):
                         self._signals.tell(f"{job.key(index)}/start", reason)
         self._changed.notify_all()
 
