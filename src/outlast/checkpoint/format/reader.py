@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from outlast.checkpoint.format import codec
+from outlast.checkpoint.format.geometry import tiles_within
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from outlast.checkpoint.format.version import Contents
 
 _BATCH_BYTES = 4 << 20
-_FILES_HELD = 256
+# Of a version with more files than this, only those that are read are opened.
+_FILES_HELD = 64
 # Decoded together; half of a core's usual second-level cache.
 _DECODED_BYTES = 256 << 10
 
@@ -100,13 +102,15 @@ class _Fetch(NamedTuple):
 class VersionReader:
     """Reads from one complete version.
 
-    Use as a context manager: the version's files are opened at the start, so that they stay
-    readable when retention deletes the version meanwhile (on POSIX file systems).
+    Use as a context manager: the version's files, if they are not very many, are opened at the
+    start, so that they stay readable when retention deletes the version meanwhile (on POSIX file
+    systems).
 
     Args:
         storage: Where the version lies.
         contents: Its manifests.
-        threads: How many batches are fetched at a time; default: the cores of this process.
+        threads: How many batches are fetched at a time; default: this process's share of the cores
+            that it may use, where LOCAL_WORLD_SIZE of the environment says how many share them.
 
     Raises:
         CheckpointError: When a file is missing.
@@ -116,13 +120,13 @@ class VersionReader:
         self.contents = contents
         self.counters = Counters()
         self._storage = storage
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or _own_cores()
         self._files: dict[str, RangeReader] = {}
         self._local = threading.local()
         self._opening = threading.Lock()
         packs = sorted(contents.packs)
         try:
-            for pack in packs[:_FILES_HELD]:
+            for pack in packs if len(packs) <= _FILES_HELD else ():
                 self._file(pack)
         except CheckpointError:
             self.close()
@@ -196,19 +200,16 @@ class VersionReader:
         fetches = []
         for name, wants in by_name.items():
             facts = self.contents.catalogue.tensors[name]
+            # Several ranks may have saved the same tile.
             taken: set[Box] = set()
             for part in self.contents.parts:
-                for tile, chunk in part.tiles(name, facts):
-                    targets = [
-                        _Target.of(want, tile, common)
-                        for want in wants
-                        if (common := want.box.overlap(tile)) is not None
-                    ]
-                    # Several ranks may have saved the same tile.
-                    if targets and tile not in taken:
-                        taken.add(tile)
-                        chain = part.chain(chunk)
-                        fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
+                for piece in part.pieces.get(name, ()):
+                    found = _targets(piece.box, facts.steps, wants)
+                    for number, (tile, targets) in found.items():
+                        if tile not in taken:
+                            taken.add(tile)
+                            chain = part.chain(piece.chunks[number])
+                            fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
         return fetches
 
     def _fetch(self, batch: list[_Fetch]) -> int:
@@ -326,6 +327,30 @@ class VersionReader:
             f"{self._storage.location}/{part.packs[chunk.pack]} {cut} at byte {chunk.offset} (in "
             f"`{name}`): its content does not have the checksum that was written"
         )
+
+
+def _targets(
+    piece: Box, steps: tuple[int, ...], wants: list[Wanted]
+) -> dict[int, tuple[Box, list[_Target]]]:
+    """The tiles of a piece that are wanted, by their numbers, and where they go."""
+    found: dict[int, tuple[Box, list[_Target]]] = {}
+    for want in wants:
+        common = piece.overlap(want.box)
+        if common is None:
+            continue
+        for number, tile in tiles_within(piece, steps, common):
+            inside = common.overlap(tile)
+            assert inside is not None
+            _, targets = found.setdefault(number, (tile, []))
+            targets.append(_Target.of(want, tile, inside))
+    return found
+
+
+def _own_cores() -> int:
+    """How many of the cores that this process may use are its own among the ranks of the node."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(ranks) if ranks.isdecimal() else 1
+    return max(len(os.sched_getaffinity(0)) // max(sharing, 1), 1)
 
 
 def _alike(batch: list[_Fetch]) -> Iterator[list[_Fetch]]:

@@ -106,7 +106,7 @@ def survey(
     for version in versions:
         try:
             found = cache.get(version) or _known(storage, version, read, cache)
-        except UnreadableError:
+        except (UnreadableError, OSError):
             unclear = version
             continue
         if found is not None:

@@ -141,12 +141,14 @@ class Place:
         name = version.part_name(self.rank, self.world_size)
         files = self.storage.files(version.folder)
         if name.partition("/")[2] not in files:
-            for others in sorted(world_sizes(files) - {self.world_size}):
-                # Not to be taken for remains: it is what another number of ranks relies on.
+            if others := world_sizes(files) - {self.world_size}:
+                # No remains of a save, but what another number of ranks relies on.
+                saved = max(others)
                 raise CheckpointError(
-                    f"{self.storage.location}/{version.folder} was saved by {others} ranks, each "
-                    f"with its part, and cannot be restored by {self.world_size}; start {others} "
-                    "ranks, or give a shared tier that has the version"
+                    f"{self.storage.location}/{version.folder} was saved by {saved} "
+                    f"rank{'s' if saved > 1 else ''}, each with its part, and now there "
+                    f"{'are' if self.world_size > 1 else 'is'} {self.world_size}; start {saved}, "
+                    "or give a shared tier that has the version"
                 )
             missing = CheckpointError if SEAL in files else UnfinishedError
             raise missing(f"{self.storage.location}/{name} is missing")
