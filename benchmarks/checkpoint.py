@@ -42,7 +42,8 @@ from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.version import Version, load
 
 MEGABYTE = 1e6
-CHAIN = 4
+CHAIN = 1
+DISK_CHAIN = 8
 FAULTS = ("kills", "space", "damage", "owners", "retention", "pressure")
 ROOT = Path(__file__).parent.parent
 
@@ -104,7 +105,7 @@ class Engine:
         contents = load(self._storage, Version(1, self._saves))
         # Touched, as the memory of a live model is.
         found = {name: np.ones_like(array) for name, array in state.items()}
-        with VersionReader(self._storage, contents, threads=1) as reader:
+        with VersionReader(self._storage, contents) as reader:
             wanted = [
                 Wanted(name, whole(array.shape), array.view(f"u{array.itemsize}"))
                 for name, array in found.items()
@@ -598,7 +599,7 @@ def disk_bars(training: LiveTraining, steps: int) -> list[Bar]:
         everything = Retention(keep=10**6)
         logs = CheckpointStore(folder / "logs", keep=everything)
         deltas = CheckpointStore(
-            folder / "deltas", keep=everything, reduction=Reduction(chain=CHAIN)
+            folder / "deltas", keep=everything, reduction=Reduction(chain=DISK_CHAIN)
         )
         replay = ReplayLog(logs, state)
         logs.save(training.steps_done, state)
@@ -632,7 +633,7 @@ def disk_bars(training: LiveTraining, steps: int) -> list[Bar]:
         ),
         at_most(f"{steps + 1} versions on disk, replay logs", total, "x DCP's", 0.5, "dcp.save"),
         Bar(
-            f"- {steps} versions, deltas of {CHAIN}",
+            f"- {steps} versions, chains of {DISK_CHAIN} deltas",
             round(by_deltas, 3),
             "x DCP's",
             "reported",

@@ -21,7 +21,9 @@ from checkpoint_states import (
 )
 
 from outlast.checkpoint import Reduction, Version, load, storage_of
+from outlast.checkpoint.format import storage as storage_module
 from outlast.checkpoint.format.geometry import whole
+from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.errors import CheckpointError
@@ -202,3 +204,39 @@ def test_a_reader_whose_versions_all_went_meanwhile_takes_the_newer_one(
     writer.close()
     assert restored is not None
     assert restored.step == found["data"].state["value"] == 2
+
+
+@pytest.mark.parametrize("made", ["owned", "written"])
+def test_every_directory_that_is_made_is_durable_in_the_one_that_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str
+) -> None:
+    events: list[tuple[str, Path]] = []
+    mkdir, sync = Path.mkdir, storage_module.sync_directory
+
+    def mkdir_and_note(path: Path, *args: Any, **settings: Any) -> None:
+        mkdir(path, *args, **settings)
+        events.append(("made", path))
+
+    def sync_and_note(path: Path) -> None:
+        sync(path)
+        events.append(("synced", path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_note)
+    monkeypatch.setattr(storage_module, "sync_directory", sync_and_note)
+    root = tmp_path / "runs" / "run" / "checkpoints"
+    expected = [tmp_path / "runs", tmp_path / "runs" / "run", root]
+    if made == "owned":
+        own(LocalStorage(root)).release()
+    else:
+        with LocalStorage(root).create("step-00000001-a1/file") as file:
+            file.write(b"content")
+        expected.append(root / "step-00000001-a1")
+    assert [path for kind, path in events if kind == "made"] == expected
+    for path in expected:
+        assert ("synced", path.parent) in events[events.index(("made", path)) :]
+
+
+def test_a_store_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="checkpoints cannot be made: "):
+        own(LocalStorage(tmp_path / "file" / "run" / "checkpoints"))

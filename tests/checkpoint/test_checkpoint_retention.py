@@ -1,5 +1,6 @@
 """What is kept can be restored, what is not kept is gone, and nothing leaks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Retention, list_versions, load, storage_of
 from outlast.checkpoint.format.retention import Known, prune, to_keep
+from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import Version
 from outlast.errors import CheckpointError
 
@@ -243,3 +245,79 @@ def test_manifests_go_before_the_chunks_that_they_need(
         monkeypatch.setattr(type(storage), name, watched)
     prune(storage, Retention(1))
     assert broken == []
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_save_reads_no_more_where_many_versions_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: bool
+) -> None:
+    calls: list[str] = []
+    for name in ("read", "files", "folders", "open"):
+        original = getattr(LocalStorage, name)
+
+        def counted(*args: Any, call: Any = original) -> Any:
+            calls.append(call.__name__)
+            return call(*args)
+
+        monkeypatch.setattr(LocalStorage, name, counted)
+    counts = {}
+    with open_store(tmp_path, keep=Retention(1, every=1), private=private) as store:
+        for step in range(1, 13):
+            calls.clear()
+            store.save(step, state_at(step))
+            counts[step] = len(calls)
+        assert counts[12] == counts[3] > 0
+        place = Path(store.storage.location)
+    # Versions that others have deleted are not remembered.
+    with open_store(tmp_path, keep=2, private=private) as store:
+        store.save(13, state_at(13))
+        assert steps_in(place) == [12, 13]
+        shutil.rmtree(place / "step-00000013-a2")
+        store.save(14, state_at(14))
+        assert steps_in(place) == [12, 14]
+
+
+def test_what_was_deleted_is_not_remembered_where_its_folder_stays(tmp_path: Path) -> None:
+    with open_store(tmp_path, keep=9) as store:
+        for step in (1, 2, 3):
+            store.save(step, state_at(1))
+    cache: dict[Version, Known] = {}
+    storage = storage_of(tmp_path)
+    prune(storage, Retention(1), cache=cache)
+    assert list_versions(storage) == [Version(1, 1), Version(1, 3)], "step 3 needs its pack"
+    assert list(cache) == [Version(1, 3)]
+
+
+def known(step: int, session: int, world_size: int) -> Known:
+    return Known(Version(session, step), "state", frozenset(), {}, world_size)
+
+
+def part_file(directory: Path, version: Version, world_size: int) -> None:
+    path = directory / version.part_name(0, world_size)
+    path.parent.mkdir()
+    path.touch()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=9), st.integers(1, 3))
+def test_versions_of_another_number_of_ranks_go_only_after_a_newer_one_of_this(
+    tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, bool]], keep: int
+) -> None:
+    directory = tmp_path_factory.mktemp("rank-00000")
+    cache = {}
+    sizes = {}
+    for step, (world_size, complete) in enumerate(saves, 1):
+        version = Version(1, step)
+        part_file(directory, version, world_size)
+        sizes[version] = world_size
+        if complete:
+            cache[version] = known(step, 1, world_size)
+    deleted = prune(storage_of(directory), Retention(keep), world_size=2, cache=dict(cache))
+    left = set(list_versions(storage_of(directory)))
+    assert left == sizes.keys() - set(deleted)
+    ours = [version for version in cache if sizes[version] == 2]
+    assert set(ours[-keep:]) <= left
+    for version in deleted:
+        assert any(newer in left and newer > version for newer in ours)
+    if ours:
+        # However often the number of ranks changed, few versions stay behind.
+        assert len([version for version in left if version < ours[-1]]) < 2 * keep

@@ -35,10 +35,12 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
+from outlast.checkpoint.agreement import NoSignals
+from outlast.checkpoint.agreement import Ranks as OneRank
 from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
-from outlast.checkpoint.tiers import Place
+from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.tiers.copying import Copy, Pace
 from outlast.errors import CheckpointError
 
@@ -790,3 +792,152 @@ def test_ranks_copy_and_drop_the_same_versions(ranks: Ranks, tmp_path: Path) -> 
     assert restored_from(tmp_path / "shared").step == 15
     for step in copied(mine, "shared"):
         assert restored_from(tmp_path / "shared", step=step).step == step
+
+
+def save_in_private(directory: Path, steps: list[int]) -> None:
+    dist.init_process_group("gloo")
+    place = directory / f"node-{dist.get_rank()}"
+    with open_store(place, keep=9, private=True, timeout_seconds=60) as store:
+        for step in steps:
+            store.save(step, make_model(float(step)))
+    dist.barrier()
+
+
+@pytest.mark.distributed
+def test_what_another_number_of_ranks_saved_privately_is_named_and_stays(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2)(save_in_private, tmp_path, [1, 2, 3])
+    node, own = tmp_path / "node-0", tmp_path / "node-0" / "rank-00000"
+    # A kill after its part was written, before the seal.
+    (own / "step-00000003-a1" / SEAL).unlink()
+    store = open_store(node, keep=1, private=True)
+    with pytest.raises(CheckpointError, match=r"step-00000003-a1 was saved by 2 ranks.*now.* 1;"):
+        store.restore(make_model(0.0))
+    Place(storage_of(own), Retention(1), True, 0, 1).prune(())
+    assert steps_in(own) == [1, 2, 3]
+    with open_store(tmp_path / "shared") as shared:
+        shared.save(7, make_model(7.0))
+    tiers = [Tier(tmp_path / "shared")]
+    with open_store(node, keep=1, private=True, tiers=tiers) as store:
+        state = make_model(0.0)
+        restored = store.restore(state)
+        assert restored is not None
+        assert (restored.step, restored.place) == (7, str(tmp_path / "shared"))
+        store.save(8, state)
+    assert steps_in(own) == [8], "what these ranks have saved replaces it"
+    Place(storage_of(own), Retention(1), True, 0, 2).prune(())
+    assert steps_in(own) == [8]
+
+
+def test_a_sealed_version_that_lost_its_part_is_damaged(tmp_path: Path) -> None:
+    with open_store(tmp_path, private=True) as store:
+        store.save(1, make_model(1.0))
+    (tmp_path / "rank-00000" / "step-00000001-a1" / "rank-00000-of-00001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000-of-00001\.json is missing"):
+        open_store(tmp_path, private=True).restore(make_model(0.0))
+
+
+class LostSignals(NoSignals):
+    """Words that do not reach the other ranks any more, once they are lost."""
+
+    lost = False
+
+    def tell(self, key: str, problem: str) -> None:
+        if self.lost:
+            raise CheckpointError("the other ranks cannot be told")
+
+
+def test_words_that_do_not_arrive_fail_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, disk = tmp_path / "first", tmp_path / "disk"
+    slow = SlowTier(monkeypatch, disk)
+    with open_store(first) as store:
+        for step in (1, 2, 3):
+            store.save(step, make_model(float(step)))
+    tiers = Tiers(place_of(first), [Tier(disk)], OneRank(collective=False, timeout_seconds=9), 9.0)
+    signals = LostSignals()
+    tiers.begin(signals, coordinated=True)
+    assert slow.begun.wait(9)
+    signals.lost = True
+    tiers.offer(Version(1, 1), 1)
+    tiers.offer(Version(1, 2), 2)
+    slow.gate.set()
+    tiers.close(drain=True)
+    skipped = [(each.step, each.skipped) for each in tiers.results() if each.skipped]
+    assert skipped == [(1, "a newer one came first")]
+
+
+def change_pack(directory: Path) -> None:
+    """Change a byte of the pack in `directory`; only its content tells."""
+    [pack] = directory.rglob("*.pack")
+    flip(pack, 0)
+
+
+def test_a_pack_of_the_same_size_in_a_tier_is_compared_before_it_counts(tmp_path: Path) -> None:
+    first, disk, other = tmp_path / "first", tmp_path / "disk", tmp_path / "other"
+    for place, value in ((first, 1.5), (other, 2.5)):
+        with open_store(place) as store:
+            store.save(1, make_model(value))
+    name = "step-00000001-a1/rank-00000-of-00001.pack"
+    for origin in (first, other):
+        (disk / name).parent.mkdir(parents=True)
+        shutil.copy(origin / name, disk / name)
+        if origin == first:
+            change_pack(disk)
+        assert (disk / name).stat().st_size == (first / name).stat().st_size
+        before = (disk / name).read_bytes()
+        copy = Copy(place_of(first), place_of(disk), Version(1, 1), Pace(None, threading.Event()))
+        with pytest.raises(CheckpointError, match="of another run, or damaged; take") as caught:
+            copy.run()
+        assert str(disk / name) in str(caught.value)
+        copy.undo()
+        left = {path for path in disk.rglob("*") if path.is_file()}
+        assert left == {disk / name}, "a file of another run is never changed"
+        assert (disk / name).read_bytes() == before
+        shutil.rmtree(disk)
+
+
+def test_a_pack_that_is_there_is_read_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, disk = tmp_path / "first", tmp_path / "disk"
+    with open_store(first, tiers=[Tier(disk)]) as store:
+        store.save(1, make_model(1.0))
+    opened: list[str] = []
+    original = LocalStorage.open
+
+    def open_and_note(storage: LocalStorage, name: str) -> Any:
+        opened.append(storage.location)
+        return original(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "open", open_and_note)
+    target = place_of(disk)
+    for _ in range(3):
+        copy = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+        copy.run()
+        assert copy.bytes == 0
+    assert opened == [str(disk)]
+    opened.clear()
+    target = place_of(tmp_path / "new")
+    for _ in range(2):
+        Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event())).run()
+    assert opened == [str(first)], "what was written by this session need not be read back"
+
+
+def test_a_copy_that_was_undone_is_not_trusted_any_more(tmp_path: Path) -> None:
+    first, disk = tmp_path / "first", tmp_path / "disk"
+    with open_store(first) as store:
+        store.save(1, random_model(1, 20))
+    target = place_of(disk)
+    copy = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+    copy.run()
+    copy.undo()
+    [pack] = first.rglob("*.pack")
+    (disk / pack.relative_to(first)).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(pack, disk / pack.relative_to(first))
+    change_pack(disk)
+    again = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+    with pytest.raises(CheckpointError, match="is damaged at byte"):
+        again.run()

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
 from outlast.checkpoint.replay import has_optimizer, logs_after, replay
 from outlast.checkpoint.restore import Misfit, check_fit, find_targets, install, read_into
 from outlast.checkpoint.state import State, local_box
 from outlast.checkpoint.tiers import Place, Tiers, not_held
+from outlast.checkpoint.tiers.place import words_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -99,16 +101,42 @@ class Restorer:
         )
 
     def logged(self) -> list[Version]:
-        """The replay logs that this rank looks after."""
-        return list_versions(self._log_place.storage) if self._log_place.keeps_house else []
+        """The replay logs that this rank looks after.
+
+        Raises:
+            CheckpointError: When they cannot be listed.
+        """
+        if not self._log_place.keeps_house:
+            return []
+        try:
+            return list_versions(self._log_place.storage)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._log_place.storage.location} cannot be listed: {sentence_of(error)}"
+            ) from None
+
+    def all_logged(self) -> set[Version]:
+        """The replay logs of all ranks, which call it together.
+
+        Raises:
+            CheckpointError: On all ranks, when one cannot list its logs.
+        """
+        mine: list[Version] = []
+        problem = ""
+        try:
+            mine = self.logged()
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := self._ranks.first_problem(problem):
+            raise CheckpointError(problem)
+        return {each for logs in self._ranks.gather(mine) for each in logs}
 
     def _candidates(self, step: int | None) -> tuple[list[tuple[Place, Version]], dict[str, str]]:
         """What may be restored, the best first, and why tiers could not be listed."""
         listed, unlisted = self._tiers.listed()
         if step is None:
             return listed, unlisted
-        logs = {each for logs in self._ranks.gather(self.logged()) for each in logs}
-        sessions = {each.session for each in logs if each.step == step}
+        sessions = {each.session for each in self.all_logged() if each.step == step}
         chosen = [
             (place, version)
             for place, version in listed
@@ -198,7 +226,14 @@ class Restorer:
     def _logs_after(self, base: Version, state: State) -> tuple[list[Version], str]:
         """The replay logs that lead on from `base` on all ranks, and why newer ones do not."""
         place = self._log_place
-        mine = logs_after(place, base) if place.keeps_house else None
+        mine = None
+        if place.keeps_house:
+            try:
+                mine = logs_after(place, base)
+            except (OSError, CheckpointError) as error:
+                # The other ranks wait for an answer.
+                cause = f"the replay logs after step {base.step} cannot be read: {words_of(error)}"
+                mine = [], cause
         found = [each for each in self._ranks.gather(mine) if each is not None]
         logs, unused = min(found, key=lambda each: len(each[0]))
         if logs and not all(self._ranks.gather(has_optimizer(state))):

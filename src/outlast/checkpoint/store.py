@@ -22,7 +22,7 @@ from outlast.checkpoint.format.encoder import Reduction
 from outlast.checkpoint.format.logs import logs_of, prune_logs
 from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.format.owner import own
-from outlast.checkpoint.format.storage import LocalStorage, sentence_of
+from outlast.checkpoint.format.storage import LocalStorage, make_directory, sentence_of
 from outlast.checkpoint.format.version import Version
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.plan import holding
@@ -31,7 +31,7 @@ from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.state import State, collect, mesh_of
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
 from outlast.errors import CheckpointError
-from outlast.records import OwnerLock, sync_directory
+from outlast.records import OwnerLock
 
 if TYPE_CHECKING:
     import os
@@ -157,7 +157,8 @@ class CheckpointStore:
 
         def collected() -> Live:
             live = collect(state)
-            notes["mesh"] = mesh_of(live)
+            if mesh := mesh_of(live):
+                notes["mesh"] = mesh
             return live
 
         handle = self._submit(self._states, step, collected, begun, notes)
@@ -185,8 +186,7 @@ class CheckpointStore:
             if isinstance(self._log_place.storage, LocalStorage):
                 # If it fails, so will the write, which is the place to say so.
                 with contextlib.suppress(OSError):
-                    self._log_place.storage.root.mkdir(parents=True, exist_ok=True)
-                    sync_directory(self._log_place.storage.root.parent)
+                    make_directory(self._log_place.storage.root)
             self._logs = self._lane(Reduction(self._reduction.compression), self._log_place)
         return self._submit(self._logs, step, lambda: log, begun, {}, kind=REPLAY, requires=(base,))
 
@@ -366,8 +366,7 @@ class CheckpointStore:
         if problem := self._ranks.first_problem(problem):
             raise CheckpointError(problem)
         listed, unlisted = self._tiers.listed()
-        logged = (each for logs in self._ranks.gather(self._restorer.logged()) for each in logs)
-        versions = [*(version for _, version in listed), *logged]
+        versions = [*(version for _, version in listed), *self._restorer.all_logged()]
         session = max((version.session for version in versions), default=0) + 1
         prefix = self._ranks.from_first(lambda: f"outlast-checkpoint/{self._place}/{session}")
         self._session = session

@@ -138,9 +138,7 @@ def _spans(first: int, extent: int, step: int) -> list[tuple[int, int]]:
     return found
 
 
-def tiles_within(
-    box: Box, steps: tuple[int, ...], part: Box
-) -> Iterator[tuple[int, Box]]:
+def tiles_within(box: Box, steps: tuple[int, ...], part: Box) -> Iterator[tuple[int, Box]]:
     """The tiles of `box` that `part`, which lies in it, touches, each with its number in `tiles`.
 
     It takes time for these tiles alone, so that a small part of a large box is found at once.

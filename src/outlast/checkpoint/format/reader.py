@@ -7,9 +7,9 @@ memory needed beside that is a few batches.
 
 from __future__ import annotations
 
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +17,12 @@ import xxhash
 
 from outlast.checkpoint.format import codec
 from outlast.checkpoint.format.geometry import tiles_within
+from outlast.checkpoint.format.manifest import collection_paused
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 4 << 20
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
+_READ_AHEAD = 2
 # Decoded together; half of a core's usual second-level cache.
 _DECODED_BYTES = 256 << 10
 
@@ -109,20 +111,17 @@ class VersionReader:
     Args:
         storage: Where the version lies.
         contents: Its manifests.
-        threads: How many batches are fetched at a time; default: this process's share of the cores
-            that it may use, where LOCAL_WORLD_SIZE of the environment says how many share them.
 
     Raises:
         CheckpointError: When a file is missing.
     """
 
-    def __init__(self, storage: Storage, contents: Contents, threads: int | None = None) -> None:
+    def __init__(self, storage: Storage, contents: Contents) -> None:
         self.contents = contents
         self.counters = Counters()
         self._storage = storage
-        self._threads = threads or _own_cores()
+        self._coder = codec.Coder()
         self._files: dict[str, RangeReader] = {}
-        self._local = threading.local()
         self._opening = threading.Lock()
         packs = sorted(contents.packs)
         try:
@@ -156,17 +155,9 @@ class VersionReader:
         """
         for each in wanted:
             self.counters.add(needed=each.out.nbytes)
-        batches = list(_batches(self._plan(wanted)))
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="restore") as pool:
-            futures = [pool.submit(self._fetch, batch) for batch in batches]
-            try:
-                for future in futures:
-                    size = future.result()
-                    if done is not None:
-                        done(size)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        with collection_paused():
+            batches = list(_batches(self._plan(wanted)))
+        self._run(batches, done)
 
     def check(self, done: Callable[[int], None] | None = None) -> int:
         """Decode and check everything that is stored; returns the number of chunks.
@@ -186,11 +177,30 @@ class VersionReader:
                         seen.add(key)
                         chain = part.chain(number)
                         fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, []))
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="verify") as pool:
-            for size in pool.map(self._fetch, list(_batches(fetches))):
-                if done is not None:
-                    done(size)
+        self._run(list(_batches(fetches)), done)
         return len(seen)
+
+    def _run(self, batches: list[list[_Fetch]], done: Callable[[int], None] | None) -> None:
+        """Decode batch after batch, while a few more are read ahead.
+
+        Decoding in several threads is slower than in one: they would pass the interpreter's lock to
+        and fro between calls of microseconds.
+        """
+        coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
+        with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="restore") as pool:
+            try:
+                for number in range(len(batches) + _READ_AHEAD):
+                    if number < len(batches):
+                        batch = batches[number]
+                        coming.append((batch, pool.submit(self._read_chunks, batch)))
+                    if number >= _READ_AHEAD:
+                        batch, blocks = coming.popleft()
+                        size = self._place(batch, blocks.result())
+                        if done is not None:
+                            done(size)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
 
     def _plan(self, wanted: list[Wanted]) -> list[_Fetch]:
         """The tiles that overlap with what is wanted, each tile once."""
@@ -212,10 +222,8 @@ class VersionReader:
                             fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
         return fetches
 
-    def _fetch(self, batch: list[_Fetch]) -> int:
-        """Read, check, decode and place a batch of tiles; returns the bytes decoded."""
-        part = batch[0].part
-        blocks = self._read_chunks(part, (fetch.chain for fetch in batch))
+    def _place(self, batch: list[_Fetch], blocks: dict[int, memoryview]) -> int:
+        """Check, decode and place a batch of tiles; returns the bytes decoded."""
         size = 0
         for alike in _alike(batch):
             raw = self._decode(alike, blocks)
@@ -227,19 +235,14 @@ class VersionReader:
         self.counters.add(touched=size)
         return size
 
-    @property
-    def _coder(self) -> codec.Coder:
-        """This thread's own."""
-        if not hasattr(self._local, "coder"):
-            self._local.coder = codec.Coder()
-        coder: codec.Coder = self._local.coder
-        return coder
-
-    def _read_chunks(self, part: Part, chains: Iterable[tuple[int, ...]]) -> dict[int, memoryview]:
-        """The stored bytes of chunks and of their bases, neighbours in one read."""
+    def _read_chunks(self, batch: list[_Fetch]) -> dict[int, memoryview]:
+        """The stored bytes of the chunks of a batch and of their bases, neighbours in one read."""
+        part = batch[0].part
         chunks = part.chunks
         # A chunk begins with its pack and offset.
-        ordered = sorted({number for chain in chains for number in chain}, key=chunks.__getitem__)
+        ordered = sorted(
+            {number for fetch in batch for number in fetch.chain}, key=chunks.__getitem__
+        )
         blocks: dict[int, memoryview] = {}
         begin = 0
         while begin < len(ordered):
@@ -344,13 +347,6 @@ def _targets(
             _, targets = found.setdefault(number, (tile, []))
             targets.append(_Target.of(want, tile, inside))
     return found
-
-
-def _own_cores() -> int:
-    """How many of the cores that this process may use are its own among the ranks of the node."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing = int(ranks) if ranks.isdecimal() else 1
-    return max(len(os.sched_getaffinity(0)) // max(sharing, 1), 1)
 
 
 def _alike(batch: list[_Fetch]) -> Iterator[list[_Fetch]]:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 from outlast.checkpoint.format.version import (
     SEAL,
+    Seal,
     UnreadableError,
     Version,
     list_versions,
     load,
-    read_seal,
+    seal_or_contents,
 )
 from outlast.errors import CheckpointError
 
@@ -81,14 +82,14 @@ def complete_versions(storage: Storage) -> list[Known]:
         UnreadableError: When the storage fails.
         OSError: When it cannot be listed.
     """
-    found = (_known(storage, version, None) for version in list_versions(storage))
+    found = (_known(storage, version, load, {}) for version in list_versions(storage))
     return [each for each in found if each is not None]
 
 
 def survey(
     storage: Storage,
     versions: list[Version],
-    read: Callable[[Version], Contents] | None = None,
+    read: Callable[[Storage, Version], Contents] = load,
     cache: dict[Version, Known] | None = None,
 ) -> tuple[list[Known], Version | None]:
     """The complete ones of `versions`, and the newest one of which the storage fails to say.
@@ -117,24 +118,17 @@ def survey(
 def _known(
     storage: Storage,
     version: Version,
-    read: Callable[[Version], Contents] | None,
-    cache: dict[Version, Known] | None = None,
+    read: Callable[[Storage, Version], Contents],
+    cache: dict[Version, Known],
 ) -> Known | None:
-    seal = read_seal(storage, version)
-    if seal is not None:
-        found = Known(version, seal.kind, frozenset(seal.packs), seal.metrics, seal.world_size)
-        if cache is not None:
-            cache[version] = found
-        return found
-    try:
-        contents = load(storage, version) if read is None else read(version)
-    except UnreadableError:
-        raise
-    except CheckpointError:
+    found = seal_or_contents(storage, version, read)
+    if found is None:
         return None
-    world_size = contents.parts[0].world_size
-    # Not for the cache: parts may still come, and need more packs.
-    return Known(version, contents.kind, frozenset(contents.packs), contents.metrics, world_size)
+    known = Known(version, found.kind, frozenset(found.packs), found.metrics, found.world_size)
+    # Without a seal, parts may still come, and need more packs.
+    if isinstance(found, Seal):
+        cache[version] = known
+    return known
 
 
 def to_keep(known: list[Known], policy: Retention) -> set[Version]:
@@ -155,7 +149,7 @@ def prune(
     policy: Retention,
     *,
     protected: Collection[Version] = (),
-    read: Callable[[Version], Contents] | None = None,
+    read: Callable[[Storage, Version], Contents] = load,
     world_size: int | None = None,
     cache: dict[Version, Known] | None = None,
     dry_run: bool = False,
@@ -180,6 +174,7 @@ def prune(
         The versions deleted (or that would be), incomplete ones included.
     """
     versions = list_versions(storage)
+    cache = {} if cache is None else cache
     known, unclear = survey(storage, versions, read, cache)
     ours = [each for each in known if world_size in (None, each.world_size)]
     if not ours:
@@ -200,6 +195,8 @@ def prune(
         if any(name.endswith(".json") for name in files):
             deleted.append(version)
         if not dry_run:
+            # Its folder may stay, for packs that others need.
+            cache.pop(version, None)
             delete(storage, version, files, packs)
     return deleted
 

@@ -26,7 +26,7 @@ from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from outlast.checkpoint.format.storage import Storage
 
@@ -138,6 +138,11 @@ class Contents:
         return self.parts[0].kind
 
     @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.parts[0].world_size
+
+    @property
     def requires(self) -> list[Version]:
         """The versions that a replay log starts from."""
         steps = sorted({step for part in self.parts for step in part.requires})
@@ -177,15 +182,37 @@ def is_published(storage: Storage, version: Version) -> bool:
     Raises:
         UnreadableError: When the storage fails to say.
     """
-    if read_seal(storage, version) is not None:
-        return True
+    return seal_or_contents(storage, version, load) is not None
+
+
+def seal_or_contents(
+    storage: Storage, version: Version, read: Callable[[Storage, Version], Contents]
+) -> Seal | Contents | None:
+    """The seal of `version`, or the manifests if these are complete without one; else None.
+
+    Args:
+        storage: The store.
+        version: Which.
+        read: Reads the manifests, or raises CheckpointError; as `load`.
+
+    Raises:
+        UnreadableError: When the storage fails to say.
+    """
+    unsure: UnreadableError | None = None
     try:
-        load(storage, version)
+        found = read_seal(storage, version)
+    except UnreadableError as error:
+        found, unsure = None, error
+    if found is not None:
+        return found
+    try:
+        return read(storage, version)
     except UnreadableError:
         raise
     except CheckpointError:
-        return False
-    return True
+        if unsure is not None:
+            raise unsure from None
+        return None
 
 
 def load(storage: Storage, version: Version, files: dict[str, int] | None = None) -> Contents:

@@ -53,9 +53,7 @@ class Place:
     private: bool
     rank: int
     world_size: int
-    known: dict[Version, Known] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
+    known: dict[Version, Known] = field(init=False, default_factory=dict, repr=False, compare=False)
     verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
 
     @classmethod
@@ -132,7 +130,7 @@ class Place:
                     self.storage,
                     self.retention,
                     protected=protected,
-                    read=self._sealed,
+                    read=lambda _, version: self._sealed(version),
                     world_size=self.world_size if self.private else None,
                     cache=self.known,
                 )
