@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.geometry import tiles_within
+from outlast.checkpoint.format.geometry import tiles, tiles_within
 from outlast.checkpoint.format.manifest import collection_paused
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 4 << 20
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
-_READ_AHEAD = 2
-# Decoded together; half of a core's usual second-level cache.
-_DECODED_BYTES = 256 << 10
+_READ_AHEAD = 1
+# Decoded together: with all that is made on the way, it fits into a core's second-level cache.
+_DECODED_BYTES = 128 << 10
 
 
 class Wanted(NamedTuple):
@@ -341,11 +341,19 @@ def _targets(
         common = piece.overlap(want.box)
         if common is None:
             continue
-        for number, tile in tiles_within(piece, steps, common):
-            inside = common.overlap(tile)
+        # Mostly all of a piece is wanted.
+        everything = common == piece
+        touched = (
+            enumerate(tiles(piece, steps)) if everything else tiles_within(piece, steps, common)
+        )
+        for number, tile in touched:
+            inside = tile if everything else common.overlap(tile)
             assert inside is not None
-            _, targets = found.setdefault(number, (tile, []))
-            targets.append(_Target.of(want, tile, inside))
+            target = _Target.of(want, tile, inside)
+            if number in found:
+                found[number][1].append(target)
+            else:
+                found[number] = tile, [target]
     return found
 
 
