@@ -8,12 +8,19 @@ import signal
 from pathlib import Path
 
 import pytest
+from forked import RanksFailedError
 from runs import finish, start_process, wait_for_step
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
-from outlast.checkpoint import list_versions, storage_of
+from outlast.checkpoint import list_versions, load, storage_of
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
-from outlast.records import CheckpointInterval, CheckpointRestored, CheckpointSaved, read_run
+from outlast.records import (
+    CheckpointFailed,
+    CheckpointInterval,
+    CheckpointRestored,
+    CheckpointSaved,
+    read_run,
+)
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed
@@ -93,3 +100,50 @@ def test_a_fresh_run_takes_nothing_from_the_faster_place(tmp_path: Path) -> None
     assert train(job, 1) == EXIT_DONE
     assert not read_run(run_directory(job).path).of(CheckpointRestored)
     assert len(losses(job)) == job.train.steps
+
+
+def test_a_run_that_fell_back_saves_where_it_ends(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "back", "train.stop_after_steps=5", "checkpoint.keep=9")
+    assert train(job, 1) == EXIT_TO_BE_CONTINUED
+    checkpoints = run_directory(job).checkpoints
+    for version in list_versions(storage_of(checkpoints)):
+        if version.step > 2:
+            (pack,) = (checkpoints / version.folder).glob("*.pack")
+            pack.write_bytes(pack.read_bytes()[:-1] + b"x")
+    again = tiny_job(tmp_path, "back", "train.stop_after_steps=1", "checkpoint.keep=9")
+    assert train(again, 1) == EXIT_TO_BE_CONTINUED
+    newest = list_versions(storage_of(checkpoints))[-1]
+    # Older than the damaged versions by its step, newer by its session.
+    assert (newest.session, newest.step) == (2, 3)
+    resumed = tiny_job(tmp_path, "back", "checkpoint.keep=9")
+    assert train(resumed, 1) == EXIT_DONE
+    restored = [event for _, event in read_run(run_directory(job).path).of(CheckpointRestored)]
+    assert [event.step for event in restored] == [2, 3]
+    assert restored[-1].skipped == []
+
+
+def test_a_checkpoint_has_the_figures_of_its_own_step_alone(tmp_path: Path) -> None:
+    settings = ("checkpoint.every_steps=1", "evaluate.every_steps=2", "checkpoint.keep=9")
+    job = tiny_job(tmp_path, "measured", *settings)
+    assert train(job, 1) == EXIT_DONE
+    storage = storage_of(run_directory(job).checkpoints)
+    measured = {
+        version.step: set(load(storage, version).metrics) for version in list_versions(storage)
+    }
+    assert measured == {
+        step: {"validation_loss"} if step % 2 == 0 else set() for step in range(1, 7)
+    }
+
+
+def test_a_save_that_cannot_be_begun_stops_no_training(tmp_path: Path) -> None:
+    settings = ("checkpoint.every_steps=2", "train.stop_after_steps=0")
+    job = tiny_job(tmp_path, "taken", *settings)
+    checkpoints = run_directory(job).checkpoints
+    checkpoints.parent.mkdir(parents=True)
+    # Where the store is to be there is a file, until the training is nearly done.
+    checkpoints.write_text("in the way")
+    with pytest.raises(RanksFailedError, match=r"cannot be (made|listed)|Not a directory"):
+        train(job, 1)
+    run = read_run(run_directory(job).path)
+    assert len(run.losses()) == job.train.steps
+    assert [event.step for _, event in run.of(CheckpointFailed)][:2] == [2, 4]

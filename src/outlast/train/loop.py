@@ -250,8 +250,12 @@ class Trainer:
             )
         )
 
-    def _save(self, step: int) -> None:
-        """Save in the background; what goes wrong is recorded and stops no training."""
+    def _save(self, step: int) -> str | None:
+        """Save in the background; what goes wrong is recorded and stops no training.
+
+        Returns:
+            Why the save could not be begun, or None.
+        """
         with self._timed("checkpoint"):
             state = {"model": self.model, "optimizer": self.optimizers}
             metrics, self._metrics = self._metrics, {}
@@ -260,22 +264,21 @@ class Trainer:
                 handle = self.store.save_async(step, state, metrics=metrics)
             except CheckpointError as error:
                 self._record(CheckpointFailed(step, str(error)))
-                return
+                return str(error)
             # The store has waited for the save before, and counted that as blocked.
             self._collect_saved(wait=True)
             self._pending = handle
             self.waits.take()
+        return None
 
     def _save_last(self, step: int, first_step: int) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over."""
         with self._timed("checkpoint"):
             error = self._collect_saved(wait=True)
         if step > first_step and self._published < step:
-            self._save(step)
+            error = self._save(step)
             with self._timed("checkpoint"):
-                error = self._collect_saved(wait=True)
-            if error is None and self._published < step:
-                error = f"the checkpoint of step {step} could not be begun"
+                error = self._collect_saved(wait=True) or error
         if error is not None and self._published < step:
             raise CheckpointError(
                 f"{error}; the run can go on from its newest complete checkpoint: mend the cause "
