@@ -1,5 +1,6 @@
 """``outlast ckpt export`` and ``outlast ckpt import`` as a user types them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ def test_a_model_goes_in_and_out(app: typer.Typer, tmp_path: Path) -> None:
     arguments = ["export", store, str(tmp_path / "out.pt"), "--to", "torch"]
     CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert torch.load(tmp_path / "out.pt")["epoch"] == 1
+    arguments = ["export", store, str(tmp_path / "again.pt"), "--to", "torch", "--json"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(done.output)["step"] == 7
 
 
 def test_errors_are_for_main_to_print(app: typer.Typer, tmp_path: Path) -> None:

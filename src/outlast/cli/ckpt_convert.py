@@ -14,10 +14,13 @@ Step = Annotated[
     int | None, typer.Option("--step", help="Which step; default: the newest whole one.", min=0)
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of words.")]
+
 
 def export(
     store: Annotated[str, typer.Argument(help="Store: a directory or fsspec URL.")],
     target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist.")],
+    *,
     kind: Annotated[
         str, typer.Option("--to", help="safetensors (a folder), torch (a file) or dcp (a folder).")
     ] = "safetensors",
@@ -25,6 +28,7 @@ def export(
     prefix: Annotated[
         str, typer.Option(help="Only names that begin with it, without it, e.g. model.")
     ] = "",
+    json: AsJson = False,
 ) -> None:
     """Write a version of a store in another program's format.
 
@@ -33,12 +37,13 @@ def export(
     from outlast.checkpoint.convert import export_checkpoint
 
     done = export_checkpoint(store, target, kind=kind, step=step, prefix=prefix)
-    _tell(done, f"wrote step {done.step} of {store} to {target}")
+    _tell(done, f"wrote step {done.step} of {store} to {target}", json=json)
 
 
 def import_(
     source: Annotated[Path, typer.Argument(help="File or folder of the other program.")],
     store: Annotated[str, typer.Argument(help="Store: a directory or fsspec URL.")],
+    *,
     kind: Annotated[
         str, typer.Option("--from", help="dcp, torch, safetensors, deepspeed, or auto.")
     ] = "auto",
@@ -49,6 +54,7 @@ def import_(
     prefix: Annotated[
         str, typer.Option(help="Put before every name, e.g. model. for {'model': model}.")
     ] = "",
+    json: AsJson = False,
 ) -> None:
     """Copy another program's checkpoint into a store, as its newest version.
 
@@ -60,10 +66,15 @@ def import_(
     from outlast.checkpoint.convert import import_checkpoint
 
     done = import_checkpoint(source, store, step=step, kind=kind, prefix=prefix)
-    _tell(done, f"imported {source} into {store} as step {done.step}")
+    _tell(done, f"imported {source} into {store} as step {done.step}", json=json)
 
 
-def _tell(done: Converted, what: str) -> None:
+def _tell(done: Converted, what: str, *, json: bool) -> None:
+    from outlast.cli.figures import print_json
+
+    if json:
+        print_json(done)
+        return
     typer.echo(f"{what}: {done.tensors} tensors, {done.bytes / 1e6:.1f} MB")
     for note in done.notes:
         typer.echo(note)
