@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint import CheckpointStore, SaveResult, list_versions, storage_of
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Written
+from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.format.job import PartJob, Written
 
 VOCABULARY, WIDTH = 11, 6
 

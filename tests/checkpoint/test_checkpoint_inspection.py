@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import Bound, CheckpointStore, Compression, Reduction, Retention, storage_of
-from outlast.checkpoint.format.encoder import Encoder, PartJob
+from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.format.job import PartJob
 from outlast.checkpoint.format.manifest import REPLAY, Catalogue
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, Version, list_versions, seal

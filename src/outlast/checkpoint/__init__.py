@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.checkpoint.format.codec import Compression
-    from outlast.checkpoint.format.encoder import Reduction
+    from outlast.checkpoint.format.job import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.format.storage import storage_of
@@ -36,7 +36,7 @@ _HOMES = {
     "Compression": "format.codec",
     "DrainResult": "tiers",
     "IntervalEstimator": "interval",
-    "Reduction": "format.encoder",
+    "Reduction": "format.job",
     "ReplayLog": "replay",
     "Restored": "restorer",
     "Retention": "format.retention",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from outlast.checkpoint.format.encoder import AbandonedError, PartJob, Written
+from outlast.checkpoint.format.job import AbandonedError, PartJob, Written
 from outlast.checkpoint.format.manifest import STATE
 from outlast.checkpoint.format.storage import storage_of
 from outlast.checkpoint.plan import Holding, Plan, make_plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outlast.checkpoint.agreement import Ranks
-    from outlast.checkpoint.format.encoder import Reduction
+    from outlast.checkpoint.format.job import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.version import Version
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.format.encoder import StagedPiece
+from outlast.checkpoint.format.job import StagedPiece
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
-from outlast.checkpoint.format.encoder import Reduction
+from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.logs import logs_of, prune_logs
 from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.format.owner import own

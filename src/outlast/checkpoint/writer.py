@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Protocol
 
-from outlast.checkpoint.format.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
+from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.format.job import AbandonedError, PartJob, Reduction, Written
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.errors import CheckpointError
 

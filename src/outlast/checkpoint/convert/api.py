@@ -20,8 +20,9 @@ from outlast.checkpoint.convert.export import export_checkpoint
 from outlast.checkpoint.convert.formats import open_source
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
 from outlast.checkpoint.dcp.content import DCP_FILE, DCP_NOTE, DcpContent
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.geometry import Box
+from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of

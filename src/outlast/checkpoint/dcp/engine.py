@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.storage import LocalStorage, storage_of

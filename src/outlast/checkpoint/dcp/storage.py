@@ -29,8 +29,8 @@ from torch.futures import Future
 
 from outlast.checkpoint.dcp.content import DCP_FILE, dtype_of, metadata_file, newest_contents
 from outlast.checkpoint.dcp.engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
-from outlast.checkpoint.format.encoder import Reduction
 from outlast.checkpoint.format.geometry import Box, whole
+from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
