@@ -92,17 +92,10 @@ def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Pla
     holders: dict[tuple[str, Box], list[int]] = {}
     for owner, held in enumerate(holdings):
         for name, (dtype, shape, box) in held.tensors.items():
-            known = facts.get(name)
-            if known is not None and name in held.objects:
+            if name in facts and name in held.objects:
                 # An object's tensors come from the rank that its values come from.
                 continue
-            if known is None:
-                facts[name] = TensorFacts.of(dtype, shape)
-            elif (known.dtype, known.shape) != (dtype, shape):
-                raise CheckpointError(
-                    f"`{name}` is {known.dtype}{list(known.shape)} on one rank and "
-                    f"{dtype}{list(shape)} on rank {owner}; give it different names"
-                )
+            add_facts(facts, name, dtype, shape, where=f"rank {owner}")
             if box.elements or not shape or 0 in shape:
                 holders.setdefault((name, box), []).append(owner)
     if not (private or alone):
@@ -126,6 +119,20 @@ def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Pla
         mine,
         tuple(name for name, owner in values.items() if owner == rank),
     )
+
+
+def add_facts(
+    facts: dict[str, TensorFacts], name: str, dtype: str, shape: tuple[int, ...], *, where: str
+) -> None:
+    """Add a tensor to `facts`; raises CheckpointError when it is there as another one."""
+    known = facts.get(name)
+    if known is None:
+        facts[name] = TensorFacts.of(dtype, shape)
+    elif (known.dtype, known.shape) != (dtype, shape):
+        raise CheckpointError(
+            f"`{name}` is {known.dtype}{list(known.shape)} on one rank and {dtype}{list(shape)} on "
+            f"{where}; give it different names"
+        )
 
 
 def _check_whole(facts: dict[str, TensorFacts], holders: dict[tuple[str, Box], list[int]]) -> None:

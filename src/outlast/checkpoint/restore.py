@@ -18,6 +18,7 @@ from outlast.checkpoint.staging import is_dense
 from outlast.checkpoint.state import (
     State,
     dtype_name,
+    dtype_of,
     has_extra_state,
     local_box,
     module_tensors,
@@ -113,7 +114,7 @@ def _want_value(targets: Targets, saved: _Saved, name: str) -> None:
     targets.values.add(name)
     for tensor in _tensors_in(saved.values[name]):
         facts = saved.tensors[tensor]
-        targets.tensors[tensor] = torch.empty(facts.shape, dtype=_dtype(facts))
+        targets.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
 
 
 def _tensors_in(value: Any) -> Iterator[str]:
@@ -184,7 +185,7 @@ def _state_tensor(
 ) -> torch.Tensor:
     """An empty tensor for an optimizer state, sharded and placed as its parameter."""
     if isinstance(parameter, DTensor) and facts.shape == tuple(parameter.shape):
-        local = torch.empty_like(parameter.to_local(), dtype=_dtype(facts))
+        local = torch.empty_like(parameter.to_local(), dtype=dtype_of(facts))
         return DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -197,15 +198,8 @@ def _state_tensor(
     on_host = part == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if on_host else parameter.device
     if facts.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=_dtype(facts), device=device).detach()
-    return torch.empty(facts.shape, dtype=_dtype(facts), device=device)
-
-
-def _dtype(facts: TensorFacts) -> torch.dtype:
-    dtype = getattr(torch, facts.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"this torch has no type {facts.dtype}; use the one that saved it")
-    return dtype
+        return torch.empty_like(parameter, dtype=dtype_of(facts), device=device).detach()
+    return torch.empty(facts.shape, dtype=dtype_of(facts), device=device)
 
 
 def check_fit(
@@ -299,7 +293,7 @@ class _Filling:
 
     def __init__(self, name: str, tensor: torch.Tensor, facts: TensorFacts) -> None:
         box, self._local = local_box(tensor)
-        dtype = _dtype(facts)
+        dtype = dtype_of(facts)
         direct = (
             self._local.device.type == "cpu"
             and self._local.dtype == dtype
@@ -397,7 +391,7 @@ def _install_settings(
 def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
     """One tensor of a version, whole, on the CPU."""
     facts = reader.contents.catalogue.tensors[name]
-    tensor = torch.empty(facts.shape, dtype=_dtype(facts))
+    tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
     box = whole(facts.shape)
     reader.read([Wanted(name, box, _array(tensor, box))])
     return tensor

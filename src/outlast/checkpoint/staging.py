@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena import Arena, aligned
 from outlast.checkpoint.format.job import StagedPiece
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from outlast.checkpoint.format.geometry import Box
-
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ def plan_staging(
             if name not in lossy:
                 places[same] = start
             copies[name] = start
-            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * (
-                _ALIGNMENT_BYTES
-            )
+            size += aligned(tensor.numel() * tensor.element_size())
         else:
             start = places[same]
         pieces.append(StagedPiece(name, box, start))

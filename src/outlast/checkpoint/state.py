@@ -24,7 +24,9 @@ from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from outlast.checkpoint.format.manifest import TensorFacts
 
 State = Mapping[str, Any]
 """Name -> nn.Module, Optimizer (or a sequence of them) or an object with a ``state_dict``."""
@@ -88,14 +90,14 @@ def collect(state: State) -> Live:
                 if has_extra_state(module):
                     path = f"{key}.{name}._extra_state"
                     live.values[path] = values.encode(
-                        module.get_extra_state(), path, _put_into(live)
+                        module.get_extra_state(), path, put_into(live)
                     )
         elif (optimizers := optimizers_of(value)) is not None:
             names = parameter_names(state, key)
             for optimizer in optimizers:
                 _collect_optimizer(live, key, optimizer, names)
         else:
-            live.values[key] = values.encode(value.state_dict(), key, _put_into(live))
+            live.values[key] = values.encode(value.state_dict(), key, put_into(live))
     return live
 
 
@@ -130,7 +132,7 @@ def _collect_optimizer(
             path = f"{key}.groups.{name}"
             if settings is None:
                 settings = {name: each for name, each in group.items() if name != "params"}
-                settings = values.encode(settings, path, _put_into(live))
+                settings = values.encode(settings, path, put_into(live))
             live.values[path] = settings
             others = {}
             for part, value in optimizer.state.get(parameter, {}).items():
@@ -140,7 +142,7 @@ def _collect_optimizer(
                     others[part] = value
             path = f"{key}.other.{name}"
             if others:
-                live.values[path] = values.encode(others, path, _put_into(live))
+                live.values[path] = values.encode(others, path, put_into(live))
 
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,7 +220,14 @@ def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
     )
 
 
-def _put_into(live: Live) -> Any:
+def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | None]:
+    """Makes tensors and arrays within values entries of `live`, as `values.encode` asks.
+
+    Args:
+        live: Where they go.
+        copied: Take copies, for what may be changed in place before it is staged.
+    """
+
     def put(path: str, value: Any) -> str | None:
         if isinstance(value, DTensor):
             raise CheckpointError(
@@ -226,10 +235,11 @@ def _put_into(live: Live) -> Any:
                 "parameter or buffer of the module"
             )
         if isinstance(value, torch.Tensor):
-            live.put(path, value)
+            live.put(path, value.detach().clone() if copied else value)
         elif isinstance(value, np.ndarray):
             try:
-                content = torch.from_numpy(np.ascontiguousarray(value))
+                found = np.array(value, order="C") if copied else np.ascontiguousarray(value)
+                content = torch.from_numpy(found)
             except (TypeError, ValueError):
                 # Objects, texts, dates, the other byte order.
                 return None
@@ -295,3 +305,11 @@ def mesh_of(live: Live) -> dict[str, int]:
 def dtype_name(tensor: torch.Tensor) -> str:
     """Torch's name of the element type, without ``torch.``."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_of(facts: TensorFacts) -> torch.dtype:
+    """The element type of a stored tensor; raises CheckpointError when this torch has none."""
+    dtype = getattr(torch, facts.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"this torch has no type {facts.dtype}; use the one that saved it")
+    return dtype

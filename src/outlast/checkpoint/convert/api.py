@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena import Arena, aligned
 from outlast.checkpoint.convert.export import export_checkpoint
 from outlast.checkpoint.convert.formats import open_source
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Converted", "export_checkpoint", "import_checkpoint"]
 
 _BATCH_BYTES = 256 << 20
-_ALIGNMENT_BYTES = 64
 
 
 def import_checkpoint(
@@ -122,13 +121,13 @@ def _write(
                 batches.append([])
                 starts.append(0)
             batches[-1].append((name, box, starts[-1]))
-            starts[-1] += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            starts[-1] += aligned(size)
             total += size
     values_found = {}
     if source.structure is not None:
         values_found[STRUCTURE] = {"prefix": prefix, "root": source.structure}
     catalogue = Catalogue(facts, tuple(values_found))
-    arena = Arena(max(*starts, _ALIGNMENT_BYTES))
+    arena = Arena(aligned(max(*starts, 1)))
     arena.detach()
     encoder = Encoder(storage, reduction, [arena.memory])
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.checkpoint.format import values
 from outlast.checkpoint.format.geometry import Box, whole
-from outlast.checkpoint.format.manifest import FORMAT, STATE, TensorFacts, sealed, unsealed
+from outlast.checkpoint.format.manifest import FORMAT, STATE, sealed, unsealed
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import list_versions, load
+from outlast.checkpoint.state import dtype_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -151,14 +152,6 @@ def metadata_of(storage: Storage, contents: Contents) -> Metadata:
         storage_data=stored,
         storage_meta=StorageMeta(checkpoint_id=storage.location),
     )
-
-
-def dtype_of(facts: TensorFacts) -> torch.dtype:
-    """The element type of a stored tensor; raises CheckpointError when this torch has none."""
-    dtype = getattr(torch, facts.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"this torch has no type {facts.dtype}; use the one that saved it")
-    return dtype
 
 
 def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metadata, list[str]]:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena import Arena, aligned
 from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
 from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.geometry import Box, whole
@@ -24,6 +24,7 @@ from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.storage import LocalStorage, storage_of
 from outlast.checkpoint.format.version import Version, list_versions
+from outlast.checkpoint.plan import add_facts
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.storage import Storage
-
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class Engine:
         places, total = [], 0
         for size in sizes:
             places.append(total)
-            total += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            total += aligned(size)
         arena = self._free_arena(total)
         memory = torch.frombuffer(self._arenas[arena].memory, dtype=torch.uint8)
         pieces = []
@@ -180,7 +179,7 @@ class Engine:
         if not self._arenas or self._arenas[0].size < size:
             self.close()
             count = 2 if self.reduction.chain else 1
-            self._arenas = [Arena(max(size, _ALIGNMENT_BYTES)) for _ in range(count)]
+            self._arenas = [Arena(aligned(max(size, 1))) for _ in range(count)]
             for each in self._arenas:
                 # No other process needs the descriptor; the memory goes with its last user.
                 each.detach()
@@ -239,15 +238,7 @@ def facts_of(plans: list[SavePlan]) -> dict[str, TensorFacts]:
         if item.tensor_data is None:
             continue
         name, data = item.index.fqn, item.tensor_data
-        dtype, shape = _name_of(data.properties.dtype), tuple(data.size)
-        known = tensors.get(name)
-        if known is None:
-            tensors[name] = TensorFacts.of(dtype, shape)
-        elif (known.dtype, known.shape) != (dtype, shape):
-            raise CheckpointError(
-                f"`{name}` is {known.dtype}{list(known.shape)} on one rank and {dtype}"
-                f"{list(shape)} on another; give it different names"
-            )
+        add_facts(tensors, name, _name_of(data.properties.dtype), tuple(data.size), where="another")
     return tensors
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from outlast.checkpoint.dcp.content import DCP_FILE, dtype_of, metadata_file, newest_contents
+from outlast.checkpoint.dcp.content import DCP_FILE, metadata_file, newest_contents
 from outlast.checkpoint.dcp.engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
 from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.job import Reduction
@@ -35,6 +35,7 @@ from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.format.version import Version, seal
+from outlast.checkpoint.state import dtype_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -317,9 +317,7 @@ class _Coding:
             for each in (array, base.array)
         )
         sizes = {
-            delta: float(
-                self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
-            )
+            delta: self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
             for delta in DELTAS
         }
         best = min(sizes, key=lambda delta: sizes[delta])

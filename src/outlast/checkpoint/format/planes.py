@@ -95,7 +95,6 @@ class PlaneCoder:
 
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
-        self._bits = 8 * itemsize
         self._type = np.dtype(f"<u{itemsize}")
         parameters = zstandard.ZstdCompressionParameters(
             window_log=17,

@@ -257,7 +257,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     catalogue = Catalogue({})
     catalogues = {part.catalogue for part in parts}
     for root in catalogues:
-        catalogue = catalogue.merged(_catalogue(storage, version, root))
+        catalogue = catalogue.merged(read_catalogue(storage, version, root))
     contents = Contents(version, catalogue, parts, roots, problems)
     missing = _uncovered(contents)
     # Ranks that planned alone list only what they hold themselves, so each of them is needed.
@@ -269,7 +269,8 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     return contents
 
 
-def _catalogue(storage: Storage, version: Version, root: str) -> Catalogue:
+def read_catalogue(storage: Storage, version: Version, root: str) -> Catalogue:
+    """The catalogue of `version` whose BLAKE3 is `root`; raises CheckpointError if it is not."""
     name = version.catalogue_name(root)
     try:
         content = storage.read(name)

@@ -31,9 +31,15 @@ from outlast.checkpoint.replay.trained import (
     OBJECT,
     Changes,
     Trained,
+)
+from outlast.checkpoint.state import (
+    Live,
+    State,
+    has_extra_state,
+    optimizers_of,
+    plain_modules,
     put_into,
 )
-from outlast.checkpoint.state import Live, State, has_extra_state, optimizers_of, plain_modules
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -221,8 +227,8 @@ def _collect_objects(state: State, live: Live) -> None:
                 if has_extra_state(module):
                     path = f"{EXTRA}{name}"
                     live.values[path] = values.encode(
-                        module.get_extra_state(), path, put_into(live)
+                        module.get_extra_state(), path, put_into(live, copied=True)
                     )
         elif optimizers_of(value) is None:
             path = f"{OBJECT}{key}"
-            live.values[path] = values.encode(value.state_dict(), path, put_into(live))
+            live.values[path] = values.encode(value.state_dict(), path, put_into(live, copied=True))

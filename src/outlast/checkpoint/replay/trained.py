@@ -17,11 +17,12 @@ from outlast.checkpoint.state import (
     name_of,
     optimizers_of,
     parameter_names,
+    put_into,
 )
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from outlast.checkpoint.agreement import Ranks
 
@@ -43,30 +44,6 @@ _MODULUS = 1 << 64
 # A chunk and its squares stay in a core's cache, or fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 16}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
-
-
-def put_into(live: Live) -> Callable[[str, Any], str | None]:
-    """Makes tensors and arrays within values entries of `live`, as `values.encode` asks."""
-
-    def put(path: str, value: Any) -> str | None:
-        if isinstance(value, DTensor):
-            raise CheckpointError(
-                f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
-                "parameter or buffer of the module"
-            )
-        if isinstance(value, torch.Tensor):
-            # A schedule may change it in place before the log is copied.
-            live.tensors[path] = value.detach().clone()
-            live.objects.add(path)
-            return "torch"
-        try:
-            live.tensors[path] = torch.from_numpy(value.copy(order="C")).reshape(value.shape)
-        except (AttributeError, TypeError, ValueError):
-            return None
-        live.objects.add(path)
-        return "numpy"
-
-    return put
 
 
 class Trained:
@@ -142,7 +119,7 @@ class Trained:
                 if names:
                     path = f"{SETTINGS}{key}.{names[0]}"
                     content = {name: each for name, each in group.items() if name != "params"}
-                    encoded = values.encode(content, f"{path}.{when}", put_into(live))
+                    encoded = values.encode(content, f"{path}.{when}", put_into(live, copied=True))
                     found[path] = {"optimizer": key, "parameters": names, when: encoded}
         return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.geometry import Box, covers
-from outlast.checkpoint.format.manifest import Catalogue, Part, root_of
+from outlast.checkpoint.format.manifest import Part, root_of
 from outlast.checkpoint.format.retention import Known, Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.format.version import (
@@ -19,6 +19,7 @@ from outlast.checkpoint.format.version import (
     is_published,
     list_versions,
     load,
+    read_catalogue,
     seal,
     unreadable,
     world_sizes,
@@ -152,13 +153,9 @@ class Place:
             raise missing(f"{self.storage.location}/{name} is missing")
         content = self._read(name)
         part = Part.from_bytes(content, f"{self.storage.location}/{name}")
-        listed = version.catalogue_name(part.catalogue)
-        catalogue = self._read(listed)
-        if root_of(catalogue) != part.catalogue:
-            raise CheckpointError(f"{self.storage.location}/{listed} is not that of its version")
         return Contents(
             version,
-            Catalogue.from_bytes(catalogue, f"{self.storage.location}/{listed}"),
+            read_catalogue(self.storage, version, part.catalogue),
             [part],
             [root_of(content)],
             [],
