@@ -46,3 +46,11 @@ class RunError(OutlastError):
 
 class HardwareError(OutlastError):
     """A hardware fact is missing or a device cannot be read."""
+
+
+class GuardError(OutlastError):
+    """A model cannot be guarded as asked."""
+
+
+class WrongNumbersError(OutlastError):
+    """A computation gave wrong numbers that could not be put right."""

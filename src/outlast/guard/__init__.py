@@ -1,0 +1,53 @@
+"""Wrong numbers found and put right while training (algorithm-based fault tolerance).
+
+from outlast.guard import guard
+handle = guard(model, optimizer)            # every linear layer, forward and backward
+...                                         # train as before, with the same bits
+handle.ledger.findings                      # what was wrong, where, and how it ended
+
+Names are loaded when they are used: policies, thresholds and the cost model need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.guard.coverage import OPERATIONS, Coverage
+    from outlast.guard.findings import Finding, Ledger, Site
+    from outlast.guard.handle import Guard, guard
+    from outlast.guard.policy import LEVELS, Policy
+    from outlast.guard.verdict import Verdict
+
+_HOMES = {
+    "LEVELS": "policy",
+    "OPERATIONS": "coverage",
+    "Coverage": "coverage",
+    "Finding": "findings",
+    "Guard": "handle",
+    "Ledger": "findings",
+    "Policy": "policy",
+    "Site": "findings",
+    "Verdict": "verdict",
+    "guard": "handle",
+}
+
+__all__ = [
+    "LEVELS",
+    "OPERATIONS",
+    "Coverage",
+    "Finding",
+    "Guard",
+    "Ledger",
+    "Policy",
+    "Site",
+    "Verdict",
+    "guard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,114 @@
+"""What checks find, and where they look.
+
+A `Site` is one check of one module. Its counts are kept here; a check that exceeds its threshold
+becomes a `Finding` with an outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["corrected", "check", "not_finite", "persistent", "detected"]
+"""How a finding ended.
+
+corrected: a second computation gave other bits and passed; its numbers were put in place.
+check: the numbers were computed again to the same bits, and now pass: the check itself was wrong.
+not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
+persistent: the same device gives numbers that do not pass, again and again.
+detected: wrong, and this check has nothing from which to compute them again.
+"""
+
+HARMFUL: frozenset[Outcome] = frozenset({"persistent", "detected"})
+"""Outcomes that leave wrong numbers in the step."""
+
+
+@dataclass
+class Site:
+    """One check of one module, and what it has seen so far.
+
+    Attributes:
+        module: Its name in the model, or ``optimizer`` and the like.
+        operation: A key of `outlast.guard.coverage.OPERATIONS`.
+        checks: Comparisons made.
+        worst: Largest difference in a check that passed, in standard deviations.
+        total: Sum of squared differences, in standard deviations, of checks that passed.
+        detection_point: Largest error that could have passed a check, as a share of the norm of
+            what was checked; None before the first check, and where the check is exact.
+    """
+
+    module: str
+    operation: str
+    checks: int = 0
+    exceeded: int = 0
+    worst: float = 0.0
+    total: float = 0.0
+    detection_point: float | None = None
+
+    def add(self, checks: int, worst: float, total: float, widest: float) -> None:
+        """Count `checks` comparisons that passed; see `outlast.guard.product.Judged`."""
+        self.checks += checks
+        self.total += total
+        if math.isfinite(worst):
+            self.worst = max(self.worst, worst)
+        if math.isfinite(widest) and widest > 0:
+            self.detection_point = max(self.detection_point or 0.0, widest)
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of the differences, in standard deviations; 1 fits the model."""
+        return math.sqrt(self.total / self.checks) if self.checks else 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check that exceeded its threshold.
+
+    Attributes:
+        step: Optimizer steps done before.
+        module: As in `Site`.
+        operation: As in `Site`.
+        device: Where the numbers were computed, e.g. ``cpu`` or ``cuda:3``.
+        rank: The process.
+        rows: How many rows (or other units) of the check exceeded.
+        magnitude: Largest difference, in standard deviations; infinity for exact checks.
+        outcome: How it ended.
+    """
+
+    step: int
+    module: str
+    operation: str
+    device: str
+    rank: int
+    rows: int
+    magnitude: float
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        size = f"{self.magnitude:.3g} sigma" if math.isfinite(self.magnitude) else "exact check"
+        return (
+            f"{self.operation} of {self.module} at step {self.step} on rank {self.rank} "
+            f"({self.device}): {self.rows} row{'s' if self.rows != 1 else ''}, {size}: "
+            f"{self.outcome}"
+        )
+
+
+@dataclass
+class Ledger:
+    """All sites of a guard and all findings of this process."""
+
+    sites: dict[tuple[str, str], Site] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def site(self, module: str, operation: str) -> Site:
+        """The site of this check, made at the first call."""
+        key = (module, operation)
+        if key not in self.sites:
+            self.sites[key] = Site(module, operation)
+        return self.sites[key]
+
+    @property
+    def checks(self) -> int:
+        """Comparisons made so far, over all sites."""
+        return sum(site.checks for site in self.sites.values())

@@ -1,0 +1,98 @@
+"""Putting wrong numbers right by computing them again.
+
+Nothing is reconstructed from checksums: rows are computed a second time by the same operation, so a
+corrected run has the bits of a run without the fault. Only a tile around the flagged rows is
+computed, if its other rows, the witnesses, come out with the bits that they have already: then the
+operation is known to round the same way in the smaller shape. Otherwise the whole product is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from outlast.guard.findings import Outcome
+    from outlast.guard.judged import Judged
+
+_ALIGNMENT = 128
+"""Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(values: Tensor) -> Tensor:
+    """`values` as integers of the same size, so that NaN equals itself and -0.0 is not 0.0."""
+    return values.view(_INTEGERS[values.element_size()])
+
+
+def correct(
+    stored: Tensor,
+    flags: Tensor,
+    redo: Callable[[int, int], Tensor],
+    check: Callable[[], Judged],
+) -> Outcome:
+    """Compute flagged rows of `stored` again, in place where that helps.
+
+    Args:
+        stored: (rows, columns) the numbers that did not pass.
+        flags: (rows,) bool, which rows did not; at least one.
+        redo: ``redo(first, last)`` computes rows [first, last) again by the same operation.
+        check: Checks `stored` as it is now.
+
+    Returns:
+        ``corrected``, ``check``, ``not_finite`` or ``persistent``; see `Outcome`.
+    """
+    before = stored.clone()
+    changed = _replace(stored, flags, redo)
+    judged = check()
+    if not judged.exceeded:
+        return "corrected" if changed else "check"
+    if not changed:
+        finite = bool(torch.isfinite(stored[judged.flags.to(stored.device)]).all())
+        return "persistent" if finite else "not_finite"
+    # A second fault may have hit the second computation; a third decides.
+    _replace_all(stored, redo)
+    judged = check()
+    if not judged.exceeded:
+        return "corrected"
+    if torch.equal(bits(stored), bits(before)):
+        return "persistent"
+    finite = bool(torch.isfinite(stored).all())
+    return "persistent" if finite else "not_finite"
+
+
+def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
+    """Put the flagged rows' second computation in place; returns whether that changed any bit."""
+    first, last = _tile(flags)
+    if last - first < len(stored):
+        again, own = redo(first, last), flags[first:last]
+        same = (bits(again) == bits(stored[first:last])).all(dim=1)
+        if bool(same[~own].all()):
+            stored[first:last][own] = again[own]
+            return not bool(same.all())
+    return _replace_all(stored, redo)
+
+
+def _replace_all(stored: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
+    again = redo(0, len(stored))
+    if torch.equal(bits(again), bits(stored)):
+        return False
+    stored.copy_(again)
+    return True
+
+
+def _tile(flags: Tensor) -> tuple[int, int]:
+    """The aligned range around the flagged rows that has at least as many rows without a flag."""
+    rows = flags.nonzero()
+    first = int(rows[0]) // _ALIGNMENT * _ALIGNMENT
+    last = -(-(int(rows[-1]) + 1) // _ALIGNMENT) * _ALIGNMENT
+    last = min(last, len(flags))
+    if 2 * len(rows) > last - first:
+        return 0, len(flags)
+    return first, last

@@ -1,0 +1,165 @@
+"""What all checks of one guard share: signs, counts, seam, and what happens to a failed check."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.guard.findings import HARMFUL, Finding, Ledger, Outcome, Site
+from outlast.guard.recompute import correct
+from outlast.guard.signs import Signs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from outlast.guard.judged import Judged
+    from outlast.guard.policy import Policy
+    from outlast.guard.seam import Seam
+
+
+class Watch:
+    """The state of a guard in the middle of a step.
+
+    Args:
+        policy: What to check and what to do with findings.
+        on_finding: Called with every finding.
+
+    Attributes:
+        step: Optimizer steps done.
+        uncorrected: Findings of this step that left wrong numbers in it.
+        seam: See `outlast.guard.seam`.
+    """
+
+    def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
+        self.policy = policy
+        self.ledger = Ledger()
+        self.signs = Signs(policy.seed)
+        self.step = 0
+        self.uncorrected = 0
+        self.seam: Seam | None = None
+        self._on_finding = on_finding
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...]]] = []
+        self.signs.renew()
+
+    def __deepcopy__(self, memo: object) -> Watch:
+        """A copied model, such as an average of weights, is watched together with its original."""
+        return self
+
+    def begin(self) -> None:
+        """Forget what an attempt at this step has found; its checks begin anew."""
+        self.uncorrected = 0
+        self._waiting.clear()
+
+    def advance(self) -> None:
+        """A step is done: the next one draws other signs."""
+        self.begin()
+        self.step += 1
+        self.signs.renew()
+
+    def touch(self, site: str, module: str, numbers: Tensor) -> None:
+        """Give a seam the chance to change `numbers`."""
+        if self.seam is not None:
+            self.seam(site, module, numbers)
+
+    def touched(self, site: str, module: str, numbers: Tensor) -> Tensor:
+        """`numbers`, or a copy that a seam may have changed."""
+        if self.seam is None:
+            return numbers
+        copy = numbers.clone()
+        self.seam(site, module, copy)
+        return copy
+
+    def wants(self, site: Site, judged: Judged) -> bool:
+        """Count a check; whether it failed, as far as the host knows by now.
+
+        On devices that run behind the host the answer is no, and `settle` learns the truth.
+        """
+        rows = len(judged.flags)
+        if isinstance(judged.exceeded, torch.Tensor):
+            numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
+            device = judged.flags.device
+            self._waiting.append((site, device, rows, tuple(map(torch.as_tensor, numbers))))
+            if device.type != "cpu":
+                return False
+            # The CPU is never behind: its tensors are numbers already.
+            return self._settle_last() > 0
+        own = (float(judged.worst), float(judged.total), float(judged.widest))
+        self._count(site, rows, judged.exceeded, *own)
+        return judged.exceeded > 0
+
+    def settle(self) -> None:
+        """Wait for the device once and count all checks that `wants` has not known yet."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        numbers = torch.stack(
+            [torch.stack([each.double() for each in four]) for _, _, _, four in waiting]
+        ).tolist()
+        for (site, device, rows, _), (exceeded, worst, total, widest) in zip(
+            waiting, numbers, strict=True
+        ):
+            self._count(site, rows, int(exceeded), worst, total, widest)
+            if exceeded:
+                self.find(site, device, int(exceeded), worst, "detected")
+
+    def correct(
+        self,
+        site: Site,
+        judged: Judged,
+        stored: Tensor,
+        redo: Callable[[int, int], Tensor],
+        check: Callable[[], Judged],
+    ) -> Outcome:
+        """Put a failed check's numbers right if the policy says so; see `recompute.correct`."""
+        outcome: Outcome = "detected"
+        if self.policy.correct:
+            outcome = correct(stored, judged.flags.to(stored.device), redo, check)
+        self.find(site, stored.device, int(judged.exceeded), float(judged.worst), outcome)
+        return outcome
+
+    def find(
+        self, site: Site, device: torch.device, rows: int, magnitude: float, outcome: Outcome
+    ) -> None:
+        """Note a finding, and tell whoever listens."""
+        finding = Finding(
+            self.step,
+            site.module,
+            site.operation,
+            str(device),
+            self._rank,
+            rows,
+            magnitude,
+            outcome,
+        )
+        self.ledger.findings.append(finding)
+        if outcome in HARMFUL:
+            self.uncorrected += 1
+        if self._on_finding is not None:
+            self._on_finding(finding)
+
+    def judge(self, site: Site, judged: Judged) -> None:
+        """Count a check of numbers that cannot be computed again here; a failure is `detected`."""
+        if self.wants(site, judged):
+            self.find(
+                site,
+                judged.flags.device,
+                int(judged.exceeded),
+                float(judged.worst),
+                "detected",
+            )
+
+    def _settle_last(self) -> int:
+        site, _, rows, four = self._waiting.pop()
+        exceeded, worst, total, widest = (float(each) for each in four)
+        self._count(site, rows, int(exceeded), worst, total, widest)
+        return int(exceeded)
+
+    def _count(self, site: Site, rows: int, exceeded: int, *numbers: float) -> None:
+        worst, total, widest = numbers
+        site.exceeded += exceeded
+        site.add(rows, 0.0 if exceeded else worst, total, widest)
