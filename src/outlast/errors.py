@@ -9,6 +9,7 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_BAD_INPUT = 2
 EXIT_TO_BE_CONTINUED = 3
+EXIT_WRONG_NUMBERS = 4
 
 
 class OutlastError(Exception):

@@ -36,6 +36,9 @@ BY_ANNOTATION: dict[str, st.SearchStrategy[Any]] = {
     "dict[str, int]": st.dictionaries(st.text(), st.integers(), max_size=3),
     "dict[str, float]": st.dictionaries(st.text(), st.floats(), max_size=3),
     "dict[str, str]": st.dictionaries(st.text(), st.text(), max_size=3),
+    "dict[str, dict[str, Any]]": st.dictionaries(
+        st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3), max_size=3
+    ),
     "dict[str, Any]": st.dictionaries(st.text(), JSON_VALUES, max_size=3),
 }
 

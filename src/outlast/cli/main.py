@@ -2,7 +2,7 @@
 
 The commands live in modules of their own, whose heavy imports happen when a command is called, so
 ``outlast --help`` answers at once. An `OutlastError` ends a command with its sentence and exit
-code 2, without a traceback.
+code 2 (4 for wrong numbers that stay wrong), without a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.report import report
 from outlast.cli.train import TrainCommand, train
-from outlast.errors import EXIT_BAD_INPUT, OutlastError
+from outlast.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_WRONG_NUMBERS,
+    OutlastError,
+    WrongNumbersError,
+)
 
 app = typer.Typer(
     name="outlast",
@@ -57,4 +62,5 @@ def main() -> None:
         app(prog_name="outlast")
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_BAD_INPUT)
+        wrong = isinstance(error, WrongNumbersError)
+        sys.exit(EXIT_WRONG_NUMBERS if wrong else EXIT_BAD_INPUT)

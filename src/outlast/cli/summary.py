@@ -9,7 +9,14 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from outlast.records import AttemptStarted, Evaluated, Run, Sampled, read_run
+from outlast.records import (
+    AttemptStarted,
+    Evaluated,
+    Run,
+    Sampled,
+    guard_totals,
+    read_run,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +84,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
     if started := run.of(AttemptStarted):
         yield "parameters", f"{started[-1][1].parameters:,}"
     seconds = run.seconds()
+    if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
+        yield "guard", guarded
     wall = sum(seconds.values())
     if wall:
         spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]
@@ -84,3 +93,23 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         parts = ", ".join(f"{name} {value:.1f} s ({value / wall:.1%})" for name, value in spent)
         attempts = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
         yield "wall time", f"{wall:.1f} s in {attempts}: {parts}"
+
+
+def _guarded(run: Run, compute_seconds: float) -> str | None:
+    """What was checked and found, and the share of the compute time that this took."""
+    totals = guard_totals(run)
+    if totals is None:
+        return None
+    ended = ", ".join(
+        f"{count} {name.replace('_', ' ')}" for name, count in sorted(totals.outcomes().items())
+    )
+    covered = totals.modules - sum(totals.uncovered.values())
+    cost = (
+        "time unavailable: the device runs behind the host"
+        if totals.seconds is None or not compute_seconds
+        else f"{totals.seconds:.2f} s ({totals.seconds / compute_seconds:.2%} of compute)"
+    )
+    return (
+        f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
+        f"{ended or 'nothing wrong'}; {cost}"
+    )

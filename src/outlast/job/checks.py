@@ -21,6 +21,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_data, {"data"}),
         (_schedule, {"schedule", "train"}),
         (_parallel, {"parallel", "train"}),
+        (_guard, {"guard"}),
     )
     return [
         problem for check, sections in checks if not sections & unsure for problem in check(job)
@@ -105,4 +106,12 @@ def _parallel(job: Job) -> Iterator[str]:
         yield (
             f"train.batch_size = {train.batch_size} gives no sample to some of the {degrees} "
             "data-parallel processes (parallel.replicate x parallel.shard); raise it"
+        )
+
+
+def _guard(job: Job) -> Iterator[str]:
+    if job.guard.policy == "off" and job.guard.modules:
+        yield (
+            'guard.modules names modules, but guard.policy = "off" checks nothing; set it to '
+            '"light" to check these modules only'
         )

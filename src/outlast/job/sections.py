@@ -25,6 +25,8 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
+GuardLevel = Literal["off", "light", "linear", "full"]
+
 TOML_VALUES = "text, a number, true, false, a list or a table of these"
 
 
@@ -319,6 +321,31 @@ class CheckpointSection(Section):
     )
 
 
+class GuardSection(Section):
+    """Which computations are checked for wrong numbers (silent data corruption)."""
+
+    policy: GuardLevel = setting(
+        "light",
+        "light: optimizer state and parameters at rest, a slice per step; linear: also every "
+        "linear layer, embedding and gradient reduction; full: also attention, norms, loss and the "
+        "whole optimizer",
+        identity=False,
+    )
+    modules: dict[str, GuardLevel] = setting(
+        {},
+        "levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts",
+        identity=False,
+    )
+    correct: bool = setting(
+        True, "compute wrong numbers again and put the right ones in place", identity=False
+    )
+    persistent: Literal["raise", "drop"] = setting(
+        "raise",
+        "when a process's numbers stay wrong: stop the run, or drop its gradient and go on",
+        identity=False,
+    )
+
+
 class EvaluateSection(Section):
     """When to measure the validation loss."""
 
@@ -383,6 +410,7 @@ class Job(Section):
     schedule: ScheduleSection = ScheduleSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     evaluate: EvaluateSection = EvaluateSection()
     sample: SampleSection = SampleSection()
     export: ExportSection = ExportSection()

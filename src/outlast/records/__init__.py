@@ -18,12 +18,15 @@ from outlast.records.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Guarded,
     Ready,
     Sampled,
     StepsDone,
     StopRequested,
     Warned,
+    WrongNumbers,
 )
+from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
 from outlast.records.lock import OwnerLock
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
@@ -43,6 +46,9 @@ __all__ = [
     "CheckpointSaved",
     "Evaluated",
     "Event",
+    "GuardTotals",
+    "Guarded",
+    "OperationChecks",
     "OwnerLock",
     "Ready",
     "Record",
@@ -57,7 +63,9 @@ __all__ = [
     "TensorBoardSink",
     "WandbSink",
     "Warned",
+    "WrongNumbers",
     "event_file",
+    "guard_totals",
     "read_run",
     "replace_file",
     "scalars",

@@ -165,6 +165,56 @@ class CheckpointInterval(Event):
 
 
 @dataclass(frozen=True)
+class WrongNumbers(Event):
+    """A check of the guard found wrong numbers.
+
+    Attributes:
+        module: Where, as a name in the model.
+        operation: Which check, e.g. ``linear.forward``.
+        device: What computed them.
+        found_on: Rank of the process.
+        rows: How many rows of the check were wrong.
+        magnitude: Largest difference, in standard deviations of rounding.
+        outcome: ``corrected``, ``check``, ``not_finite``, ``persistent`` or ``detected``.
+    """
+
+    kind: ClassVar[str] = "wrong_numbers"
+    step: int
+    module: str
+    operation: str
+    device: str
+    found_on: int
+    rows: int
+    magnitude: float
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Guarded(Event):
+    """What the guard of rank 0 has checked in this attempt so far.
+
+    Attributes:
+        policy: Its level.
+        checks: Comparisons made.
+        seconds: Time that they took; None where the device runs behind the host.
+        operations: By check: ``checks``, ``spread`` (root mean square of the differences in
+            standard deviations), ``worst`` and ``detection_point`` (largest error that could have
+            passed, as a share of what was checked).
+        modules: Number of modules with parameters.
+        uncovered: Those of them without a check, by class.
+    """
+
+    kind: ClassVar[str] = "guarded"
+    step: int
+    policy: str
+    checks: int
+    seconds: float | None
+    operations: dict[str, dict[str, Any]]
+    modules: int
+    uncovered: dict[str, int]
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop at this step boundary."""
 

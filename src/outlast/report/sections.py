@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outlast.report import charts, curves, palette, text
+from outlast.report.guarded import guard_part
 from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
 from outlast.report.tables import (
     Cell,
@@ -134,6 +135,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         ),
         _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
         _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
+        _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
         _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
         '<div class="pair">',
         _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
@@ -151,6 +153,11 @@ _STEP_TIME_NOTE = "Measured, every step that was done, also those done again lat
 _TIME_NOTE = (
     "Measured on rank 0. Lost work is the time of steps that a later attempt did again; not "
     "recorded is the time after the last step record of an attempt that was killed."
+)
+_GUARD_NOTE = (
+    "Measured on rank 0; findings of all ranks. Sigma is the standard deviation that rounding "
+    "alone gives a difference: the rms is near or below 1 where the model fits, and 6 is the threshold. "
+    "The detection point is a share of the norm of what was checked."
 )
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
 

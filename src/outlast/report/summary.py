@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from outlast.records import CheckpointFailed, CheckpointSaved, StepsDone
+from outlast.records import CheckpointFailed, CheckpointSaved, StepsDone, guard_totals
 from outlast.report import text
 from outlast.report.series import percentiles, smoothing_window
 
@@ -72,7 +72,13 @@ def outcome(overview: Overview) -> tuple[str, str]:
 
 def key_figures(overview: Overview) -> list[KeyFigure]:
     """The run's key figures; what is not known says why, and is never 0."""
-    return [*_quality(overview), *_speed(overview), *_size(overview), *_time(overview)]
+    return [
+        *_quality(overview),
+        *_speed(overview),
+        *_size(overview),
+        *_time(overview),
+        *_guarded(overview),
+    ]
 
 
 def _quality(overview: Overview) -> Iterator[KeyFigure]:
@@ -195,3 +201,14 @@ def _time(overview: Overview) -> Iterator[KeyFigure]:
     ended = Counter(OUTCOME_WORDS.get(each.outcome, each.outcome) for each in run.attempts[:-1])
     note = ", ".join(f"{number} {words}" for words, number in ended.items())
     yield KeyFigure("Attempts", f"{len(run.attempts):,}", note=note and f"before the last: {note}")
+
+
+def _guarded(overview: Overview) -> Iterator[KeyFigure]:
+    totals = guard_totals(overview.run)
+    if totals is None:
+        return
+    note = f"in {text.count(totals.checks)} checks; policy {totals.policy}"
+    compute_seconds = overview.split.seconds["compute"]
+    if totals.seconds is not None and compute_seconds > 0:
+        note += f"; {100 * totals.seconds / compute_seconds:.2f} % of the compute time"
+    yield KeyFigure("Wrong numbers", text.count(len(totals.findings)), "found", note)

@@ -35,6 +35,7 @@ from outlast.train.agreement import Agreement
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
 from outlast.train.evaluate import Evaluation
+from outlast.train.guarding import RunGuard
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, build_model, held_blocks, size_of
@@ -143,6 +144,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     else:
         engine = _replica_engine(setup, model, mesh, waits)
     setup.timed("parallelize", begun)
+    called = engine.model if isinstance(engine, ReplicaEngine) else model
     data_rank = layout.data_rank(setup.ranks.rank)
     optimizers = build_optimizers(model, job.optimizer)
     store = _store(setup)
@@ -163,6 +165,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
         store=store,
         replay=replay,
+        guard=None if job.guard.policy == "off" else RunGuard(job, called, optimizers),
         cadence=cadence_of(job, setup.ranks, setup.directory),
         stop=setup.stop,
         records=records,

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from outlast.errors import OutlastError
+from outlast.errors import EXIT_BAD_INPUT, OutlastError, WrongNumbersError
 from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, work
 
@@ -75,8 +75,11 @@ def _worker(start: Start) -> tuple[int, str | None]:
     os.environ["OUTLAST_LAUNCH"] = "nproc"
     try:
         return work(start, ranks_from(os.environ)), None
+    except WrongNumbersError:
+        # A restart loads the state anew from a verified checkpoint, which may be the cure.
+        raise
     except OutlastError as error:
-        return 2, str(error)
+        return EXIT_BAD_INPUT, str(error)
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

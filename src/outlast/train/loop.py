@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, WrongNumbersError
 from outlast.records import (
     AttemptEnded,
     CheckpointFailed,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from outlast.train.agreement import Agreement
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
+    from outlast.train.guarding import RunGuard
     from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
     from outlast.train.waits import CommunicationWait
@@ -91,6 +92,7 @@ class Trainer:
     pipeline_group: ProcessGroup | None
     store: CheckpointStore
     replay: ReplayLog | None
+    guard: RunGuard | None
     cadence: SaveCadence
     stop: StopFlag
     records: RecordWriter | None
@@ -128,6 +130,7 @@ class Trainer:
             if completed and first_step < last_step:
                 self._evaluate(last_step)
             self._save_last(last_step, first_step)
+            self._record_guard(last_step)
         reason = "" if completed else self.stop.reason or "another rank"
         return Outcome(last_step, completed, reason)
 
@@ -193,7 +196,7 @@ class Trainer:
     def _step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
         """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
         with self._timed("compute"):
-            loss = self.engine.forward_backward(parts, step, self._tokens_per_step)
+            loss = self._gradients(step, parts)
             parameters = list(self.model.parameters())
             norm = global_norm(parameters, self.pipeline_group)
             if self.job.train.gradient_clip:
@@ -211,15 +214,41 @@ class Trainer:
             self.watch.move(self.waits.take(), to="communication")
         return norm, learning_rate, loss
 
+    def _gradients(self, step: int, parts: list[MicroBatch]) -> torch.Tensor:
+        """Both passes, again where the guard finds numbers that it cannot put right by itself."""
+        if self.guard is None:
+            return self.engine.forward_backward(parts, step, self._tokens_per_step)
+        try:
+            for attempt in self.guard.attempts():
+                if attempt:
+                    self._zero_gradients()
+                loss = self.engine.forward_backward(parts, step, self._tokens_per_step)
+        except WrongNumbersError:
+            self._record_findings()
+            raise
+        return loss
+
     def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> tuple[bool, bool]:
         """Whether any rank wants to stop, and whether any wants to save."""
         with self._timed("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
             wants_save = 1.0 if self.cadence.wants(done) else 0.0
-            mean_loss, stops, saves = self.agreement.sum(loss, wants_stop, wants_save)
+            found = 0.0 if self.guard is None else float(self.guard.found)
+            mean_loss, stops, saves, found = self.agreement.sum(loss, wants_stop, wants_save, found)
             self.waits.take()
+        if found:
+            self._record_findings()
         interval.losses.append(mean_loss)
         return stops > 0, saves > 0
+
+    def _record_guard(self, step: int) -> None:
+        if self.guard is not None and self.records is not None:
+            self._record(self.guard.summary(step))
+
+    def _record_findings(self) -> None:
+        assert self.guard is not None
+        for event in self.guard.news():
+            self._record(event)
 
     def _between_steps(self, done: int, steps: int, *, saving: bool) -> None:
         """Evaluate where the job says so and save if agreed, except at the end, with its own."""
@@ -260,6 +289,7 @@ class Trainer:
             state = {"model": self.model, "optimizer": self.optimizers}
             metrics, self._metrics = self._metrics, {}
             self.cadence.saved(step)
+            self._record_guard(step)
             try:
                 handle = self.store.save_async(step, state, metrics=metrics)
             except CheckpointError as error:

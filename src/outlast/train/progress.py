@@ -36,6 +36,7 @@ from outlast.records import (
     StepsDone,
     StopRequested,
     Warned,
+    WrongNumbers,
 )
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ def message_of(event: Event) -> str | None:
             return f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
         case CheckpointInterval():
             return f"checkpoints: {event.reason}"
+        case WrongNumbers():
+            return (
+                f"step {event.step + 1}: wrong numbers in {event.operation} of {event.module} on "
+                f"rank {event.found_on} ({event.device}): {event.outcome.replace('_', ' ')}"
+            )
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
         case Warned():

@@ -1,0 +1,101 @@
+"""What the guard did over all attempts of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outlast.records.events import Guarded, WrongNumbers
+
+if TYPE_CHECKING:
+    from outlast.records.reader import Run
+
+
+@dataclass(frozen=True)
+class OperationChecks:
+    """One kind of check.
+
+    Attributes:
+        checks: Comparisons made.
+        spread: Root mean square of the differences, in standard deviations of the rounding model.
+        worst: Largest difference that passed, in standard deviations.
+        detection_point: Largest error that could have passed, as a share of the norm of what was
+            checked; None for exact checks.
+    """
+
+    checks: int
+    spread: float
+    worst: float
+    detection_point: float | None
+
+
+@dataclass(frozen=True)
+class GuardTotals:
+    """The guard of rank 0, and the findings of all ranks.
+
+    Attributes:
+        policy: The last attempt's level.
+        operations: By name of the check.
+        seconds: Time that the checks took; None where that cannot be known.
+        modules: Modules with parameters.
+        uncovered: Those without a check, by class.
+        findings: Everything that was found, oldest first.
+    """
+
+    policy: str
+    operations: dict[str, OperationChecks]
+    seconds: float | None
+    modules: int
+    uncovered: dict[str, int]
+    findings: list[WrongNumbers]
+
+    @property
+    def checks(self) -> int:
+        """Comparisons made, of all kinds."""
+        return sum(each.checks for each in self.operations.values())
+
+    def outcomes(self) -> dict[str, int]:
+        """How many findings ended in which way."""
+        counted: dict[str, int] = {}
+        for each in self.findings:
+            counted[each.outcome] = counted.get(each.outcome, 0) + 1
+        return counted
+
+
+def guard_totals(run: Run) -> GuardTotals | None:
+    """The guard's work in `run`, or None where nothing of it is recorded.
+
+    An attempt that was killed counts up to its last record.
+    """
+    last = {record.attempt: event for record, event in run.of(Guarded)}
+    findings = [event for _, event in run.of(WrongNumbers)]
+    if not last:
+        return None
+    newest = last[max(last)]
+    times = [each.seconds for each in last.values()]
+    names = sorted({name for each in last.values() for name in each.operations})
+    return GuardTotals(
+        policy=newest.policy,
+        operations={
+            name: _merged([each.operations.get(name, {}) for each in last.values()])
+            for name in names
+        },
+        seconds=None if None in times else math.fsum(each for each in times if each is not None),
+        modules=newest.modules,
+        uncovered=newest.uncovered,
+        findings=findings,
+    )
+
+
+def _merged(parts: list[dict[str, Any]]) -> OperationChecks:
+    parts = [part for part in parts if part.get("checks")]
+    checks = sum(int(part["checks"]) for part in parts)
+    squares = math.fsum(part["checks"] * float(part["spread"]) ** 2 for part in parts)
+    points = [float(part["detection_point"]) for part in parts if part.get("detection_point")]
+    return OperationChecks(
+        checks,
+        math.sqrt(squares / checks) if checks else 0.0,
+        max((float(part["worst"]) for part in parts), default=0.0),
+        max(points, default=None),
+    )

@@ -1,0 +1,104 @@
+"""The guard of a run: from [guard] to a `Guard`, and from its findings to the run's records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from outlast.guard import Finding, Guard, Policy, guard
+from outlast.records import Guarded, WrongNumbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from outlast.job import Job
+
+
+class RunGuard:
+    """What the training loop asks of a guard.
+
+    Args:
+        job: Its [guard] section says what is checked.
+        model: The model or its DDP or FSDP2 wrapper.
+        optimizers: Its optimizers.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        settings = job.guard
+        self._news: list[Finding] = []
+        policy = Policy(
+            level=settings.policy,
+            modules=settings.modules,
+            correct=settings.correct,
+            persistent=settings.persistent,
+            seed=job.run.seed,
+        )
+        self.guard: Guard = guard(model, optimizers, policy, on_finding=self._news.append)
+
+    def attempts(self) -> Iterator[int]:
+        """See `Guard.attempts`."""
+        return self.guard.attempts()
+
+    @property
+    def found(self) -> int:
+        """Findings of this process that are not recorded yet."""
+        return len(self._news)
+
+    def news(self) -> list[WrongNumbers]:
+        """All ranks' findings since the last call, by rank; all ranks call it together.
+
+        Returns:
+            Events on rank 0, nothing on the others.
+        """
+        mine, self._news[:] = list(self._news), []
+        gathered: list[list[Finding]] = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everyone, mine)
+            gathered = everyone if dist.get_rank() == 0 else []
+        return [_event(finding) for findings in gathered for finding in findings]
+
+    def summary(self, step: int) -> Guarded:
+        """What has been checked in this attempt so far."""
+        ledger = self.guard.ledger
+        operations = {}
+        for name in sorted({site.operation for site in ledger.sites.values()}):
+            sites = [site for site in ledger.sites.values() if site.operation == name]
+            checks = sum(site.checks for site in sites)
+            if checks:
+                points = [site.detection_point for site in sites if site.detection_point]
+                operations[name] = {
+                    "checks": checks,
+                    "spread": (sum(site.total for site in sites) / checks) ** 0.5,
+                    "worst": max(site.worst for site in sites),
+                    "detection_point": max(points, default=None),
+                }
+        coverage = self.guard.coverage()
+        uncovered = Counter(each.kind for each in coverage if not each.operations)
+        return Guarded(
+            step=step,
+            policy=self.guard.policy.level,
+            checks=ledger.checks,
+            seconds=self.guard.watch.seconds,
+            operations=operations,
+            modules=len(coverage),
+            uncovered=dict(uncovered),
+        )
+
+
+def _event(finding: Finding) -> WrongNumbers:
+    return WrongNumbers(
+        step=finding.step,
+        module=finding.module,
+        operation=finding.operation,
+        device=finding.device,
+        found_on=finding.rank,
+        rows=finding.rows,
+        magnitude=finding.magnitude,
+        outcome=finding.outcome,
+    )
