@@ -20,8 +20,9 @@ from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import nn
 
 from outlast.guard import Guard, Policy, guard
-from outlast.guard.inject import Fault, Injector
-from outlast.guard.inject.single import bit_detection
+from outlast.guard.inject import Fault, inject
+from outlast.guard.inject.patterns import Pattern
+from outlast.guard.inject.single import Detection, bit_detection
 
 TOKENS = 4096
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -137,25 +138,33 @@ def light_share(steps: int) -> float:
 
 def detection_bars(quick: bool) -> Iterator[Bar]:
     """Bit flips in stored outputs, at unit scale and at gradients' scales; clean rows beside."""
-    trials = 2_000 if quick else 20_000
-    ours = "every flip counts, both directions"
+    trials = 2_000 if quick else 100_000
+    every = "every flip counts, both directions"
     for scale in (1.0, 1e-4, 1e-8):
         size = "" if scale == 1.0 else f", data of size {scale:g}"
-        found = bit_detection("bfloat16", bits=(10, 11, 12, 13, 14), trials=trials, scale=scale)
-        lowest = min(found.rate(bit) for bit in (10, 11, 12, 13))
+        found = bit_detection(torch.bfloat16, range(10, 15), trials=trials, scale=scale)
+        lowest = min(share(found, bit) for bit in range(10, 14))
         label = f"bf16 output, single flip in bits 13..10 found{size}"
-        yield at_least(label, lowest, "of flips, worst bit", 0.75, ours)
+        yield at_least(label, lowest, "of flips, worst bit", 0.75, every)
         label = f"bf16 output, single flip in bit 14 found{size}"
-        yield at_least(label, found.rate(14), "of flips", 1.0, ours)
+        yield at_least(label, share(found, 14), "of flips", 1.0, every)
+        alarms = found.clean.count
         if scale == 1.0:
             yield at_most(
                 "threshold / mean clean error, bf16", found.threshold_ratio, "", 8.0,
                 "V-ABFT's formula: 72 to 224 (published)",
             )  # fmt: skip
-        found = bit_detection("float32", bits=range(20, 32), trials=trials, scale=scale)
-        lowest = min(found.rate(bit) for bit in range(20, 32))
+        found = bit_detection(torch.float32, range(20, 32), trials=trials, scale=scale)
+        lowest = min(share(found, bit) for bit in range(20, 32))
         label = f"fp32 output, single flip in bits 31..20 found{size}"
-        yield at_least(label, lowest, "of flips, worst bit", 0.998, ours)
+        yield at_least(label, lowest, "of flips, worst bit", 0.998, every)
+        rows = f"clean rows beside these flips that were flagged{size}"
+        yield at_most(rows, alarms + found.clean.count, "rows", 0, "no fault")
+
+
+def share(found: Detection, bit: int) -> float:
+    """Detected of injected flips of one bit."""
+    return found.bits[bit].share or 0.0
 
 
 def alarm_bars(quick: bool) -> Iterator[Bar]:
@@ -191,12 +200,9 @@ def recovery_bars(quick: bool) -> Iterator[Bar]:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (clean, faulty)]
     handle = guard(faulty, optimizers[1], "linear")
     sites = ("linear.output", "linear.dx", "linear.dw")
-    faults = [
-        Fault(site=sites[step // 5 % 3], step=step, bit=30, seed=step)
-        for step in range(0, steps, 5)
-    ]
-    injector = Injector(faults, seed=0)
-    injector.attach(handle.watch)
+    top = Pattern(bits=(30,))
+    faults = [Fault(sites[step // 5 % 3], top, step=step) for step in range(0, steps, 5)]
+    injector = inject(handle, faults)
     text, again = Text(2), Text(2)
     for _ in range(steps):
         train_step(clean, optimizers[0], text.batch(8))
@@ -205,6 +211,8 @@ def recovery_bars(quick: bool) -> Iterator[Bar]:
         not torch.equal(a, b) for a, b in zip(clean.parameters(), faulty.parameters(), strict=True)
     )
     corrected = sum(finding.outcome == "corrected" for finding in handle.ledger.findings)
+    if len(injector.injections) < steps // 5:
+        raise AssertionError("not every fault struck")
     label = f"{steps} steps with a fault every 5: tensors that differ from the clean run's"
     yield at_most(label, differing, f"tensors ({corrected} faults corrected)", 0, "the clean run")
     yield at_most(
@@ -221,16 +229,17 @@ def correction_cost(pairs: int) -> float:
     text = Text(3)
     batch = text.batch(16)
     plain, struck = [], []
-    for pair in range(2 * pairs + 2):
-        strikes = pair % 2 == 1
-        name = ("blocks.1.up", "blocks.2.qkv", "blocks.0.down", "head")[pair // 2 % 4]
-        injector = Injector(
-            [Fault("linear.output", name, bit=30, step=pair, seed=pair)] if strikes else [], seed=0
+    faults = [
+        Fault("linear.output", Pattern(bits=(30,)), module=name, step=step, every=8)
+        for step, name in zip(
+            range(1, 8, 2), ("blocks.1.up", "blocks.2.qkv", "blocks.0.down", "head"), strict=True
         )
-        injector.attach(handle.watch)
+    ]
+    inject(handle, faults)
+    for step in range(2 * pairs + 2):
         begun = time.process_time()
         train_step(model, optimizer, batch)
-        (struck if strikes else plain).append(time.process_time() - begun)
+        (struck if step % 2 else plain).append(time.process_time() - begun)
     ratios = [after / before for before, after in zip(plain[1:], struck[1:], strict=True)]
     return statistics.median(ratios) - 1.0
 

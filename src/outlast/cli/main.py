@@ -1,4 +1,4 @@
-"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor``, ``ckpt``.
+"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor`` and others.
 
 The commands live in modules of their own, whose heavy imports happen when a command is called, so
 ``outlast --help`` answers at once. An `OutlastError` ends a command with its sentence and exit
@@ -15,6 +15,7 @@ import typer
 from outlast import __version__
 from outlast.cli.ckpt import ckpt
 from outlast.cli.doctor import doctor
+from outlast.cli.drill import drill
 from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.report import report
@@ -35,7 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-for command in (init, export, report, doctor):
+for command in (init, export, report, doctor, drill):
     app.command()(command)
 app.add_typer(ckpt)
 

@@ -42,6 +42,7 @@ def train(
         bool,
         typer.Option("--fresh", help="Move an earlier run of this name aside and start anew."),
     ] = False,
+    process_fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train a language model, or go on where the run was stopped or killed.
 
@@ -50,23 +51,29 @@ def train(
     """
     from outlast.job import load_job
 
-    settings = list(overrides or [])
-    if job_file is not None and "=" in str(job_file) and not job_file.exists():
-        # `outlast train train.steps=100` overrides the embedded default.
-        settings.insert(0, str(job_file))
-        job_file = None
+    job_file, settings = jobs_arguments(job_file, overrides)
     if nproc is not None:
         settings.append(f"launch.nproc={nproc}")
     job = load_job(job_file, settings)
-    raise typer.Exit(run_job(job, fresh=fresh))
+    raise typer.Exit(run_job(job, fresh=fresh, process_faults=tuple(process_fault or ())))
 
 
-def run_job(job: Job, *, fresh: bool) -> int:
+def jobs_arguments(
+    job_file: Path | None, overrides: list[str] | None
+) -> tuple[Path | None, list[str]]:
+    """Job file and overrides, where ``train.steps=100`` stands in the place of a file."""
+    settings = list(overrides or [])
+    if job_file is not None and "=" in str(job_file) and not job_file.exists():
+        return None, [str(job_file), *settings]
+    return job_file, settings
+
+
+def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
     from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work
 
-    start = Start(job, fresh=fresh)
+    start = Start(job, fresh=fresh, process_faults=process_faults)
     directory = run_directory(job)
     if launched_by(os.environ) != "alone":
         ranks = ranks_from(os.environ)

@@ -117,7 +117,7 @@ def detection_point(stored: str, terms: int, outputs: int, *, read: str = "") ->
 
 
 def false_alarms(checks: float) -> float:
-    """Expected clean checks that exceed the threshold, were the differences normal: 2 Q(6)."""
+    """Expected clean checks that exceed the threshold, were the differences normal."""
     return checks * math.erfc(DEVIATIONS / math.sqrt(2.0))
 
 

@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-Outcome = Literal["corrected", "check", "not_finite", "persistent", "detected"]
+Outcome = Literal["corrected", "check", "rounding", "not_finite", "persistent", "detected"]
 """How a finding ended.
 
 corrected: a second computation gave other bits and passed; its numbers were put in place.
 check: the numbers were computed again to the same bits, and now pass: the check itself was wrong.
+rounding: the same bits again, and no further from an fp64 computation than rounding can ever be: a
+    false alarm of the statistical threshold.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
 persistent: the same device gives numbers that do not pass, again and again.
 detected: wrong, and this check has nothing from which to compute them again.

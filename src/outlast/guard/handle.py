@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
-from outlast.guard.coverage import Coverage
-from outlast.guard.linear import LinearChecks
+from outlast.guard.install import install
+from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Level, Policy, policy_of
-from outlast.guard.verdict import Verdict
+from outlast.guard.verdict import Verdict, agree, install_collectives, remedy
 from outlast.guard.watch import Watch
 
 if TYPE_CHECKING:
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from outlast.guard.coverage import Coverage
     from outlast.guard.findings import Finding, Ledger
-
-_ATTEMPTS = 3
 
 
 def guard(
@@ -52,7 +50,8 @@ class Guard:
     """A guarded model; see `guard`.
 
     Attributes:
-        ledger: What the checks have seen and found on this process.
+        watch: What its checks share.
+        patrol: The checks of optimizer state and parameters at rest; None without an optimizer.
     """
 
     def __init__(
@@ -62,18 +61,26 @@ class Guard:
         policy: Policy,
         on_finding: Callable[[Finding], None] | None,
     ) -> None:
-        _refuse(model)
         self.policy = policy
         self.watch = Watch(policy, on_finding)
-        self._model = model
-        self._coverage: list[Coverage] = []
-        self._undo: list[Callable[[], None]] = []
+        # A wrapper's prefix would hide the names that patterns are written for.
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        _refuse(self._model)
+        self._installed = install(self.watch, self._model)
+        self._undo = self._installed.undo
+        self._reduction = None
+        if policy.reaches("linear"):
+            self._reduction = install_collectives(self.watch, model)
+        if self._reduction is not None:
+            self._undo.callback(self._reduction.remove)
         self._verdict: Verdict | None = None
-        self._install_modules()
+        self.patrol: Patrol | None = None
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._install_optimizers(list(optimizers or []))
-        model._outlast_guard = self  # type: ignore[assignment]
-        self._undo.append(lambda: delattr(model, "_outlast_guard"))
+        if optimizers:
+            group = model.process_group if isinstance(model, DistributedDataParallel) else None
+            self._install_optimizers(list(optimizers), group)
+        self._model._outlast_watch = self.watch
+        self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
 
     @property
     def ledger(self) -> Ledger:
@@ -82,24 +89,38 @@ class Guard:
 
     def coverage(self) -> list[Coverage]:
         """Every module that holds parameters, with its checks or why it has none."""
-        return list(self._coverage)
+        return self._installed.current_coverage()
 
     def remove(self) -> None:
         """Give the model back as it was."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
+
+    def finish(self) -> None:
+        """Make the checks that wait for a next step; all ranks together, after the last one."""
+        if self.patrol is not None:
+            self.patrol.finish()
+        self.watch.settle()
+
+    def restart(self, step: int) -> None:
+        """Weights and optimizer state were loaded from outside: go on at `step` with them.
+
+        To be called on all ranks together, also after a resume: all ranks draw the same signs.
+        """
+        self._verdict = None
+        self.watch.step = step
+        self.watch.generation += 1
+        self._begin()
 
     def verdict(self) -> Verdict:
         """Whether the step's numbers may be used; all ranks ask together, before the update."""
         watch = self.watch
+        if self.patrol is not None:
+            self.patrol.before_step()
         watch.settle()
-        bad = [watch.uncorrected]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            own = torch.tensor(bad, dtype=torch.int64)
-            gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, own)
-            bad = [int(each) for each in gathered]
-        self._verdict = Verdict(watch.step, tuple(rank for rank, n in enumerate(bad) if n))
+        if self._reduction is not None:
+            self._verdict = self._reduction.verdict(watch.uncorrected)
+        else:
+            self._verdict = agree(watch.step, watch.uncorrected)
         return self._verdict
 
     def attempts(self) -> Iterator[int]:
@@ -118,91 +139,73 @@ class Guard:
         Raises:
             WrongNumbersError: On all ranks, when some rank's numbers stay wrong.
         """
-        for attempt in range(_ATTEMPTS):
-            self.watch.begin()
-            yield attempt
-            if self.verdict().clean:
+        verdicts: list[Verdict] = []
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        while True:
+            self._begin()
+            yield len(verdicts)
+            verdict = self.verdict()
+            if verdict.clean:
                 return
-        raise self._wrong()
+            verdicts.append(verdict)
+            follows = remedy(verdicts, self.policy.persistent, size)
+            if follows.action == "drop" and self._reduction is not None:
+                self._reduction.drop(follows.ranks)
+            elif follows.action != "redo":
+                raise self._wrong(verdict)
 
-    def _wrong(self) -> WrongNumbersError:
-        assert self._verdict is not None
-        ranks = ", ".join(map(str, self._verdict.bad_ranks))
+    def _begin(self) -> None:
+        self.watch.begin()
+        if self._reduction is not None:
+            self._reduction.begin()
+
+    def _wrong(self, verdict: Verdict) -> WrongNumbersError:
+        ranks = ", ".join(map(str, verdict.bad_ranks))
         last = self.ledger.findings[-1] if self.watch.uncorrected else None
         return WrongNumbersError(
-            f"step {self.watch.step}: the numbers of rank {ranks} are wrong and stay so"
+            f"step {verdict.step + 1}: the numbers of rank {ranks} are wrong and stay so"
             + (f" ({last})" if last else "")
             + "; take the device out of service and go on from the newest checkpoint"
         )
 
-    def _install_modules(self) -> None:
-        for name, module in self._model.named_modules():
-            if not any(True for _ in module.parameters(recurse=False)):
-                continue
-            kind = type(module).__name__
-            operations, why_not = self._install(name, module)
-            self._coverage.append(Coverage(name, kind, operations, why_not))
-        if missing := [each for each in self._coverage if not each.operations]:
-            kinds = sorted({each.kind for each in missing})
-            if self.policy.reaches("linear"):
-                warnings.warn(
-                    f"{len(missing)} modules are not guarded: {', '.join(kinds)}; "
-                    "Guard.coverage() lists them",
-                    stacklevel=4,
-                )
-
-    def _install(self, name: str, module: nn.Module) -> tuple[tuple[str, ...], str]:
-        """Put one module's checks in place; returns their operations, or why there are none."""
-        if not self.policy.reaches("linear", name):
-            return (), f"policy {self.policy.level_of(name)}"
-        if type(module).forward is nn.Linear.forward:
-            assert isinstance(module, nn.Linear)
-            if isinstance(module.weight, DTensor) and not _is_fsdp(module.weight):
-                return (), "split over ranks by tensor parallelism"
-            self._replace_forward(module, LinearChecks(self.watch, module, name))
-            return ("linear.forward", "linear.dx", "linear.dw", "weight"), ""
-        return (), "no check for this kind of module"
-
-    def _replace_forward(self, module: nn.Module, forward: Any) -> None:
-        before = module.__dict__.get("forward")
-        module.forward = forward
-
-        def undo() -> None:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-        self._undo.append(undo)
-
-    def _install_optimizers(self, optimizers: list[Optimizer]) -> None:
-        if not optimizers:
-            return
+    def _install_optimizers(
+        self, optimizers: list[Optimizer], group: dist.ProcessGroup | None
+    ) -> None:
+        watch = self.watch
+        watch.driven = True
+        self._undo.callback(lambda: setattr(watch, "driven", False))
+        patrol = None
+        if self.policy.reaches("light"):
+            whole = self.policy.reaches("full")
+            patrol = Patrol(watch, self._model.named_parameters(), optimizers, group, whole)
+        self.patrol = patrol
 
         def before(*_: object) -> None:
-            if self._verdict is None or self._verdict.step != self.watch.step:
+            if self._verdict is None or self._verdict.step != watch.step:
                 self.verdict()
             assert self._verdict is not None
             if not self._verdict.clean:
-                raise self._wrong()
+                raise self._wrong(self._verdict)
 
         def after(*_: object) -> None:
+            if patrol is not None:
+                patrol.after_step()
             self._verdict = None
-            self.watch.advance()
+            watch.advance()
+            if self._reduction is not None:
+                self._reduction.restore()
+                self._reduction.begin()
 
         hooks = (
             optimizers[0].register_step_pre_hook(before),
             optimizers[-1].register_step_post_hook(after),
         )
-        self._undo.extend(hook.remove for hook in hooks)
-
-
-def _is_fsdp(parameter: DTensor) -> bool:
-    return False
+        for hook in hooks:
+            self._undo.callback(hook.remove)
 
 
 def _refuse(model: nn.Module) -> None:
-    if getattr(model, "_outlast_guard", None) is not None:
+    if getattr(model, "_outlast_watch", None) is not None:
         raise GuardError("the model is guarded already; call remove() of its guard first")
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

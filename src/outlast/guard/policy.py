@@ -29,7 +29,7 @@ class Policy:
             the last that matches counts. A module's level is never above `level`'s reach for what
             is not a module (optimizer, collectives).
         correct: Compute flagged numbers again and put the right ones in place. Without it
-            findings are counted only, as ``detected``.
+            findings are counted only, as ``detected``, and stop nothing.
         persistent: What is done when numbers stay wrong: ``raise`` WrongNumbersError on every rank,
             or ``drop`` the gradient of the ranks concerned and rescale the others'.
         seed: Of the check vectors.

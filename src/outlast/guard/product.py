@@ -17,6 +17,7 @@ Two implementations with the same methods: `NativeProduct` in compiled code for 
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,10 +99,19 @@ class Product(Protocol):
         """Check the gradients that follow from dy (rows, outputs): dx, and dw with db."""
 
 
+@functools.cache
+def _on_cpu(dtype: torch.dtype) -> Product:
+    compiled = library() if dtype in _TYPES else None
+    return NativeProduct(compiled) if compiled is not None else TorchProduct()
+
+
 def product_for(x: Tensor) -> Product:
     """The fastest implementation for tensors like `x`."""
-    compiled = library() if x.device.type == "cpu" and x.dtype in _TYPES else None
-    return NativeProduct(compiled) if compiled is not None else TorchProduct()
+    if x.device.type == "cpu":
+        return _on_cpu(x.dtype)
+    from outlast.guard.kernels import product_on
+
+    return product_on(x)
 
 
 def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
@@ -133,7 +143,7 @@ class NativeProduct:
 
     def __init__(self, compiled: Library) -> None:
         self._compiled = compiled
-        self._bounds: dict[tuple[Rounding, int, int], Bound] = {}
+        self._bounds: dict[tuple[torch.dtype, int, int, bool], Bound] = {}
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
         """See `Product`."""
@@ -228,7 +238,7 @@ class NativeProduct:
         if dw is not None:
             dw = _rows_contiguous(dw)
             call.dw, call.dw_stride = dw.data_ptr(), dw.stride(0)
-            call.dw_verdict = self._limits(dy, rows, inputs, 1.0)
+            call.dw_verdict = self._limits(dy, rows, inputs, 1.0, alike=True)
             if db is not None:
                 call.db = db.data_ptr()
         self._done(self._compiled.backward(ctypes.byref(call)))
@@ -237,13 +247,21 @@ class NativeProduct:
             None if dw is None else _judged(call.dw_verdict, dw_flags),
         )
 
-    def _limits(self, x: Tensor, terms: int, outputs: int, largest: float | Tensor) -> Verdict:
-        rounding = rounding_of(x)
-        key = (rounding, terms, outputs)
+    def _limits(
+        self, x: Tensor, terms: int, outputs: int, largest: float | Tensor, *, alike: bool = False
+    ) -> Verdict:
+        key = (x.dtype, terms, outputs, alike)
         bound = self._bounds.get(key)
         if bound is None:
-            bound = self._bounds[key] = product_bound(rounding, terms, outputs)
-        return Verdict(bound.by_power, bound.by_square * float(largest), bound.floor, bound.limit)
+            bound = product_bound(rounding_of(x), terms, outputs, alike=alike)
+            self._bounds[key] = bound
+        return Verdict(
+            bound.by_power,
+            bound.by_square * float(largest),
+            bound.by_value,
+            bound.floor,
+            bound.limit,
+        )
 
     def _done(self, code: int) -> None:
         if code:
@@ -312,13 +330,13 @@ class TorchProduct:
             variance = bound.variance(powers, by_row)
             dx_judged = judge(found - wide @ encoding.right, variance, powers)
         if dw is not None:
-            bound = product_bound(rounding, dy.shape[0], dw.shape[1])
+            bound = product_bound(rounding, dy.shape[0], dw.shape[1], alike=True)
             found, powers = _output(dw, encoding.input_signs)
             if db is not None:
                 found = found + encoding.beta * db
                 powers = powers + powers_of(db.to(powers.dtype)).square()
             by_column = projections.squares.to(wide.dtype) @ squares
-            variance = bound.variance(powers, by_column)
+            variance = bound.variance(powers, by_column, found)
             dw_judged = judge(found - projections.dots.to(wide.dtype) @ wide, variance, powers)
         return dx_judged, dw_judged
 

@@ -36,6 +36,7 @@ def correct(
     flags: Tensor,
     redo: Callable[[int, int], Tensor],
     check: Callable[[], Judged],
+    beyond: Callable[[Judged], Judged] | None = None,
 ) -> Outcome:
     """Compute flagged rows of `stored` again, in place where that helps.
 
@@ -44,9 +45,11 @@ def correct(
         flags: (rows,) bool, which rows did not; at least one.
         redo: ``redo(first, last)`` computes rows [first, last) again by the same operation.
         check: Checks `stored` as it is now.
+        beyond: Of the rows of a judgement, those that no rounding explains, as
+            `outlast.guard.doubt.beyond_rounding`; asked where computing again changes nothing.
 
     Returns:
-        ``corrected``, ``check``, ``not_finite`` or ``persistent``; see `Outcome`.
+        ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
     """
     before = stored.clone()
     changed = _replace(stored, flags, redo)
@@ -54,8 +57,11 @@ def correct(
     if not judged.exceeded:
         return "corrected" if changed else "check"
     if not changed:
-        finite = bool(torch.isfinite(stored[judged.flags.to(stored.device)]).all())
-        return "persistent" if finite else "not_finite"
+        rows = judged.flags.to(stored.device).nonzero().flatten()
+        if not bool(torch.isfinite(stored[rows]).all()):
+            return "not_finite"
+        explained = beyond is not None and not beyond(judged).exceeded
+        return "rounding" if explained else "persistent"
     # A second fault may have hit the second computation; a third decides.
     _replace_all(stored, redo)
     judged = check()

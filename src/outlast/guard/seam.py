@@ -21,11 +21,23 @@ SITES = (
     "linear.check",  # sums of the check itself
     "weight",  # a parameter at rest, in the step
     "attention.output",
+    "attention.dq",
+    "attention.dk",
+    "attention.dv",
     "norm.output",
+    "norm.dx",
+    "norm.dw",
+    "loss.output",
+    "loss.dlogits",
+    "embedding.output",
+    "embedding.dw",
+    "weight.rest",  # a parameter at rest, between steps
     "optimizer.state",  # a moment at rest, between steps
     "bucket.before",  # a gradient bucket before its reduction
     "bucket.during",  # another rank's part of it
     "bucket.after",
+    "gather.during",  # an own shard on its way to the other ranks
+    "gather.after",  # gathered parameters
 )
 
 

@@ -9,17 +9,18 @@ with mean zero. Then the variance of the difference is a sum of three terms.
 uniformly: variance u^2 4^e / 3. ``powers`` = sum of 4^e is counted exactly, so this term has no
 slack.
 
-*Accumulating.* A sum of k products rounds every partial sum S_t: variance sum_t u_acc^2 S_t^2 / 3.
-Where the order of the summands is exchangeable, S_t = (t/k) y + bridge and
-``E sum_t S_t^2 = k y^2 / 3 + k / 6 sum_t p_t^2``. The first part is the bias of long sums and
-non-zero means (it grows with k even if the products do not vary); the second is the random walk.
-``squares`` = sum over outputs and terms of p_t^2.
+*Accumulating.* A sum of k products rounds every partial sum S_t, which adds u_acc^2 4^e(S_t) / 3;
+over log-uniform significands 4^e is S^2 / 2.16. Where the order of the summands is exchangeable,
+S_t = (t/k) y + bridge and ``E sum_t S_t^2 = k y^2 / 3 + k / 6 sum_t p_t^2``. The first part is the
+bias of long sums and non-zero means (it grows with k even if the products do not vary); the second
+is the random walk. ``squares`` = sum over outputs and terms of p_t^2.
 
 *Reading.* Units that round operands (TF32, fp8) change every product by two roundings:
 variance 2 u_in^2 / 3 sum_t p_t^2.
 
-A difference beyond `DEVIATIONS` standard deviations is a fault: 2e-9 of clean checks would be, were
-the differences normal (sums of uniform errors have lighter tails).
+A difference beyond `DEVIATIONS` standard deviations is looked into: 9e-9 of clean checks would be,
+were the differences normal (sums of uniform errors have lighter tails). Only the worst case of
+rounding (`outlast.guard.doubt`) decides that numbers which come out the same again are wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from typing import Any
 
 from outlast.errors import GuardError
 
-DEVIATIONS = 6.0
+DEVIATIONS = 5.75
+
+_SPACING_SHARE = 2.16
+"""x^2 / 4^floor(log2 |x|) in the mean over log-uniform significands: 3 / (2 ln 2)."""
 
 Sums = Any
 """A float, or an array or tensor of floats."""
@@ -90,22 +94,28 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Bound:
-    """Variance of a row's difference, ``by_power powers + by_square squares + floor``."""
+    """Variance of a row's difference.
+
+    ``by_power powers + by_square squares + by_value value^2 + floor``, where the value is the row's
+    own checked sum.
+    """
 
     by_power: float
     by_square: float
     floor: float
+    by_value: float = 0.0
 
-    def variance(self, powers: Sums, squares: Sums) -> Sums:
+    def variance(self, powers: Sums, squares: Sums, value: Sums = 0.0) -> Sums:
         """Of rows with these sums: floats, arrays or tensors (rows,)."""
-        return self.by_power * powers + self.by_square * squares + self.floor
+        own = self.by_power * powers + self.by_square * squares + self.floor
+        return own + self.by_value * value**2
 
     @property
     def limit(self) -> float:
         """What difference^2 / variance may reach."""
         return DEVIATIONS**2
 
-    def detection_point(self, power_share: float = 1.0 / 2.16) -> float:
+    def detection_point(self, power_share: float = 1.0 / _SPACING_SHARE) -> float:
         """Smallest error surely found, as a share of the row's 2-norm, from the storing term alone.
 
         Args:
@@ -114,16 +124,20 @@ class Bound:
         return DEVIATIONS * math.sqrt(self.by_power * power_share)
 
 
-def product_bound(rounding: Rounding, terms: int, outputs: int) -> Bound:
+def product_bound(rounding: Rounding, terms: int, outputs: int, *, alike: bool = False) -> Bound:
     """The bound of a row of `outputs` sums of `terms` products each.
+
+    With `alike` the numbers of a row may be sums of nearly proportional terms, whose partial sums
+    are rounded alike: dW, where the features of X share their mean. Then their drifts do not
+    cancel under signs, but add up to a common relative error of the checked sum.
 
     The check's own sums round, too, but never add more than 64 numbers, or 1/32 of a row, one after
     the other.
     """
     stored = unit_roundoff(rounding.stored)
     accumulated = unit_roundoff(rounding.accumulated)
-    # A row's squares are below four times its powers.
-    drift, walk = 4.0 * terms / 3.0, terms / 6.0
+    # A row's squares are this multiple of its powers, and so are those of its partial sums.
+    drift, walk = terms / 3.0, terms / 6.0 / _SPACING_SHARE
     unit = accumulated**2 / 3.0
     own = unit_roundoff(rounding.summed) ** 2 / 3.0
     read = 2.0 * unit_roundoff(rounding.read) ** 2 / 3.0 if rounding.read else 0.0
@@ -133,5 +147,6 @@ def product_bound(rounding: Rounding, terms: int, outputs: int) -> Bound:
     return Bound(
         by_power=stored**2 / 3.0 + unit * drift + own * 4.0 * (32.0 + outputs / 64.0),
         by_square=unit * walk + own * (32.0 + terms / 64.0) + read,
+        by_value=unit * drift if alike else 0.0,
         floor=outputs * max(spacing**2 / 3.0, lost),
     )

@@ -31,6 +31,10 @@ class Watch:
     Attributes:
         step: Optimizer steps done.
         uncorrected: Findings of this step that left wrong numbers in it.
+        seconds: Time that checks took so far; on devices that run behind the host, only of the
+            host.
+        generation: Counts the times that weights were written to; sums of weights fit one.
+        driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         seam: See `outlast.guard.seam`.
     """
 
@@ -40,6 +44,9 @@ class Watch:
         self.signs = Signs(policy.seed)
         self.step = 0
         self.uncorrected = 0
+        self.seconds = 0.0
+        self.generation = 0
+        self.driven = False
         self.seam: Seam | None = None
         self._on_finding = on_finding
         self._rank = int(os.environ.get("RANK", "0"))
@@ -50,6 +57,10 @@ class Watch:
         """A copied model, such as an average of weights, is watched together with its original."""
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickled model is one without a guard: None."""
+        return type(None), ()
+
     def begin(self) -> None:
         """Forget what an attempt at this step has found; its checks begin anew."""
         self.uncorrected = 0
@@ -59,6 +70,7 @@ class Watch:
         """A step is done: the next one draws other signs."""
         self.begin()
         self.step += 1
+        self.generation += 1
         self.signs.renew()
 
     def touch(self, site: str, module: str, numbers: Tensor) -> None:
@@ -114,11 +126,14 @@ class Watch:
         stored: Tensor,
         redo: Callable[[int, int], Tensor],
         check: Callable[[], Judged],
+        *,
+        beyond: Callable[[Judged], Judged] | None = None,
     ) -> Outcome:
         """Put a failed check's numbers right if the policy says so; see `recompute.correct`."""
         outcome: Outcome = "detected"
         if self.policy.correct:
-            outcome = correct(stored, judged.flags.to(stored.device), redo, check)
+            flags = judged.flags.to(stored.device)
+            outcome = correct(stored, flags, redo, check, beyond)
         self.find(site, stored.device, int(judged.exceeded), float(judged.worst), outcome)
         return outcome
 
@@ -137,7 +152,7 @@ class Watch:
             outcome,
         )
         self.ledger.findings.append(finding)
-        if outcome in HARMFUL:
+        if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
         if self._on_finding is not None:
             self._on_finding(finding)

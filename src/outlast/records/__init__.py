@@ -25,6 +25,7 @@ from outlast.records.events import (
     StopRequested,
     Warned,
     WrongNumbers,
+    finite,
 )
 from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
 from outlast.records.lock import OwnerLock
@@ -65,6 +66,7 @@ __all__ = [
     "Warned",
     "WrongNumbers",
     "event_file",
+    "finite",
     "guard_totals",
     "read_run",
     "replace_file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ class RunGuard:
         job: Its [guard] section says what is checked.
         model: The model or its DDP or FSDP2 wrapper.
         optimizers: Its optimizers.
+
+    Attributes:
+        warnings: What the guard had to say when it was installed.
     """
 
     def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -38,7 +42,10 @@ class RunGuard:
             persistent=settings.persistent,
             seed=job.run.seed,
         )
-        self.guard: Guard = guard(model, optimizers, policy, on_finding=self._news.append)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.guard: Guard = guard(model, optimizers, policy, on_finding=self._news.append)
+        self.warnings = [str(each.message) for each in caught]
 
     def attempts(self) -> Iterator[int]:
         """See `Guard.attempts`."""

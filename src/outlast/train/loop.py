@@ -27,6 +27,7 @@ from outlast.train.optimizer import set_learning_rate
 from outlast.train.schedule import learning_rate_factor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -77,7 +78,8 @@ class Outcome:
 class Trainer:
     """All parts of a run on this rank, put together by `outlast.train.build`.
 
-    `records` is None on ranks other than 0.
+    `records` is None on ranks other than 0. `before_step` is called with the number of steps done
+    (a drill lets processes die there).
     """
 
     job: Job
@@ -97,6 +99,7 @@ class Trainer:
     stop: StopFlag
     records: RecordWriter | None
     settle_reduction_order: bool
+    before_step: Callable[[int], None] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -170,10 +173,12 @@ class Trainer:
         done = first_step
         try:
             while done < steps:
+                if self.before_step is not None:
+                    self.before_step(done)
                 begun = time.perf_counter()
                 with self._timed("data"):
                     step, parts = next(batches)
-                norm, learning_rate, loss = self._step(step, parts)
+                norm, learning_rate, loss = self.step(step, parts)
                 done = step + 1
                 if last_stop and done - first_step >= last_stop:
                     self.stop.reason = self.stop.reason or "train.stop_after_steps"
@@ -193,7 +198,7 @@ class Trainer:
             batches.close()
         return done
 
-    def _step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
+    def step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
         """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
         with self._timed("compute"):
             loss = self._gradients(step, parts)

@@ -36,8 +36,11 @@ from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, to
 from outlast.train.signals import StopFlag
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outlast.data import Prepared
     from outlast.job import Job
+    from outlast.train.drill import Drill
     from outlast.train.loop import Outcome, Trainer
     from outlast.train.model import ModelSize
 
@@ -49,10 +52,14 @@ class Start:
     Attributes:
         job: The checked job.
         fresh: Whether an earlier run in the same directory is moved aside first.
+        drill: Faults to train with, in place of training for good.
+        process_faults: What happens to processes on purpose; see `outlast.guard.inject`.
     """
 
     job: Job
     fresh: bool = False
+    drill: Drill | None = None
+    process_faults: tuple[str, ...] = ()
 
 
 def run_directory(job: Job) -> RunDirectory:
@@ -143,14 +150,16 @@ def work(start: Start, ranks: Ranks) -> int:
                 stop,
                 parts,
             )
-            return _train(setup, began)
+            if start.drill is not None:
+                return start.drill.run(setup)
+            return _train(setup, start, began)
         finally:
             if lock is not None:
                 lock.release()
             leave()
 
 
-def _train(setup: SetUp, began: float) -> int:
+def _train(setup: SetUp, start: Start, began: float) -> int:
     job, ranks = setup.job, setup.ranks
     records = None
     try:
@@ -160,10 +169,14 @@ def _train(setup: SetUp, began: float) -> int:
         together(lambda: load_data(setup) if ranks.is_first else None, group)
         data = together(lambda: load_data(setup))
         trainer, size = build(setup, data, records)
+        if start.process_faults:
+            trainer.before_step = _process_faults(setup, start)
         if records is not None:
             if data.note is not None:
                 records.write(Warned(data.note))
             records.write(_attempt_started(setup, data, size))
+            for message in trainer.guard.warnings if trainer.guard is not None else []:
+                records.write(Warned(message))
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
         if records is not None:
@@ -172,6 +185,14 @@ def _train(setup: SetUp, began: float) -> int:
         if records is not None:
             records.close()
     return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+
+
+def _process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
+    from outlast.guard.inject import ProcessFaults, parse_faults
+
+    faults = parse_faults(start.process_faults)
+    marks = setup.directory.path / "faults"
+    return ProcessFaults(faults, rank=setup.ranks.rank, marks=marks).at
 
 
 def _end(

@@ -42,7 +42,7 @@ class Verdict(ctypes.Structure):
     """``verdict`` of `sweep.c`."""
 
     _fields_ = _fields(
-        (_REAL, "by_power by_square constant limit worst total widest"),
+        (_REAL, "by_power by_square by_value constant limit worst total widest"),
         (_INTEGER, "exceeded"),
     )
 

@@ -16,7 +16,8 @@ static inline lanes NAME(rest)(const STORED *a, int64_t count) {
   {                                                      \
     int64_t j = 0;                                       \
     for (; j + 32 <= n; j += 32) {                       \
-      FETCH(a + j);                                      \
+      FETCH(a + j);                                                         \
+      if (sizeof *a == 4) FETCH(a + j + 16); /* two cache lines */            \
       { const lanes x = LANES(a + j); body(x, j, 0) }    \
       { const lanes x = LANES(a + j + 16); body(x, j + 16, 1) } \
     }                                                    \

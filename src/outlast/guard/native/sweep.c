@@ -274,14 +274,14 @@ static int run(const sweep *s) {
 
 /* What a row may differ by, and how the rows of a check did. */
 typedef struct {
-  double by_power, by_square, constant, limit;
+  double by_power, by_square, by_value, constant, limit;
   double worst, total, widest; /* results: see `judge` */
   int64_t exceeded;
 } verdict;
 
 /* Compare what was found with what was expected, row by row.
  *
- *   variance_i = by_power powers_i + by_square squares_i + constant
+ *   variance_i = by_power powers_i + by_square squares_i + by_value found_i^2 + constant
  *   exceeded   where difference^2 / variance is not at most the limit; NaN and infinity exceed
  *
  * worst: the largest |difference| / sqrt(variance); total: the sum of its squares over the rows not
@@ -290,10 +290,12 @@ typedef struct {
 static void judge(verdict *v, int64_t rows, const double *found, const double *expected,
                   double offset, const double *powers, const double *squares, uint8_t *flags) {
   double worst = 0, total = 0, widest = 0;
+  int unknown = 0;
   int64_t count = 0;
   for (int64_t i = 0; i < rows; i++) {
     const double square = squares ? squares[i] : 0.0;
-    const double variance = v->by_power * powers[i] + v->by_square * square + v->constant;
+    const double variance = v->by_power * powers[i] + v->by_square * square +
+                            v->by_value * found[i] * found[i] + v->constant;
     const double difference = found[i] - expected[i] - offset;
     const double ratio = difference * difference / variance;
     const int bad = !(ratio <= v->limit) || !isfinite(variance);
@@ -301,10 +303,11 @@ static void judge(verdict *v, int64_t rows, const double *found, const double *e
     flags[i] = (uint8_t)bad;
     count += bad;
     worst = ratio > worst ? ratio : worst;
+    unknown |= isnan(ratio);
     total += bad ? 0.0 : ratio;
     widest = width > widest ? width : widest;
   }
-  v->exceeded = count, v->worst = sqrt(worst), v->total = total;
+  v->exceeded = count, v->worst = unknown ? INFINITY : sqrt(worst), v->total = total;
   v->widest = sqrt(v->limit * widest);
 }
 

@@ -1,0 +1,468 @@
+"""Scaled dot-product attention, checked from outside by identities of softmax and products.
+
+With P = softmax(s Q K^T + mask), O = P V and, going back, dV = P^T dO, dS = P * (dO V^T - D),
+D_i = sum_d dO_id O_id, dQ = s dS K and dK = s dS^T Q, each channel d of each head obeys::
+
+    sum_j dV_jd = sum_i dO_id               rows of P sum to one (not with dropout)
+    sum_j V_jd dV_jd = sum_i dO_id O_id     both are sum_ij P_ij dO_id V_jd
+    sum_j dK_jd = 0                         rows of dS sum to zero
+    sum_i Q_id dQ_id = sum_j K_jd dK_jd     both are s sum_ij dS_ij Q_id K_jd
+
+Heads that share keys and values are summed. No identity needs P, which fused kernels never store.
+They compute it again from Q, K and the forward pass's log-sum-exp, so that the first one also sees
+a score that was wrong in one of the passes alone. In the forward pass every O_id must lie between
+the smallest and the largest V_jd.
+
+Roundings, beside those of `threshold` for outputs and sums: P and dS are rounded to the data's type
+before they are multiplied. What that adds to a sum over j has variance u^2 / 3 times a sum of
+P_ij^2 dO_id^2 (dS_ij^2 Q_id^2), and that is the expectation of ``sum_j dV_jd^2`` (``dK``) when rows
+are independent; the mean over a head's channels stands against channels where they are not. D is
+the same rounded O's, so each row of dS is off by ``sum_d dO_id (rounding of O_id)``, exactly known.
+In fp32 a score s q.k has an error of a rounding of |s| |q_i| max_j |k_j|, and the log-sum-exp one
+of log(keys), which all P of the row share that were normalised in the other pass. The CPU adds dV,
+dK and dQ block by block in the data's type.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from outlast.guard.judged import Judged, judge
+from outlast.guard.probes import (
+    KeptOutput,
+    Replaced,
+    Seen,
+    floor_of,
+    powers_squared,
+    put_output_right,
+    put_right,
+    summing,
+    watched,
+)
+from outlast.guard.product import rounding_of
+from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from outlast.guard.probes import Gradients
+    from outlast.guard.threshold import Bound
+    from outlast.guard.watch import Watch
+
+_REPLACED = Replaced(functional, "scaled_dot_product_attention")
+_MARGIN = 4.0
+"""Times what rounding P or dS adds by the data's second moments: rows are not independent."""
+_BIAS = 16.0
+"""Squared error, in roundings, that all rows share: exp of vector units is off to one side."""
+_KEY_BLOCK = 512
+"""Keys that the CPU's backward pass takes at a time."""
+
+
+class AttentionChecks:
+    """Checks all calls of ``torch.nn.functional.scaled_dot_product_attention`` in a process.
+
+    Args:
+        watch: What all checks of the guard share.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._local = threading.local()
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Put the check in place of the function for all callers, until the context ends.
+
+        To be held as long as the guard is installed, also in backward passes: there activation
+        checkpointing runs forward passes again, which must keep the same tensors as the first.
+        """
+        return _REPLACED.by(self)
+
+    def follow(self, model: nn.Module) -> Callable[[], None]:
+        """Name checks after the modules that call attention; returns what undoes that.
+
+        These are the modules whose class has ``Attention`` in its name. Calls outside of them are
+        checked under the name ``attention``.
+        """
+        hooks = []
+        for name, module in model.named_modules():
+            if "Attention" in type(module).__name__:
+                hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
+
+    def __call__(  # noqa: PLR0917 - the signature of the function that it stands in for
+        self,
+        original: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of query (..., heads, queries, channels) to key and value (..., keys, ...)."""
+        given = (query, key, value)
+        gqa = bool(options.get("enable_gqa"))
+        if not _applies(given, gqa) or isinstance(attn_mask, DTensor):
+            return original(*given, attn_mask, dropout_p, is_causal, **options)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # As autocast would cast them, but seen by autograd outside the checked operation.
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (each if _is_double(each) else each.to(dtype) for each in given)
+        scale = options.get("scale")
+        call = _Call(
+            self.watch,
+            self._name(),
+            original,
+            {"dropout_p": dropout_p, "is_causal": is_causal, **options},
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+            KeptOutput(),
+        )
+        return call.run(query, key, value, attn_mask)
+
+    def _name(self) -> str:
+        stack: list[str] = getattr(self._local, "stack", [])
+        return stack[-1] if stack else "attention"
+
+    def _enter(self, name: str, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        self._local.stack.append(name)
+
+    def _leave(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and getattr(self._local, "stack", None):
+            self._local.stack.pop()
+
+
+def _is_double(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64
+
+
+def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
+    query, key, value = given
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in given):
+        return False
+    if any(isinstance(each, DTensor) or each.is_nested for each in given):
+        return False
+    if (
+        query.dim() < 3
+        or key.shape[:-1] != value.shape[:-1]
+        or min(each.numel() for each in given) == 0
+    ):
+        return False
+    if gqa and query.dim() >= 4:
+        same = query.shape[:-3] == key.shape[:-3]
+        return same and query.shape[-3] % key.shape[-3] == 0
+    return query.shape[:-2] == key.shape[:-2]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of attention."""
+
+    watch: Watch
+    name: str
+    original: Callable[..., Tensor]
+    options: dict[str, Any]
+    scale: float
+    kept: KeptOutput
+
+    @property
+    def dropout(self) -> bool:
+        return float(self.options["dropout_p"]) > 0.0
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return self.original(query, key, value, attn_mask=mask, **self.options)
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        inputs = (query, key, value, mask)
+        o = watched(self.compute, inputs, inputs, self.backward)
+        self.watch.touch("attention.output", self.name, o.data)
+        if not self.dropout:
+
+            def again() -> Tensor:
+                with torch.no_grad():
+                    return self.touched("attention.output", self.compute(*inputs))
+
+            check = partial(_judge_hull, value.detach(), mask is not None)
+            site = self.watch.ledger.site(self.name, "attention.forward")
+            put_output_right(self.watch, site, o, again, check)
+        return self.kept.keep(o)
+
+    def touched(self, site: str, numbers: Tensor) -> Tensor:
+        return self.watch.touched(site, self.name, numbers)
+
+    def backward(self, seen: Seen) -> Gradients:
+        o = self.kept.take()
+        dq, dk, dv, dmask = seen.gradients
+        if o is None:
+            return seen.gradients
+        query, key, value, mask = seen.kept
+        head = _Heads(self, (query, key, value), seen.dy, o)
+        rows = _open_rows(mask, query, key)
+
+        def again() -> Gradients:
+            if self.dropout:
+                # Other numbers would be dropped: what is here stays.
+                return seen.gradients
+            head.see_output(self.compute(query, key, value, mask))
+            return seen.again((query, key, value, mask))
+
+        sites = self.watch.ledger.site
+        if dv is not None:
+            (dv,) = put_right(
+                self.watch,
+                sites(self.name, "attention.dv"),
+                [self.touched("attention.dv", dv)],
+                lambda: [self._retouched("attention.dv", again()[2])],
+                lambda given: head.judge_dv(given[0], rows),
+            )
+        if dk is not None:
+            given = [self.touched("attention.dk", dk)]
+            if dq is not None:
+                given.append(self.touched("attention.dq", dq))
+
+            def again_dk() -> list[Tensor | None]:
+                fresh = again()
+                both = [self._retouched("attention.dk", fresh[1])]
+                return both + [self._retouched("attention.dq", fresh[0])]
+
+            site = sites(self.name, "attention.dk")
+            right = put_right(self.watch, site, given, again_dk, head.judge_dk)
+            dk = right[0]
+            dq = right[1] if dq is not None else None
+        return dq, dk, dv, dmask
+
+    def _retouched(self, site: str, numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else self.touched(site, numbers)
+
+
+def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> Judged:
+    """Whether every output lies between the smallest and largest value of its channel."""
+    keys, dtype = value.shape[-2], summing(value)
+    high, low = value.amax(dim=-2).to(dtype), value.amin(dim=-2).to(dtype)
+    if masked:
+        # The output of a row that may see nothing is zero.
+        high, low = high.clamp(min=0.0), low.clamp(max=0.0)
+    most, least = o.amax(dim=-2).to(dtype), o.amin(dim=-2).to(dtype)
+    if most.dim() > 2 and most.shape[-2] != high.shape[-2]:
+        group = most.shape[-2] // high.shape[-2]
+        high, low = (each.repeat_interleave(group, dim=-2) for each in (high, low))
+    largest = torch.maximum(high.abs(), low.abs())
+    rounding = rounding_of(value)
+    unit = _unit(value)
+    # Weights that no longer sum to one, the output's own rounding, and the sum's.
+    accumulated = unit_roundoff(rounding.accumulated)
+    slack = largest * (2.0 * unit + unit_roundoff(rounding.stored) + 8.0 * keys**0.5 * accumulated)
+    slack = slack + DEVIATIONS * floor_of(1, value.dtype, dtype) ** 0.5
+    beyond = torch.maximum(most - high, low - least).clamp(min=0.0)
+    # Found for sure is what is larger than the whole range.
+    scale = slack * largest / (high - low + slack)
+    return judge(
+        beyond.flatten(), (slack / DEVIATIONS).square().flatten(), scale.square().flatten()
+    )
+
+
+def _query_block(queries: int) -> int:
+    """Queries that the CPU's backward pass takes at a time."""
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+
+
+def _unit(tensor: Tensor) -> float:
+    """Unit roundoff of P and dS where they are multiplied."""
+    rounding = rounding_of(tensor)
+    return unit_roundoff(rounding.read or rounding.stored)
+
+
+def _open_rows(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """1 for queries (..., queries, 1) that may see any key and 0 for others; None: all may."""
+    if mask is None:
+        return None
+    mask = mask.detach()
+    seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+    shape = (*query.shape[:-1], key.shape[-2])
+    return seen.any(dim=-1, keepdim=True).expand((*shape[:-1], 1))
+
+
+class _Heads:
+    """The sums of one backward pass, per channel of each head of keys: (..., heads, channels)."""
+
+    def __init__(
+        self, call: _Call, inputs: tuple[Tensor, Tensor, Tensor], dy: Tensor, o: Tensor
+    ) -> None:
+        query, key, value = inputs
+        self._call = call
+        self._value_like = value
+        self._dtype = dtype = summing(*inputs)
+        self._query, self._key, self._value = (each.detach().to(dtype) for each in inputs)
+        self._dy = dy.to(dtype)
+        self._heads = key.shape[-3] if key.dim() > 3 else 0
+        self._unit = _unit(value) ** 2 / 3.0
+        rounding = rounding_of(value, dtype)
+        self._stored = unit_roundoff(rounding.stored) ** 2 / 3.0
+        self._accumulated = unit_roundoff(rounding.accumulated) ** 2 / 3.0
+        queries, keys = query.shape[-2], key.shape[-2]
+        group = query.shape[-3] // key.shape[-3] if self._heads else 1
+        of_query, of_key = group, 1
+        if query.device.type == "cpu":
+            of_query, of_key = -(-queries // _query_block(queries)) * group, -(-keys // _KEY_BLOCK)
+        self._by_query = self._blockwise(product_bound(rounding, queries * group, keys), of_query)
+        self._by_key = self._blockwise(product_bound(rounding, keys, queries), of_key)
+        self._lost = floor_of(keys + queries * group, value.dtype, dtype)
+        largest = torch.linalg.vector_norm(self._key, dim=-1).amax(dim=-1)
+        if self._heads:
+            largest = largest.repeat_interleave(group, dim=-1)
+        norms = torch.linalg.vector_norm(self._query, dim=-1) * abs(call.scale)
+        # Squared relative error of a row's P, in roundings of the sums' type: (..., queries, 1).
+        constant = 4.0 + math.log(keys) ** 2
+        self._scores = (constant + (norms * largest[..., None]).square())[..., None]
+        self._squares = self._dy.square()
+        self.see_output(o)
+
+    def see_output(self, o: Tensor) -> None:
+        """Take O (..., queries, channels) from here."""
+        self._o = o.detach().to(self._dtype)
+        self._powers = powers_squared(o, self._dtype)
+
+    def _blockwise(self, bound: Bound, blocks: int) -> Bound:
+        """`bound` where partial sums of as many blocks are stored in the outputs' type."""
+        if blocks == 1:
+            return bound
+        return replace(
+            bound,
+            by_power=bound.by_power + self._stored * 4.0 * blocks / 3.0,
+            by_square=bound.by_square + self._stored * blocks / 6.0,
+        )
+
+    def _grouped(self, sums: Tensor) -> Tensor:
+        """(..., heads of queries, channels) summed per head of keys."""
+        return torch.unflatten(sums, -2, (self._heads, -1)).sum(dim=-2) if self._heads else sums
+
+    def _over_queries(self, terms: Tensor) -> Tensor:
+        return self._grouped(terms.sum(dim=-2))
+
+    def judge_dv(self, dv: Tensor, rows: Tensor | None) -> Judged:
+        """The first two identities."""
+        wide, powers = dv.to(self._dtype), powers_squared(dv, self._dtype)
+        squares, value = wide.square(), self._value.square()
+        incoming = self._over_queries(self._squares)
+        shared = self._share(squares.sum(dim=-2), incoming)
+        moments = torch.maximum(squares.sum(dim=-2), shared * incoming)
+        bound, errors = self._by_query, self._accumulated * self._scores
+        differences, variances = [], []
+        scores = self._accumulated * self._mean(self._scores)
+        rounded = _MARGIN * self._unit + bound.by_square + scores
+        bias = _BIAS * self._accumulated
+        if not self._call.dropout:
+            dy = self._dy if rows is None else self._dy * rows
+            differences.append(wide.sum(dim=-2) - self._over_queries(dy))
+            variances.append(
+                bound.by_power * powers.sum(dim=-2)
+                + rounded * moments
+                + self._over_queries(errors * self._squares)
+                + bias * self._over_queries(dy).square()
+            )
+        expected = self._over_queries(self._dy * self._o)
+        own = (value * squares).sum(dim=-2)
+        moments = torch.maximum(own, shared * incoming * value.mean(dim=-2))
+        differences.append((self._value * wide).sum(dim=-2) - expected)
+        variances.append(
+            bound.by_power * (value * powers).sum(dim=-2)
+            + self._by_key.by_power * self._over_queries(self._squares * self._powers)
+            + (2.0 * rounded + self._by_key.by_square) * moments
+            + self._over_queries(errors * self._squares * self._o.square())
+            + bias * expected.square()
+        )
+        scales = [squares.sum(dim=-2), own][-len(differences) :]
+        return self._judge(differences, variances, scales)
+
+    def judge_dk(self, given: Any) -> Judged:
+        """The last two identities, or the third alone without dQ; `given`: dK and perhaps dQ."""
+        dtype = self._dtype
+        dk, key = given[0].to(dtype), self._key.square()
+        powers, squares = powers_squared(given[0], dtype), dk.square()
+        query = self._query.square()
+        asked = self._over_queries(query)
+        share = self._share(squares.sum(dim=-2), asked, bounded=False)
+        moments = torch.maximum(squares.sum(dim=-2), share * asked)
+        scores = self._mean(self._scores)
+        rounded = _MARGIN * self._unit + self._by_query.by_square + self._accumulated * scores
+        scale = self._call.scale**2
+        variance = self._by_query.by_power * powers.sum(dim=-2) + rounded * moments
+        variance = variance + scale * self._over_queries(query * self._row_errors())
+        dots = (self._dy * self._o).sum(dim=-1, keepdim=True)
+        shared = self._over_queries(self._query * dots).square()
+        variance = variance + scale * _BIAS * self._accumulated * shared
+        differences, variances = [dk.sum(dim=-2)], [variance]
+        scales = [squares.sum(dim=-2)]
+        if len(given) > 1:
+            dq = given[1].to(dtype)
+            by_query = self._over_queries(query * powers_squared(given[1], dtype))
+            own = (key * squares).sum(dim=-2)
+            differences.append(self._over_queries(self._query * dq) - (self._key * dk).sum(dim=-2))
+            moments = torch.maximum(own, self._over_queries(query * dq.square()))
+            variances.append(
+                self._by_query.by_power * (key * powers).sum(dim=-2)
+                + self._by_key.by_power * by_query
+                + (rounded + self._by_key.by_square) * moments
+            )
+            scales.append(own)
+        return self._judge(differences, variances, scales)
+
+    def _row_errors(self) -> Tensor:
+        """Variance of the sum of a row of dS, (..., queries, 1), from the errors of D and dP."""
+        channels = self._dy.shape[-1]
+        product = self._squares * self._o.square()
+        total = (self._dy * self._o).sum(dim=-1, keepdim=True).square()
+        stored = self._stored * (self._squares * self._powers).sum(dim=-1, keepdim=True)
+        summed = self._accumulated * (1.0 + channels / 6.0) * product.sum(dim=-1, keepdim=True)
+        largest = self._value.square().sum(dim=-1).amax(dim=-1)
+        if self._heads:
+            group = self._dy.shape[-3] // self._heads
+            largest = largest.repeat_interleave(group, dim=-1)
+        norms = self._squares.sum(dim=-1, keepdim=True) * largest[..., None, None]
+        # D is found from P that were rounded before; at most half of sum_j P_ij^2 is rounded.
+        of_rows = self._unit / 2.0 + self._accumulated * (_BIAS + self._scores)
+        errors: Tensor = stored + summed + self._accumulated / 6.0 * norms + of_rows * total
+        return errors
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        mean = rows.mean(dim=-2)
+        return torch.unflatten(mean, -2, (self._heads, -1)).amax(dim=-2) if self._heads else mean
+
+    def _share(self, moments: Tensor, terms: Tensor, bounded: bool = True) -> Tensor:
+        """What a head's moments are of its terms' squares, over all channels."""
+        share = moments.sum(dim=-1, keepdim=True) / terms.sum(dim=-1, keepdim=True).clamp(
+            min=torch.finfo(terms.dtype).smallest_normal
+        )
+        return share.clamp(max=1.0) if bounded else share
+
+    def _judge(
+        self, differences: list[Tensor], variances: list[Tensor], scales: list[Tensor]
+    ) -> Judged:
+        variance = torch.cat([each.flatten() for each in variances]) + self._lost
+        return judge(
+            torch.cat([each.flatten() for each in differences]),
+            variance,
+            torch.cat([each.flatten() for each in scales]),
+        )

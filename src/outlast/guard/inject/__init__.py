@@ -1,0 +1,27 @@
+"""Faults put into a training run on purpose, seeded, and the statistics of what came of them.
+
+from outlast.guard.inject import inject, parse_faults
+injector = inject(handle, parse_faults(["linear.output:bit=13:every=5"]), seed=0)
+...                                         # train
+injector.injections                         # what was changed, where and when
+"""
+
+from outlast.guard.inject.campaign import Campaign, Rate, Row, campaign
+from outlast.guard.inject.fault import Fault, ProcessFault, parse_fault, parse_faults
+from outlast.guard.inject.injector import Injection, Injector, inject
+from outlast.guard.inject.process import ProcessFaults
+
+__all__ = [
+    "Campaign",
+    "Fault",
+    "Injection",
+    "Injector",
+    "ProcessFault",
+    "ProcessFaults",
+    "Rate",
+    "Row",
+    "campaign",
+    "inject",
+    "parse_fault",
+    "parse_faults",
+]

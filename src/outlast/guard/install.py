@@ -1,0 +1,109 @@
+"""Putting the checks of single modules and functions in place, and taking them away again."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from outlast.guard.attention import AttentionChecks
+from outlast.guard.coverage import Coverage
+from outlast.guard.embedding import EmbeddingChecks, why_no_embedding
+from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
+from outlast.guard.loss import LossChecks
+from outlast.guard.norms import NormChecks, norm_kind
+
+if TYPE_CHECKING:
+    from outlast.guard.watch import Watch
+
+_EMBEDDING_OPERATIONS = ("embedding.forward", "embedding.dw")
+_NORM_OPERATIONS = ("norm.forward", "norm.dx", "norm.dw")
+
+
+@dataclass
+class Installed:
+    """The checks in a model.
+
+    Attributes:
+        coverage: Of every module that holds parameters, as it was found.
+        linear: The linear layers' checks by name; what a use of them shows may change coverage.
+        undo: Takes everything away when it is closed.
+    """
+
+    coverage: list[Coverage] = field(default_factory=list)
+    linear: dict[str, LinearChecks] = field(default_factory=dict)
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def current_coverage(self) -> list[Coverage]:
+        """`coverage`, without layers that turned out to be split over ranks."""
+        found = []
+        for each in self.coverage:
+            layer = self.linear.get(each.module)
+            why_not = layer.why_not if layer is not None else ""
+            found.append(Coverage(each.module, each.kind, (), why_not) if why_not else each)
+        return found
+
+
+def install(watch: Watch, model: nn.Module) -> Installed:
+    """Put the checks that the policy asks for into `model`; warns once of modules without any."""
+    installed = Installed()
+    for name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        operations, why_not = _install(installed, watch, name, module)
+        installed.coverage.append(Coverage(name, type(module).__name__, operations, why_not))
+    if watch.policy.reaches("full"):
+        attention = AttentionChecks(watch)
+        installed.undo.enter_context(attention.replacing())
+        installed.undo.callback(attention.follow(model))
+        installed.undo.enter_context(LossChecks(watch).replacing())
+    missing = [each for each in installed.coverage if not each.operations]
+    if missing and watch.policy.reaches("linear"):
+        kinds = ", ".join(sorted({each.kind for each in missing}))
+        warnings.warn(
+            f"{len(missing)} of {len(installed.coverage)} modules with parameters are not "
+            f"guarded: {kinds}; Guard.coverage() lists them",
+            stacklevel=4,
+        )
+    return installed
+
+
+def _install(
+    installed: Installed, watch: Watch, name: str, module: nn.Module
+) -> tuple[tuple[str, ...], str]:
+    """The operations that one module's checks cover, or why it has none."""
+    policy = watch.policy
+    if not policy.reaches("linear", name):
+        return (), f"policy {policy.level_of(name)}"
+    if type(module).forward is nn.Linear.forward:
+        assert isinstance(module, nn.Linear)
+        checks = installed.linear[name] = LinearChecks(watch, module, name)
+        _replace_forward(installed, module, checks.forward)
+        return LINEAR_OPERATIONS, ""
+    if isinstance(module, nn.Embedding):
+        if why_not := why_no_embedding(module):
+            return (), why_not
+        _replace_forward(installed, module, EmbeddingChecks(watch, module, name))
+        return _EMBEDDING_OPERATIONS, ""
+    if norm_kind(module) is not None:
+        if not policy.reaches("full", name):
+            return (), f"policy {policy.level_of(name)}"
+        _replace_forward(installed, module, NormChecks(watch, module, name))
+        return _NORM_OPERATIONS, ""
+    return (), "no check for this kind of module"
+
+
+def _replace_forward(installed: Installed, module: nn.Module, forward: Any) -> None:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    installed.undo.callback(undo)

@@ -1,0 +1,419 @@
+"""Layer norms and root-mean-square norms, checked by their closed forms.
+
+With x_hat = (x - mean) r, r = (var + eps)^-1/2 (mean = 0 and var = mean of x^2 for RMSNorm), gain
+g, random signs v and D features, each row obeys::
+
+    sum_j v_j y_j  = r sum_j v_j g_j (x_j - mean) + sum_j v_j b_j
+    sum_j v_j dx_j = r (sum_j v_j g_j dy_j - m1 sum_j v_j - m2 sum_j v_j x_hat_j)
+    m1 = mean of g dy (0 for RMSNorm),  m2 = mean of g dy x_hat
+
+Without signs the second is the known ``sum dx = 0``, and weighted by x_hat it is
+``sum dx x_hat = eps r^3 sum g dy x_hat``; with signs it also sees errors along these directions, a
+wrong r for one. The gradients of gain and bias are summed a second time, feature by feature.
+
+Roundings, beside those of `threshold`: the statistics have a relative error common to a row, and
+where the mean is t standard deviations, every (x - mean) r is off by t roundings of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from outlast.guard.judged import Judged, judge
+from outlast.guard.probes import (
+    Seen,
+    floor_of,
+    judge_only,
+    name_of,
+    powers_squared,
+    put_output_right,
+    put_right,
+    stagnation,
+    summing,
+    watched,
+)
+from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from outlast.guard.probes import Gradients
+    from outlast.guard.watch import Watch
+
+Kind = Literal["layer", "rms", "rms_like"]
+
+_COMMON = 4.0
+"""Roundings that all elements of a row share: of its mean, of its variance, of r."""
+_TURNED = 12.0
+"""Times t^2 / D: squared relative error of r, in roundings, where a mean is not small."""
+_SERIAL = 128
+"""Sums of D terms are made of at least D / this many at a time in vectors or threads."""
+
+
+def norm_kind(module: nn.Module) -> Kind | None:
+    """How a module's forward is known: LayerNorm, RMSNorm, or a class that looks like RMSNorm.
+
+    None for other modules and for norms over more than the last dimension.
+    """
+    forward = type(module).forward
+    if forward is nn.LayerNorm.forward or forward is nn.RMSNorm.forward:
+        if len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+            return None
+        return "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    parameters = dict(module.named_parameters())
+    alike = (
+        type(module).__name__.endswith("RMSNorm")
+        and list(parameters) == ["weight"]
+        and parameters["weight"].dim() == 1
+        and _eps_like(module) is not None
+    )
+    return "rms_like" if alike else None
+
+
+def _eps_like(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Statistics of rows: x - mean as (rows, D), r and t = |mean| r as (rows,)."""
+
+    centred: Tensor
+    r: Tensor
+    t: Tensor
+
+
+class NormChecks:
+    """Stands in for the ``forward`` of one normalisation layer.
+
+    Args:
+        watch: What all checks of the guard share.
+        module: A layer with a `norm_kind`.
+        name: Its name in the model.
+    """
+
+    def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
+        self.watch = watch
+        self.module = module
+        self.name = name
+        self.forward_site = watch.ledger.site(name, "norm.forward")
+        self.dx_site = watch.ledger.site(name, "norm.dx")
+        self.dw_site = watch.ledger.site(name, "norm.dw")
+        self._kind = norm_kind(module)
+        self._own = module.forward
+        # What is added to the weight to give the gain; None before it is known.
+        self._shift: float | None = None if self._kind == "rms_like" else 0.0
+        self._known = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer's output for x (..., D)."""
+        if torch.compiler.is_compiling() or not self._applies(x):
+            output: Tensor = self._own(x)
+            return output
+        weight, bias = self._parameters()
+        inputs = (x, weight, bias)
+        # Whose forward is written in torch operations may use x more than once.
+        separate = self._kind != "layer" and not _is_half(x)
+        y = watched(self._compute, inputs, inputs, self._backward, separate=separate)
+        self.watch.touch("norm.output", self.name, y.data)
+        flat_x = _rows(x)
+        put_output_right(
+            self.watch,
+            self.forward_site,
+            y,
+            partial(self._again, x.detach()),
+            lambda given: self._judge_forward(flat_x, _rows(given)),
+        )
+        return y
+
+    def _applies(self, x: Tensor) -> bool:
+        weight, bias = self._parameters()
+        if not self.module.training or not self._known or x.numel() == 0 or isinstance(x, DTensor):
+            return False
+        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+            return False
+        if weight is not None and x.shape[-1] != weight.shape[0]:
+            return False
+        if self._shift is None:
+            self._recognise(x)
+        return self._known
+
+    def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        return getattr(self.module, "weight", None), getattr(self.module, "bias", None)
+
+    def _compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The module's own forward, which finds these tensors in place of its parameters."""
+        module = self.module
+        shadows = {
+            name: given
+            for name, given in (("weight", weight), ("bias", bias))
+            if given is not None and given is not getattr(module, name)
+        }
+        # What stands in an object's own dict is found before the module's parameters.
+        module.__dict__.update(shadows)
+        try:
+            output: Tensor = self._own(x)
+        finally:
+            for name in shadows:
+                del module.__dict__[name]
+        return output
+
+    def _again(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = self._own(x)
+        self.watch.touch("norm.output", self.name, y)
+        return y
+
+    def _recognise(self, x: Tensor) -> None:
+        """Find which formula a class that looks like RMSNorm has, by its output for random rows."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn((8, x.shape[-1]), generator=generator)
+        rows = (rows * torch.logspace(-3, 1, 8)[:, None]).to(x.device, x.dtype)
+        with torch.no_grad():
+            y = self._own(rows)
+        for shift in (0.0, 1.0):
+            self._shift = shift
+            with torch.autocast(x.device.type, enabled=False):
+                if y.shape == rows.shape and not int(self._judge_forward(rows, y).exceeded):
+                    return
+        self._known = False
+        warnings.warn(
+            f"{self.name} ({type(self.module).__name__}) is not guarded: its output is neither "
+            "x r weight nor x r (1 + weight) with r = (mean x^2 + eps)^-1/2",
+            stacklevel=5,
+        )
+
+    def _gain(self, features: int, like: Tensor) -> Tensor:
+        weight, _ = self._parameters()
+        if weight is None:
+            return torch.ones(features, dtype=like.dtype, device=like.device)
+        return weight.detach().to(like.dtype) + (self._shift or 0.0)
+
+    def _statistics(self, x: Tensor, dtype: torch.dtype) -> _Row:
+        wide = x.detach().to(dtype)
+        eps = self._eps(x)
+        if self._kind == "layer":
+            mean = wide.mean(dim=1)
+            wide = wide - mean[:, None]
+        else:
+            mean = torch.zeros(len(x), dtype=dtype, device=x.device)
+        r = (torch.linalg.vecdot(wide, wide) / x.shape[1] + eps).rsqrt()
+        return _Row(wide, r, mean.abs() * r)
+
+    def _eps(self, x: Tensor) -> float:
+        eps = getattr(self.module, "eps", None) if self._kind != "rms_like" else None
+        eps = eps if eps is not None else _eps_like(self.module)
+        if eps is None:
+            return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        return float(eps)
+
+    def _inner(self, x: Tensor) -> float:
+        """Unit roundoff of 16-bit numbers on the way, in classes that round x_hat to x's type."""
+        rounds = _is_half(x) and self._kind == "rms_like" and self._shift == 0.0
+        return unit_roundoff(name_of(x.dtype)) if rounds else 0.0
+
+    def _kept_statistics(self, x: Tensor) -> float:
+        """Unit roundoff of mean and r as the backward pass reads them."""
+        weight, _ = self._parameters()
+        # The CPU keeps them in the type of the data, unless the weight has another.
+        if self._halves_on_cpu(x) and (weight is None or weight.dtype == x.dtype):
+            return unit_roundoff(name_of(x.dtype))
+        return unit_roundoff(_accumulated(x))
+
+    def _halves_on_cpu(self, x: Tensor) -> bool:
+        return self._kind == "layer" and _is_half(x) and x.device.type == "cpu"
+
+    def _judge_forward(self, x: Tensor, y: Tensor) -> Judged:
+        features = x.shape[1]
+        dtype = summing(x, y)
+        row = self._statistics(x, dtype)
+        v = self.watch.signs.take("output", features, x.device).to(dtype)
+        gain = self._gain(features, row.r)
+        signed = v * gain
+        _, bias = self._parameters()
+        offset = 0.0 if bias is None else bias.detach().to(dtype) @ v
+        product = row.r * (row.centred @ signed)
+        difference = y.to(dtype) @ v - product - offset
+        powers = powers_squared(y, dtype).sum(dim=1)
+        squares = row.r.square() * (row.centred.square() @ gain.square())
+        gains, shared = gain.square().sum(), signed.sum().square()
+        unit = unit_roundoff(_accumulated(x)) ** 2 / 3.0
+        own = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32.0 + features / 64.0)
+        stored = unit_roundoff(name_of(y.dtype))
+        common = _COMMON + _TURNED / features * row.t.square()
+        variance = (
+            stored**2 / 3.0 * powers
+            + unit * (common * product.square() + 2.0 * squares)
+            + unit * row.t.square() * (_COMMON * shared + gains)
+            + self._inner(x) ** 2 / 3.0 * squares
+            + own * 4.0 * (powers + squares + row.t.square() * gains)
+            + floor_of(features, y.dtype, dtype)
+        )
+        return judge(difference, variance, powers)
+
+    def _backward(self, seen: Seen) -> Gradients:
+        x, weight, bias = seen.kept
+        dx, dw, db = seen.gradients
+        flat_x, flat_dy = _rows(x), _rows(seen.dy)
+        dtype = summing(x, seen.dy, weight)
+        row = self._statistics(flat_x, dtype)
+        normal = row.centred * row.r[:, None]
+        dy = flat_dy.to(dtype)
+        products = dy * normal
+        if dx is not None:
+            check = _DxCheck(self, flat_x, row, (dy, normal, products))
+            (dx,) = (put_right if seen.replaceable else judge_only)(
+                self.watch,
+                self.dx_site,
+                self._touched("norm.dx", [dx]),
+                lambda: self._touched("norm.dx", seen.again((x, weight, bias))[:1]),
+                lambda given: check.judge(_rows(given[0])),
+            )
+        pair = [each for each in (dw, db) if each is not None]
+        if pair:
+            pair = self._touched("norm.dw", pair)
+            right = (put_right if seen.replaceable else judge_only)(
+                self.watch,
+                self.dw_site,
+                pair,
+                lambda: self._touched("norm.dw", seen.again((x, weight, bias))[1:]),
+                partial(self._judge_dw, flat_x, row, (dy, products), dw is not None),
+            )
+            dw = right[0] if dw is not None else None
+            db = right[-1] if db is not None else None
+        return dx, dw, db
+
+    def _touched(self, site: str, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        touched = self.watch.touched
+        return [touched(site, self.name, each) for each in gradients if each is not None]
+
+    def _judge_dw(
+        self,
+        x: Tensor,
+        row: _Row,
+        sums: tuple[Tensor, Tensor],
+        has_weight: bool,
+        given: Sequence[Tensor],
+    ) -> Judged:
+        dy, products = sums
+        inner = self._inner(x)
+        half = name_of(x.dtype) if inner else ""
+        # On the CPU, LayerNorm adds up rows in the type of the data.
+        accumulated = name_of(x.dtype) if self._halves_on_cpu(x) else _accumulated(x)
+        lost = floor_of(len(dy), x.dtype, dy.dtype)
+        differences, variances, scales = [], [], []
+        for index, gradient in enumerate(given):
+            of_weight = has_weight and index == 0
+            terms = products if of_weight else dy
+            squares = terms.square().sum(dim=0)
+            powers = powers_squared(gradient, terms.dtype)
+            expected = terms.sum(dim=0)
+            rounding = Rounding(name_of(gradient.dtype), accumulated, half, name_of(terms.dtype))
+            variance = product_bound(rounding, len(terms), 1).variance(powers, squares) + lost
+            if self._kind == "layer":
+                unit = unit_roundoff(accumulated) ** 2 / 3.0
+                variance = variance + unit * _partial_sums(terms)
+            if self._halves_on_cpu(x):
+                lost_terms = stagnation(len(terms), unit_roundoff(accumulated), squares)
+                variance = variance + lost_terms
+            if of_weight:
+                kept = self._kept_statistics(x) ** 2 / 3.0
+                t = row.t.square()
+                common = _COMMON + _TURNED / x.shape[1] * t
+                by_row = kept * common, kept * _COMMON * t
+                variance = variance + by_row[0] @ terms.square() + by_row[1] @ dy.square()
+                # Rows that are alike round alike.
+                variance = variance + inner**2 / 3.0 * expected.square()
+            differences.append(gradient.to(terms.dtype) - expected)
+            variances.append(variance)
+            scales.append(powers)
+        return judge(torch.cat(differences), torch.cat(variances), torch.cat(scales))
+
+
+class _DxCheck:
+    """The check of dx, with what it needs computed once."""
+
+    def __init__(
+        self, layer: NormChecks, x: Tensor, row: _Row, matrices: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        dy, normal, products = matrices
+        features, dtype = x.shape[1], dy.dtype
+        self._u = layer.watch.signs.take("input", features, x.device).to(dtype)
+        gain = layer._gain(features, row.r)
+        total = self._u.sum()
+        along = normal @ self._u
+        direct = dy @ (gain * self._u)
+        m2 = (products @ gain) / features
+        m1 = (dy @ gain) / features if layer._kind == "layer" else torch.zeros_like(m2)
+        self._expected = row.r * (direct - m1 * total - m2 * along)
+        t = row.t.square()
+        gains = gain.square()
+        squares = dy.square() @ gains
+        # What roundings of the single terms of m1 and m2 add up to, and those of their sums.
+        walk = 1.0 + features / (6.0 * 8.0)
+        drift = _COMMON + features / _SERIAL
+        turned = (products.square() @ gains + t * squares) * walk / features**2
+        shifted = squares * walk / features**2
+        along, total = along.square(), total.square()
+        r = _COMMON + _TURNED / features * t
+        # r enters the last term three times, so with nine times the variance.
+        common = r * (direct.square() + m1.square() * total + 9.0 * m2.square() * along)
+        common = common + drift * t * (m1.square() * along + m2.square() * total)
+        single = squares + m2.square() * features * (1.0 + t) + m1.square() * features
+        accumulated = unit_roundoff(_accumulated(x)) ** 2 / 3.0
+        kept = layer._kept_statistics(x) ** 2 / 3.0
+        inner = layer._inner(x) ** 2 / 3.0
+        own = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32.0 + features / 64.0)
+        moved = turned * along + shifted * total
+        self._fixed = (
+            kept * common
+            + accumulated * (2.0 * single + moved)
+            + inner * (2.0 * squares + moved)
+            + own * 4.0 * (single + moved)
+            + floor_of(features, x.dtype, dtype)
+        ) * row.r.square()
+
+    def judge(self, dx: Tensor) -> Judged:
+        """Of dx (rows, D)."""
+        dtype = self._u.dtype
+        powers = powers_squared(dx, dtype).sum(dim=1)
+        stored = unit_roundoff(name_of(dx.dtype))
+        floor = floor_of(dx.shape[1], dx.dtype, dtype)
+        difference = dx.to(dtype) @ self._u - self._expected
+        return judge(difference, self._fixed + stored**2 / 3.0 * powers + floor, powers)
+
+
+def _partial_sums(terms: Tensor) -> Tensor:
+    """Sum of squares of all partial sums of terms (rows, D), twice, from every 32nd part's.
+
+    Tokens of one sequence are no exchangeable order: where all of them sum to zero, as behind keys
+    of attention, their first half need not. Twice, since threads begin in the middle. LayerNorm
+    adds up rows in this order; the other norms leave it to torch's sums, which work in pairs.
+    """
+    parts = torch.stack([part.sum(dim=0) for part in terms.tensor_split(32)])
+    return parts.cumsum(dim=0).square().sum(dim=0) * (2.0 * len(terms) / 32.0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _accumulated(x: Tensor) -> str:
+    return "float64" if x.dtype == torch.float64 else "float32"

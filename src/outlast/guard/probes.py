@@ -1,0 +1,485 @@
+"""Watching an operation of autograd from outside, without taking part in it.
+
+Layers other than linear ones are not computed here: the operation's own forward and backward run
+as they are. An identity node around its inputs hands their gradients to a check, next to the
+gradient of the output, which a hook of the output's own node notes. Neither changes a bit, the
+order of additions, or how long autograd keeps a tensor: what a check needs is kept by
+`save_for_backward`, so activation checkpointing and offloading treat it as their own.
+
+An operation that uses its first input several times adds to that input's gradient several times,
+in between what others add. There the identity node would add first, with other bits; instead hooks
+of the nodes that use the input note the parts, and their sum is checked but cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from outlast.guard.recompute import bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from outlast.guard.findings import Outcome, Site
+    from outlast.guard.judged import Judged
+    from outlast.guard.watch import Watch
+
+    Gradients = tuple[Tensor | None, ...]
+
+_EXPONENT_BITS = {
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+
+
+def powers_squared(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """4^floor(log2 |x|) of every element, in `dtype`; 0 for 0 and below the normal numbers."""
+    integers, mask = _EXPONENT_BITS[values.dtype]
+    powers = values.detach().contiguous().view(integers).bitwise_and(mask).view(values.dtype)
+    return powers.to(dtype).square_()
+
+
+def summing(*tensors: Tensor | None) -> torch.dtype:
+    """The type in which to sum these: wide enough that the sums' own rounding is small."""
+    wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def floor_of(count: int, stored: torch.dtype, summed: torch.dtype) -> float:
+    """Variance of a sum of `count` numbers that are below the normal ones of their types."""
+    spacing = torch.finfo(stored).smallest_normal * torch.finfo(stored).eps / 2.0
+    # Squares that are too small for the sums vanish; fp64 loses none that matter.
+    lost = 2.0**-1000 if summed == torch.float64 else torch.finfo(summed).smallest_normal
+    return count * max(spacing**2 / 3.0, lost)
+
+
+def stagnation(count: Any, unit: float, squares: Tensor) -> Tensor:
+    """Variance of a long sum in a 16-bit type, whose roundings no longer are independent.
+
+    From ``count unit`` = 1 on, terms of one sign are less than half the spacing of their sum and
+    vanish; what is lost is at most ``(sum |p|)^2 <= count sum p^2``.
+
+    Args:
+        count: How many terms were added one after the other, a number or a tensor.
+        unit: Unit roundoff of the sum.
+        squares: Sum of the terms' squares.
+    """
+    share = torch.as_tensor(count * unit, device=squares.device).pow(4).clamp(max=1.0)
+    lost: Tensor = share * count * squares / 3.0
+    return lost
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A type's name as `outlast.guard.threshold` knows it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One backward pass of a watched operation.
+
+    Attributes:
+        dy: Gradient of the output.
+        kept: What was given to `watched` to keep.
+        gradients: Of the inputs; None where there is none.
+        again: Computes `gradients` a second time, given the inputs.
+        replaceable: Whether the first gradient can be put right.
+    """
+
+    dy: Tensor
+    kept: tuple[Any, ...]
+    gradients: Gradients
+    again: Callable[[Sequence[Tensor | None]], Gradients]
+    replaceable: bool = True
+
+
+class _Record:
+    """What one call of a watched operation leaves for its backward pass."""
+
+    def __init__(
+        self,
+        compute: Callable[..., Tensor],
+        check: Callable[[Seen], Gradients],
+        wanted: tuple[int, ...],
+        inputs: int,
+        device: str,
+    ) -> None:
+        self.compute = compute
+        self.check = check
+        self.wanted = wanted
+        self.inputs = inputs
+        self.dy: Tensor | None = None
+        self.replaceable = True
+        self._autocast = (device, torch.get_autocast_dtype(device))
+        self._autocast_on = torch.is_autocast_enabled(device)
+
+    def follow(self, y: Tensor) -> None:
+        """Note the gradient of `y` whenever it has been summed up."""
+        if y.grad_fn is None:
+            return
+        output = y.output_nr
+
+        # On the node rather than the tensor: after all hooks that may still change the gradient.
+        def note(gradients: tuple[Tensor | None, ...]) -> None:
+            self.dy = gradients[output]
+
+        y.grad_fn.register_prehook(note)
+
+    def arrived(self, kept: tuple[Any, ...], gradients: Gradients) -> Gradients:
+        """Check gradients of the wanted inputs; returns them, perhaps put right."""
+        dy, self.dy = self.dy, None
+        if dy is None or all(gradient is None for gradient in gradients):
+            return gradients
+        every: list[Tensor | None] = [None] * self.inputs
+        for index, gradient in zip(self.wanted, gradients, strict=True):
+            every[index] = gradient
+
+        def again(inputs: Sequence[Tensor | None]) -> Gradients:
+            return self._differentiate(inputs, dy)
+
+        with torch.no_grad():
+            checked = self.check(Seen(dy.detach(), kept, tuple(every), again, self.replaceable))
+        return tuple(checked[index] for index in self.wanted)
+
+    def _differentiate(self, inputs: Sequence[Tensor | None], dy: Tensor) -> Gradients:
+        fresh = [None if each is None else each.detach() for each in inputs]
+        leaves = [leaf for index in self.wanted if (leaf := fresh[index]) is not None]
+        device, dtype = self._autocast
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled=self._autocast_on):
+            for leaf in leaves:
+                leaf.requires_grad_()
+            y = self.compute(*fresh)
+            gradients = torch.autograd.grad(y, leaves, dy.detach(), allow_unused=True)
+        every: list[Tensor | None] = [None] * self.inputs
+        for index, gradient in zip(self.wanted, gradients, strict=True):
+            every[index] = gradient
+        return tuple(every)
+
+
+class _PartsRecord(_Record):
+    """The same where gradients come in parts from all nodes that use the inputs."""
+
+    def __init__(
+        self,
+        compute: Callable[..., Tensor],
+        check: Callable[[Seen], Gradients],
+        inputs: Sequence[Tensor | None],
+        wanted: tuple[int, ...],
+        device: str,
+    ) -> None:
+        super().__init__(compute, check, wanted, len(inputs), device)
+        self.replaceable = False
+        self._parts: list[list[Tensor]] = []
+        self._kept: tuple[Any, ...] = ()
+        self._nodes = 0
+        self._waiting = 0
+        # Nodes by which autograd knows the inputs, and where the graph of `compute` ends.
+        edges = [get_gradient_edge(each) for i in wanted if (each := inputs[i]) is not None]
+        self._ends: dict[tuple[Node | None, int], int] = {
+            (edge.node, edge.output_nr): place for place, edge in enumerate(edges)
+        }
+
+    def hook(self, y: Tensor) -> None:
+        """Note what each node between the inputs and `y` hands to an input."""
+        waiting, known = [y.grad_fn], {y.grad_fn}
+        while waiting:
+            node = waiting.pop()
+            uses = []
+            for index, edge in enumerate(node.next_functions if node is not None else ()):
+                place = self._ends.get(edge)
+                if place is not None:
+                    uses.append((index, place))
+                elif edge[0] is not None and edge[0] not in known:
+                    known.add(edge[0])
+                    waiting.append(edge[0])
+            if uses and node is not None:
+                self._nodes += 1
+                node.register_hook(partial(self._note, uses))
+        self._ends.clear()
+
+    def begin(self, dy: Tensor | None, kept: tuple[Any, ...]) -> None:
+        """A backward pass arrives at the output."""
+        self.dy, self._kept = dy, kept
+        self._parts = [[] for _ in self.wanted]
+        self._waiting = self._nodes
+
+    def _note(
+        self,
+        uses: list[tuple[int, int]],
+        gradients: tuple[Tensor | None, ...],
+        _: tuple[Tensor | None, ...],
+    ) -> None:
+        for index, place in uses:
+            part = gradients[index]
+            if part is not None:
+                self._parts[place].append(part.detach())
+        self._waiting -= 1
+        if self._waiting == 0:
+            parts, kept = self._parts, self._kept
+            self._parts, self._kept = [], ()
+            with torch.no_grad():
+                totals = [torch.stack(each).sum(dim=0) if each else None for each in parts]
+                self.arrived(kept, tuple(totals))
+
+
+class _PartsOutput(torch.autograd.Function):
+    """The output of an operation whose inputs are not probed; tensors are kept for its check."""
+
+    @staticmethod
+    def forward(ctx: Any, record: _PartsRecord, y: Tensor, *keep: Tensor | None) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(*keep)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        ctx.record.begin(dy, kept)
+        return (None, dy, *(None,) * len(kept))
+
+
+class _Probe(torch.autograd.Function):
+    """The first tensors, unchanged; all others are kept for the backward pass.
+
+    One node for all inputs, so that their gradients go on in the operation's own order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, record: _Record, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(record.wanted)
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(each.view_as(each) for each in tensors[:count] if each is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        nothing = (None,) * len(kept)
+        return (None, *ctx.record.arrived(kept, gradients), *nothing)
+
+
+class _Kept(torch.autograd.Function):
+    """The output of an operation, unchanged and kept for its check."""
+
+    @staticmethod
+    def forward(ctx: Any, record: _OutputRecord, y: Tensor) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        (ctx.record.y,) = ctx.saved_tensors
+        return None, dy
+
+
+@dataclass
+class _OutputRecord:
+    y: Tensor | None = None
+
+
+class KeptOutput:
+    """Brings an output that autograd keeps anyway to the backward check of its operation."""
+
+    def __init__(self) -> None:
+        self._record = _OutputRecord()
+
+    def keep(self, y: Tensor) -> Tensor:
+        """`y`; call it on what `watched` returned."""
+        kept: Tensor = _Kept.apply(self._record, y)  # type: ignore[no-untyped-call]
+        return kept
+
+    def take(self) -> Tensor | None:
+        """`y` in the backward pass, once."""
+        y, self._record.y = self._record.y, None
+        return y
+
+
+def watched(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    keep: Sequence[Tensor | None],
+    check: Callable[[Seen], Gradients],
+    *,
+    separate: bool = False,
+) -> Tensor:
+    """``compute(*inputs)``, with `check` called in its backward pass.
+
+    Args:
+        compute: The operation, a function of `inputs` alone; called again where a check fails.
+        inputs: Tensors; gradients of those that require them are checked.
+        keep: Tensors that `check` needs, such as inputs.
+        check: Takes a `Seen` and returns gradients of all inputs, as they were or put right.
+        separate: Whether `compute` may use an input several times: then gradients are only seen.
+    """
+    wanted = tuple(i for i, each in enumerate(inputs) if each is not None and each.requires_grad)
+    if not wanted or not torch.is_grad_enabled():
+        return compute(*inputs)
+    passed = list(inputs)
+    first = inputs[wanted[0]]
+    assert first is not None
+    if separate:
+        parts = _PartsRecord(compute, check, inputs, wanted, first.device.type)
+        y = compute(*inputs)
+        parts.hook(y)
+        output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
+        return output
+    record = _Record(compute, check, wanted, len(inputs), first.device.type)
+    probed = _Probe.apply(  # type: ignore[no-untyped-call]
+        record, *(inputs[index] for index in wanted), *keep
+    )
+    for index, view in zip(wanted, probed, strict=True):
+        passed[index] = view
+    y = compute(*passed)
+    record.follow(y)
+    return y
+
+
+def put_right(
+    watch: Watch,
+    site: Site,
+    tensors: Sequence[Tensor],
+    again: Callable[[], Sequence[Tensor | None]],
+    check: Callable[[Sequence[Tensor]], Judged],
+) -> list[Tensor]:
+    """Check tensors of one type, and compute all of them again where they do not pass.
+
+    Infinities and NaN that come out again with the same bits are the data's own and no fault, as
+    in `outlast.guard.recompute`.
+
+    Args:
+        watch: Of the guard.
+        site: The check.
+        tensors: What is checked, all of it computed together.
+        again: Computes them a second time, with the same bits unless something was wrong.
+        check: Judges them, or another such sequence.
+
+    Returns:
+        The tensors, or what was put in their place.
+    """
+    judged = check(tensors)
+    if not watch.wants(site, judged):
+        return list(tensors)
+    sizes = [each.numel() for each in tensors]
+    stored = _flat(tensors)
+
+    def redo(first: int, last: int) -> Tensor:
+        del first, last
+        return _flat([each for each in again() if each is not None])
+
+    def split() -> list[Tensor]:
+        parts = torch.split(stored[0], sizes)
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+    watch.correct(site, _as_one(judged), stored, redo, lambda: _as_one(check(split())))
+    return split()
+
+
+def judge_only(
+    watch: Watch,
+    site: Site,
+    tensors: Sequence[Tensor],
+    again: Callable[[], Sequence[Tensor | None]],
+    check: Callable[[Sequence[Tensor]], Judged],
+) -> list[Tensor]:
+    """As `put_right` for tensors that have gone on already: a failure is ``detected`` at best."""
+    judged = check(tensors)
+    if watch.wants(site, judged):
+        fresh = _flat([each for each in again() if each is not None])
+        same = torch.equal(bits(fresh), bits(_flat(tensors)))
+        own = same and not bool(torch.isfinite(fresh).all())
+        rows, worst = int(judged.exceeded), float(judged.worst)
+        outcome: Outcome = "not_finite" if own else "detected"
+        watch.find(site, fresh.device, rows, worst, outcome)
+    return list(tensors)
+
+
+def put_output_right(
+    watch: Watch,
+    site: Site,
+    y: Tensor,
+    again: Callable[[], Tensor],
+    check: Callable[[Tensor], Judged],
+) -> None:
+    """As `put_right` for an operation's output, in place."""
+    # The memory itself: what autograd has saved of it is to be put right, too, and a version that
+    # moved would make the backward pass refuse it.
+    memory = y.data
+
+    def judged(given: Sequence[Tensor]) -> Judged:
+        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+            return check(given[0])
+
+    (right,) = put_right(watch, site, [memory], lambda: [again()], judged)
+    if right is not memory:
+        memory.copy_(right)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in tensors])[None]
+
+
+def _as_one(judged: Judged) -> Judged:
+    return replace(judged, flags=judged.flags.any()[None])
+
+
+class Replaced:
+    """A function that others look up in its module at every call, replaced while that is asked for.
+
+    All that ask share one wrapper; the last of them is called, and the function comes back when
+    none is left, in whatever order they leave.
+    """
+
+    def __init__(self, owner: ModuleType, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._lock = threading.Lock()
+        self._asking: list[Callable[..., Any]] = []
+        self.original: Callable[..., Any] = getattr(owner, name)
+
+    @contextmanager
+    def by(self, stand_in: Callable[..., Any]) -> Iterator[None]:
+        """Have ``stand_in(original, *args, **kwargs)`` called instead, in every thread."""
+        self._enter(stand_in)
+        try:
+            yield
+        finally:
+            self._leave(stand_in)
+
+    def _enter(self, stand_in: Callable[..., Any]) -> None:
+        with self._lock:
+            if not self._asking:
+                self.original = getattr(self._owner, self._name)
+                setattr(self._owner, self._name, self._wrapper(self.original))
+            self._asking.append(stand_in)
+
+    def _leave(self, stand_in: Callable[..., Any]) -> None:
+        with self._lock:
+            self._asking.remove(stand_in)
+            if not self._asking:
+                setattr(self._owner, self._name, self.original)
+
+    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        asking = self._asking
+
+        @wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not asking:
+                return original(*args, **kwargs)
+            return asking[-1](original, *args, **kwargs)
+
+        return wrapper

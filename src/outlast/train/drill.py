@@ -1,0 +1,280 @@
+"""A drill: train with faults on purpose and see what they do, with and without protection.
+
+Three copies of the run go forward together on the same batches. The *clean* one meets no fault; its
+findings are false alarms. The *bare* one begins every step with the clean one's state, meets the
+faults and corrects nothing: what differs from the clean one afterwards is the faults' harm. The
+*guarded* one meets the same faults under the job's own policy and is never set back, so that its
+last weights show whether everything was put right.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from outlast.data import MicroBatch
+from outlast.errors import EXIT_DONE, WrongNumbersError
+from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
+from outlast.records import finite, replace_file
+from outlast.train.build import build, load_data
+from outlast.train.ranks import together
+
+if TYPE_CHECKING:
+    from outlast.data import Prepared
+    from outlast.guard import Guard
+    from outlast.guard.inject import Row
+    from outlast.train.build import SetUp
+    from outlast.train.loop import Trainer
+
+RESULT = "drill.json"
+
+SITES_BY_LEVEL = {
+    "light": ("optimizer.state", "weight.rest"),
+    "linear": (
+        *("linear.output", "linear.dx", "linear.dw", "linear.operand", "linear.saved"),
+        *("linear.check", "weight"),
+    ),
+    "full": ("attention.output", "norm.output"),
+}
+"""Where the default faults strike, by the level whose checks are meant to see them."""
+
+
+def default_faults(ranks: int, steps: int) -> list[str]:
+    """One flip of any bit at each site in turn, one site per step, from the third step on."""
+    sites = [site for own in SITES_BY_LEVEL.values() for site in own]
+    if ranks > 1:
+        sites += ["bucket.during", "bucket.after"]
+    return [
+        f"{site}:bit=any:step={number + 2}:every={len(sites)}"
+        for number, site in enumerate(sites)
+        if number + 2 < steps
+    ]
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What is drilled.
+
+    Attributes:
+        faults: Texts as `outlast.guard.inject.parse_fault` reads them; process faults are passed
+            over.
+        seed: Of all choices.
+    """
+
+    faults: tuple[str, ...]
+    seed: int = 0
+
+    def run(self, setup: SetUp) -> int:
+        """Run all steps of the job with the faults; rank 0 writes `RESULT` to the run directory.
+
+        Returns:
+            The exit code.
+        """
+        together(lambda: load_data(setup) if setup.ranks.is_first else None)
+        data = together(lambda: load_data(setup))
+        copies = _Copies.build(setup, data, self)
+        steps = setup.job.train.steps
+        for step in range(steps):
+            copies.step(step)
+            if setup.ranks.is_first and (step + 1) % setup.job.log.every_steps == 0:
+                print(f"drill: step {step + 1}/{steps}", flush=True)
+        result = copies.result(self)
+        if setup.ranks.is_first:
+            file = setup.directory.path / RESULT
+            replace_file(file, json.dumps(finite(result), indent=1).encode())
+        copies.close()
+        return EXIT_DONE
+
+
+@dataclass
+class _Copies:
+    """The three trainers, and what is known so far."""
+
+    clean: Trainer
+    bare: Trainer
+    guarded: Trainer
+    faults: tuple[Fault, ...]
+    harmful_steps: list[int] = field(default_factory=list)
+    noises: list[float] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, setup: SetUp, data: Prepared, drill: Drill) -> _Copies:
+        """Three trainers of equal state, two of them with the faults."""
+        faults = tuple(each for each in parse_faults(drill.faults) if isinstance(each, Fault))
+        clean, guarded = _trainer(setup, data), _trainer(setup, data)
+        copies = cls(clean, _trainer(setup, data, correct=False), guarded, faults)
+        for trainer in (copies.bare, copies.guarded):
+            inject(_guard(trainer), faults, seed=drill.seed, rank=setup.ranks.rank)
+        return copies
+
+    def step(self, step: int) -> None:
+        """One step of all three."""
+        parts = self.clean.loader.batch(step)
+        due = any(fault.due(step) for fault in self.faults)
+        before = _weights(self.clean) if due else []
+        if due:
+            _take_over(self.bare, self.clean)
+        self.clean.step(step, parts)
+        if due:
+            self._measure_harm(step, parts, before)
+        try:
+            self.guarded.step(step, parts)
+        except WrongNumbersError as error:
+            # As after a restart from a checkpoint of this step without the defective device.
+            self.stops.append(str(error))
+            _take_over(self.guarded, self.clean)
+            _guard(self.guarded).restart(step + 1)
+
+    def _measure_harm(self, step: int, parts: list[MicroBatch], before: list[torch.Tensor]) -> None:
+        """Whether the faults change the weights by more than another order of sums would."""
+        after = _weights(self.clean)
+        guard = _guard(self.bare)
+        start = [optimizer.state_dict() for optimizer in self.bare.optimizers]
+        start = copy.deepcopy(start)
+        guard.restart(step)
+        self.bare.step(step, parts)
+        harm = _distance(_weights(self.bare), after, before)
+        seam, guard.watch.seam = guard.watch.seam, None
+        _load(self.bare, before, start)
+        guard.restart(step)
+        self.bare.step(step, [half for part in parts for half in _halves(part)])
+        guard.watch.seam = seam
+        noise = _distance(_weights(self.bare), after, before)
+        self.noises.append(noise)
+        if not harm <= noise:
+            self.harmful_steps.append(step)
+
+    def equal(self) -> bool:
+        """Whether the guarded copy's weights are the clean one's, bit for bit, on all ranks."""
+        pairs = zip(_weights(self.guarded), _weights(self.clean), strict=True)
+        return all(_gathered(all(torch.equal(a, b) for a, b in pairs)))
+
+    def result(self, drill: Drill) -> dict[str, Any]:
+        """What the drill found, on all ranks together."""
+        guard = _guard(self.guarded)
+        findings = _joined(guard.ledger.findings)
+        seam = guard.watch.seam
+        assert isinstance(seam, Injector)
+        injections = _joined(seam.injections)
+        alarms = _joined(_guard(self.clean).ledger.findings)
+        checks = sum(_gathered(_guard(self.clean).ledger.checks))
+        found = campaign(injections, findings, self.harmful_steps, checks=checks)
+        alarm_rate = Rate(len(alarms), max(checks, len(alarms)))
+        return {
+            "faults": list(drill.faults),
+            "seed": drill.seed,
+            "policy": guard.policy.level,
+            "rows": [_row(row) for row in found.rows],
+            "false_alarms": _rate(alarm_rate) | {"at_most": alarm_rate.at_most()},
+            "bits_equal": self.equal(),
+            "stops": self.stops,
+            "noise": max(self.noises, default=0.0),
+            "injections": [dataclasses.asdict(each) for each in injections],
+            "findings": [dataclasses.asdict(each) for each in findings],
+        }
+
+    def close(self) -> None:
+        """Give back what the trainers hold."""
+        for trainer in (self.clean, self.bare, self.guarded):
+            _guard(trainer).remove()
+            trainer.store.close()
+
+
+def _guard(trainer: Trainer) -> Guard:
+    assert trainer.guard is not None
+    return trainer.guard.guard
+
+
+def _trainer(setup: SetUp, data: Prepared, *, correct: bool = True) -> Trainer:
+    """A trainer that keeps no checkpoints; without `correct` its guard only looks on."""
+    job = setup.job
+    changes = {
+        "guard": job.guard.model_copy(update={"correct": job.guard.correct and correct}),
+        "checkpoint": job.checkpoint.model_copy(update={"replay": "off", "writer": "thread"}),
+    }
+    own = dataclasses.replace(setup, job=job.model_copy(update=changes))
+    trainer, _ = build(own, data, None)
+    return trainer
+
+
+def _weights(trainer: Trainer) -> list[torch.Tensor]:
+    """Copies of this rank's parts of the parameters."""
+    return [_local(each).detach().clone() for each in trainer.model.parameters()]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _take_over(trainer: Trainer, other: Trainer) -> None:
+    """Give `trainer` the weights and the optimizer state of `other`."""
+    states = [optimizer.state_dict() for optimizer in other.optimizers]
+    _load(trainer, _weights(other), copy.deepcopy(states))
+
+
+def _load(trainer: Trainer, weights: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
+    with torch.no_grad():
+        for parameter, weight in zip(trainer.model.parameters(), weights, strict=True):
+            _local(parameter).copy_(weight)
+    for optimizer, state in zip(trainer.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+
+
+def _distance(
+    weights: list[torch.Tensor], after: list[torch.Tensor], before: list[torch.Tensor]
+) -> float:
+    """|weights - after| / |after - before| in 2-norms, over all ranks; infinite for NaN."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for weight, end, start in zip(weights, after, before, strict=True):
+        squares[0] += (weight.double() - end.double()).square().sum().cpu()
+        squares[1] += (end.double() - start.double()).square().sum().cpu()
+    change, step = (math.fsum(each) for each in zip(*_gathered(squares.tolist()), strict=True))
+    if not math.isfinite(change):
+        return math.inf
+    return math.sqrt(change / step) if step else float(change > 0)
+
+
+def _halves(part: MicroBatch) -> list[MicroBatch]:
+    """A micro-batch as two, so that its sums run in another order."""
+    middle = len(part.sample_ids) // 2
+    return [
+        MicroBatch(part.sample_ids[cut], part.inputs[cut], part.targets[cut])
+        for cut in (slice(None, middle), slice(middle, None))
+    ]
+
+
+def _gathered(value: Any) -> list[Any]:
+    """`value` of every rank."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _joined(values: list[Any]) -> list[Any]:
+    return [each for part in _gathered(values) for each in part]
+
+
+def _row(row: Row) -> dict[str, Any]:
+    rates = ("masked", "harmful", "detected", "corrected", "missed", "detected_of_all")
+    return {
+        "site": row.site,
+        "injected": row.injected,
+        **{name: _rate(getattr(row, name)) for name in rates},
+        "longest_latency_steps": row.longest_latency_steps,
+    }
+
+
+def _rate(rate: Rate) -> dict[str, Any]:
+    low, high = rate.interval() if rate.total else (0.0, 1.0)
+    return {"count": rate.count, "total": rate.total, "low": low, "high": high}

@@ -1,0 +1,292 @@
+"""Attention, and a whole model with all checks that are not of linear layers."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from outlast import guard
+from outlast.guard.attention import AttentionChecks
+from outlast.guard.embedding import EmbeddingChecks
+from outlast.guard.loss import LossChecks
+from outlast.guard.norms import NormChecks, norm_kind
+from outlast.guard.policy import Policy
+from outlast.guard.watch import Watch
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "grouped": {"is_causal": True, "enable_gqa": True},
+    "masked": {"attn_mask": "bool"},
+    "biased": {"attn_mask": "float", "scale": 0.3},
+    "dropout": {"is_causal": True, "dropout_p": 0.2},
+}
+
+
+def inputs(
+    setting: str, dtype: torch.dtype = torch.float32, mean: float = 0.0, queries: int = 48
+) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
+    options = dict(SETTINGS[setting])
+    heads = 2 if options.get("enable_gqa") else 4
+    if "attn_mask" in options:
+        seen = torch.rand(queries, queries) > 0.3
+        # One query sees nothing, and three keys are seen by none.
+        seen[5], seen[:, -3:] = False, False
+        options["attn_mask"] = (
+            seen
+            if options["attn_mask"] == "bool"
+            else torch.where(seen, torch.randn(queries, queries), -torch.inf).to(dtype)
+        )
+    shapes = [(2, 4, queries, 16), (2, heads, queries, 16), (2, heads, queries, 16)]
+    tensors = [(mean + torch.randn(shape)).to(dtype).requires_grad_() for shape in shapes]
+    return tensors, 1e-4 * (mean + torch.randn(shapes[0])).to(dtype), options
+
+
+def passes(tensors: list[Tensor], dy: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    o = functional.scaled_dot_product_attention(*tensors, **options)
+    return o, *torch.autograd.grad(o, [each for each in tensors if each.requires_grad], dy)
+
+
+def checked(
+    watch: Watch, tensors: list[Tensor], dy: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    with AttentionChecks(watch).replacing():
+        return passes(tensors, dy, options)
+
+
+def once(site: str, change: Callable[[Tensor], object]) -> Any:
+    done: list[str] = []
+
+    def seam(at: str, module: str, numbers: Tensor) -> None:
+        if at == site and not done:
+            done.append(at)
+            change(numbers)
+
+    return seam
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_numbers_are_the_same_and_clean_ones_pass(
+    setting: str, dtype: torch.dtype, mean: float
+) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    for queries in (48, 200):
+        tensors, dy, options = inputs(setting, dtype, mean, queries)
+        plain, again = passes(tensors, dy, options), checked(watch, tensors, dy, options)
+        assert all(map(torch.equal, plain, again))
+        # The gradient keeps the layout that the kernel gave it.
+        assert [each.stride() for each in plain] == [each.stride() for each in again]
+    assert watch.ledger.findings == []
+    assert watch.ledger.site("attention", "attention.dv").checks > 0
+    assert watch.ledger.site("attention", "attention.dk").checks > 0
+
+
+@pytest.mark.parametrize("setting", ["causal", "grouped", "masked"])
+@pytest.mark.parametrize("site", ["attention.dv", "attention.dk", "attention.dq"])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.25)])
+def test_a_wrong_gradient_is_put_right(
+    setting: str, site: str, dtype: torch.dtype, share: float
+) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs(setting, dtype)
+    plain = passes(tensors, dy, options)
+    gradient = dict(zip(("attention.dq", "attention.dk", "attention.dv"), plain[1:], strict=True))
+    norm = float(gradient[site][1, 1, :, 3].float().norm())
+    # What dQ adds to its identity is weighted by Q, here almost 1 at least.
+    at = int(tensors[0][1, 1, :, 3].abs().argmax())
+    watch.seam = once(site, lambda numbers: numbers[1, 1, at, 3].add_(share * norm * 3))
+    assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
+    assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 100.0])
+def test_a_wrong_output_is_put_right_before_it_is_used(value: float) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("causal")
+    plain = passes(tensors, dy, options)
+    watch.seam = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].fill_(value))
+    assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
+    (finding,) = watch.ledger.findings
+    assert (finding.operation, finding.outcome) == ("attention.forward", "corrected")
+
+
+def test_a_wrong_output_between_the_values_is_found_going_back() -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("full")
+    watch.seam = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].add_(0.05))
+    checked(watch, tensors, dy, options)
+    assert "attention.dv" in {each.operation for each in watch.ledger.findings}
+
+
+def test_a_wrong_score_of_the_forward_pass_is_found_going_back() -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, _ = inputs("full")
+    query, key, value = tensors
+    with AttentionChecks(watch).replacing():
+        o = functional.scaled_dot_product_attention(query, key, value)
+        # As if row 7 had been normalised by another sum.
+        node = next(iter(o.grad_fn.next_functions))[0]
+        node._saved_logsumexp.data[0, 2, 7] += 0.01
+        torch.autograd.grad(o, tensors, dy)
+    assert "attention.dv" in {each.operation for each in watch.ledger.findings}
+
+
+@pytest.mark.parametrize("setting", ["causal", "dropout"])
+def test_infinite_gradients_are_no_fault(setting: str) -> None:
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs(setting)
+    dy[0, 0, 3, 3] = torch.inf
+    checked(watch, tensors, dy, options)
+    assert {each.outcome for each in watch.ledger.findings} == {"not_finite"}
+    assert watch.uncorrected == 0
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_inputs(frozen: int) -> None:
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("causal")
+    tensors[frozen].requires_grad_(False)
+    plain = passes(tensors, dy, options)
+    assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
+    assert watch.ledger.findings == []
+    assert watch.ledger.checks > 0
+
+
+def test_other_threads_and_errors_leave_the_function_as_it_was() -> None:
+    original = functional.scaled_dot_product_attention
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("causal")
+    with pytest.raises(RuntimeError), AttentionChecks(watch).replacing():
+        functional.scaled_dot_product_attention(tensors[0], tensors[1][..., :3], tensors[2])
+    assert functional.scaled_dot_product_attention is original
+    workers = [
+        threading.Thread(target=checked, args=(watch, tensors, dy, options)) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert functional.scaled_dot_product_attention is original
+    assert watch.ledger.findings == []
+
+
+def test_compiled_calls_are_left_alone() -> None:
+    watch = Watch(Policy(), None)
+    tensors, _, _ = inputs("causal")
+
+    def attend(*given: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(*given)
+
+    with AttentionChecks(watch).replacing():
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(*tensors), attend(*tensors))
+    assert {each.operation for each in watch.ledger.sites.values()} == {"attention.forward"}
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Four heads of queries share two of keys and values.
+        query, key, value = self.qkv(x).unflatten(-1, (8, -1)).transpose(1, 2).split((4, 2, 2), 1)
+        o = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True, dropout_p=self.dropout
+        )
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, width: int, norm: Any, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = norm(width), norm(width)
+        self.attention = TinyAttention(width, dropout)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class TinyModel(nn.Module):
+    def __init__(self, norm: Any, again: bool, dropout: float, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(TinyBlock(width, norm, dropout) for _ in range(2))
+        self.norm, self.head = norm(width), nn.Linear(width, 256)
+        self.again = again
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(self.norm(x))
+
+
+def train(model: nn.Module, watch: Watch | None, steps: int, bf16: bool) -> list[Tensor]:
+    text = b"".join(path.read_bytes() for path in sorted(Path(guard.__file__).parent.glob("*.py")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(0)
+    numbers = []
+    with ExitStack() as stack:
+        if watch is not None:
+            attention = AttentionChecks(watch)
+            stack.callback(attention.follow(model))
+            stack.enter_context(attention.replacing())
+            stack.enter_context(LossChecks(watch).replacing())
+            for name, module in model.named_modules():
+                if norm_kind(module):
+                    module.forward = NormChecks(watch, module, name)
+                elif isinstance(module, nn.Embedding):
+                    module.forward = EmbeddingChecks(watch, module, name)
+        for _ in range(steps):
+            for _ in range(2):
+                starts = torch.randint(0, len(data) - 41, (4,), generator=generator)
+                ids = torch.stack([data[start : start + 41] for start in starts])
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    logits = model(ids[:, :-1]).flatten(0, 1)
+                    loss = functional.cross_entropy(logits, ids[:, 1:].flatten())
+                loss.backward()
+                numbers.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if watch is not None:
+                watch.advance()
+    return numbers + [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("norm", "again", "dropout"),
+    [(nn.LayerNorm, False, 0.0), (nn.RMSNorm, True, 0.0), (nn.LayerNorm, True, 0.1)],
+)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_on_real_text(norm: Any, again: bool, dropout: float, bf16: bool) -> None:
+    runs = []
+    for watch in (None, Watch(Policy(), None)):
+        torch.manual_seed(0)
+        runs.append(train(TinyModel(norm, again, dropout), watch, 12, bf16))
+    assert watch is not None
+    assert all(map(torch.equal, *runs))
+    assert watch.ledger.findings == []
+    operations = {each.operation for each in watch.ledger.sites.values() if each.checks}
+    assert len(operations) == (9 if dropout else 10)
+    assert watch.ledger.site("blocks.1.attention", "attention.dv").checks > 0

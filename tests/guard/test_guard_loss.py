@@ -1,0 +1,146 @@
+"""Cross-entropy: same numbers, no false alarms, and every wrong number found."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outlast.guard.loss import LossChecks, checked_cross_entropy
+from outlast.guard.policy import Policy
+from outlast.guard.watch import Watch
+
+ROWS, CLASSES = 60, 257
+
+
+def data(dtype: torch.dtype = torch.float32, scale: float = 2.0) -> tuple[Tensor, Tensor]:
+    logits = (3.0 + scale * torch.randn(ROWS, CLASSES)).to(dtype).requires_grad_()
+    target = torch.randint(0, CLASSES, (ROWS,))
+    target[::7] = -100
+    return logits, target
+
+
+def passes(function: Any, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    loss = function(logits, target, **options)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    return loss, gradient
+
+
+def checked(watch: Watch) -> Any:
+    return lambda logits, target, **options: checked_cross_entropy(watch, logits, target, **options)
+
+
+def once(site: str, index: int, change: Any) -> Any:
+    done: list[str] = []
+
+    def seam(at: str, module: str, numbers: Tensor) -> None:
+        if at == site and not done:
+            done.append(at)
+            flat = numbers.view(-1)
+            flat[index] = change(flat[index])
+
+    return seam
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_numbers_are_the_same_and_clean_ones_pass(
+    reduction: str, smoothing: float, dtype: torch.dtype, scale: float
+) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    for _ in range(5):
+        logits, target = data(dtype, scale)
+        plain = passes(functional.cross_entropy, logits, target, **options)
+        again = passes(checked(watch), logits, target, **options)
+        assert all(map(torch.equal, plain, again))
+    assert watch.ledger.findings == []
+    assert watch.ledger.site("loss", "loss.dlogits").checks == 5 * ROWS
+    assert watch.ledger.site("loss", "loss.forward").checks == (
+        5 * ROWS if reduction == "none" else 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("site", "index", "change"),
+    [
+        ("loss.output", 0, lambda x: x * 1.001),
+        ("loss.output", 0, lambda x: x * torch.nan),
+        ("loss.dlogits", 5 * CLASSES + 11, lambda x: x + 1e-6),
+        ("loss.dlogits", 5 * CLASSES + 11, lambda x: x - 1e-6),
+        # A wrong gradient of a row that is ignored.
+        ("loss.dlogits", 7 * CLASSES, lambda x: x + 1e-12),
+        ("loss.dlogits", 3, lambda x: x * torch.nan),
+    ],
+)
+def test_wrong_numbers_are_put_right(site: str, index: int, change: Any) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    plain = passes(functional.cross_entropy, logits, target)
+    watch.seam = once(site, index, change)
+    assert all(map(torch.equal, plain, passes(checked(watch), logits, target)))
+    (finding,) = watch.ledger.findings
+    assert (finding.outcome, finding.rows) == ("corrected", 1)
+
+
+def test_a_batch_without_targets_is_no_fault() -> None:
+    # The mean over no rows is NaN, which is the data's own.
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    passes(checked(watch), logits, torch.full_like(target, -100))
+    assert {each.outcome for each in watch.ledger.findings} == {"not_finite"}
+    assert watch.uncorrected == 0
+
+
+def test_infinite_logits_are_no_fault() -> None:
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    passes(
+        checked(watch), torch.where(logits > 9, torch.inf, logits).detach().requires_grad_(), target
+    )
+    assert {each.outcome for each in watch.ledger.findings} == {"not_finite"}
+
+
+def test_masked_classes_are_checked() -> None:
+    watch = Watch(Policy(), None)
+    logits, _ = data()
+    masked = logits.detach().clone()
+    masked[:, CLASSES // 2 :] = -torch.inf
+    target = torch.randint(0, CLASSES // 2, (ROWS,))
+    passes(checked(watch), masked.requires_grad_(), target)
+    assert watch.ledger.findings == []
+
+
+def test_the_function_is_replaced_while_asked_for_in_any_order_of_leaving() -> None:
+    original = functional.cross_entropy
+    logits, target = data()
+    first, second = Watch(Policy(), None), Watch(Policy(), None)
+    one, two = LossChecks(first).replacing(), LossChecks(second).replacing()
+    one.__enter__()
+    two.__enter__()
+    nn.CrossEntropyLoss()(logits, target)
+    assert (first.ledger.checks, second.ledger.checks) == (0, 1)
+    one.__exit__(None, None, None)
+    functional.cross_entropy(logits, target)
+    assert (first.ledger.checks, second.ledger.checks) == (0, 2)
+    two.__exit__(None, None, None)
+    assert functional.cross_entropy is original
+
+
+def test_what_is_not_covered_is_computed_as_ever() -> None:
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    weight = torch.rand(CLASSES)
+    probabilities = torch.softmax(torch.randn(ROWS, CLASSES), dim=1)
+    with LossChecks(watch).replacing():
+        functional.cross_entropy(logits, target, weight=weight)
+        functional.cross_entropy(logits, target, weight)
+        functional.cross_entropy(logits, probabilities)
+        functional.cross_entropy(logits.detach(), target)
+        functional.cross_entropy(logits[None].transpose(1, 2), target[None])
+    assert watch.ledger.checks == 0
