@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 class Biased(nn.Module):
-    """An MLP without normalisation whose activations are far from zero mean: ReLU, offset inputs."""
+    """An MLP without normalisation, whose activations are far from zero mean."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()

@@ -467,15 +467,15 @@ def test_a_longer_step_is_patrolled_in_larger_slices() -> None:
 
 
 class Slow:
-    """A clock that only rounds move on; one of its looks in a round takes longer than others."""
+    """A clock that every look moves on, and most the one that ends the first round's beginning."""
 
     def __init__(self, usual: float, first: float) -> None:
         self.now, self.looks = 0.0, 0
         self.usual, self.first = usual, first
 
     def __call__(self) -> float:
-        self.now += self.usual if self.looks else self.first
         self.looks += 1
+        self.now += self.first if self.looks == 3 else self.usual
         return self.now
 
 
@@ -484,13 +484,13 @@ def test_a_hundred_steps_are_slowed_by_no_more_than_their_share(usual: float, fi
     training = Training(adamw(), whole=False, budget=0.0005)
     clock = Slow(usual, first)
     training.clock = training.patrol._clock = clock  # type: ignore[assignment]
-    begun, checked = clock.now, 0.0
+    begun, checked = clock.now, 1e-9
     for _ in range(100):
         before = clock.now
         training.step()
         checked += clock.now - before - 0.1
     assert len(training.watch.ledger.sites) > 1
-    assert checked > 0.0
+    assert first <= training.patrol.seconds <= checked
     assert training.patrol.seconds <= 0.0005 * (clock.now - begun)
 
 
@@ -532,3 +532,14 @@ def test_rates_that_rise_and_fall_between_rounds_are_counted() -> None:
     training.patrol.finish()
     assert training.found() == []
     assert ("0.weight", "weight.range") in training.watch.ledger.sites
+
+
+def test_a_rate_in_a_tensor_is_known_only_where_every_step_was_looked_at() -> None:
+    training = Training(adamw(lr=torch.tensor(1e-9)), whole=False, budget=0.0005)
+    rate = training.optimizers[0].param_groups[0]["lr"]
+    for _ in range(100):
+        rate.fill_(0.3 if training.patrol.steps + 1 < training.patrol._due else 1e-9)
+        training.step()
+    training.patrol.finish()
+    assert training.found() == []
+    assert ("0.weight", "weight.range") not in training.watch.ledger.sites

@@ -196,7 +196,7 @@ class _Call:
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         inputs = (query, key, value, mask)
-        o = watched(self.compute, inputs, inputs, self.backward)
+        o = watched(self.compute, inputs, inputs, self.timed_backward)
         self.watch.touch("attention.output", self.name, o.data)
         if not self.dropout:
 
@@ -211,6 +211,9 @@ class _Call:
 
     def touched(self, site: str, numbers: Tensor) -> Tensor:
         return self.watch.touched(site, self.name, numbers)
+
+    def timed_backward(self, seen: Seen) -> Gradients:
+        return self.watch.timed(self.backward, seen)
 
     def backward(self, seen: Seen) -> Gradients:
         o = self.kept.take()

@@ -248,7 +248,7 @@ class ReplicatedReduction:
         name = f"bucket {bucket.index()}"
         watch.touch("bucket.before", name, buffer)
         self._weigh(bucket)
-        self._parts.append(checksums(buffer[None], watch.signs)[:, :2])
+        self._parts.append(watch.timed(checksums, buffer[None], watch.signs)[:, :2])
         watch.touch("bucket.during", name, buffer)
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         self._way.append(_Bucket(name, buffer, work))
@@ -272,7 +272,9 @@ class ReplicatedReduction:
             for dtype in dict.fromkeys(each.dtypes):
                 rows = [row for row, own in enumerate(each.dtypes) if own == dtype]
                 reduction = Reduction(dtype, len(self.ranks))
-                judged = compare(each.results[rows], each.parts[rows], elements[rows], reduction)
+                judged = self.watch.timed(
+                    compare, each.results[rows], each.parts[rows], elements[rows], reduction
+                )
                 self.watch.judge(site, judged)
 
     def _weigh(self, bucket: dist.GradBucket) -> None:
@@ -333,7 +335,11 @@ class ReplicatedReduction:
                 for bucket in riders.buckets:
                     bucket.work.wait()
                     self.watch.touch("bucket.after", bucket.name, bucket.buffer)
-                    results.append(checksums(bucket.buffer[None], self.watch.signs, powers=True))
+                    results.append(
+                        self.watch.timed(
+                            checksums, bucket.buffer[None], self.watch.signs, powers=True
+                        )
+                    )
                 riders.results, riders.buckets = torch.cat(results), []
 
 

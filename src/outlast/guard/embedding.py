@@ -86,7 +86,7 @@ class EmbeddingChecks:
         )
         if unchecked:
             return self._gather(weight, ids)
-        y = watched(partial(self._gather, ids=ids), (weight,), (ids,), self._backward)
+        y = watched(partial(self._gather, ids=ids), (weight,), (ids,), self._timed_backward)
         self.watch.touch("embedding.output", self.name, y.data)
         flat, table = ids.reshape(-1), weight.detach()
 
@@ -104,6 +104,9 @@ class EmbeddingChecks:
 
     def _gather(self, weight: Tensor, ids: Tensor) -> Tensor:
         return functional.embedding(ids, weight, self.module.padding_idx)
+
+    def _timed_backward(self, seen: Seen) -> Gradients:
+        return self.watch.timed(self._backward, seen)
 
     def _backward(self, seen: Seen) -> Gradients:
         (ids,) = seen.kept

@@ -114,3 +114,41 @@ class Ledger:
     def checks(self) -> int:
         """Comparisons made so far, over all sites."""
         return sum(site.checks for site in self.sites.values())
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What one kind of check proves, over all modules.
+
+    Attributes:
+        checks: Comparisons made.
+        exceeded: Those beyond the threshold.
+        spread: Root mean square of the differences of the others, in standard deviations of the
+            rounding model; 1 fits the model, below 1 the threshold is wider than it need be.
+        worst: Largest of them, in standard deviations.
+        detection_point: Any error in one row or unit that is larger than this share of its norm was
+            surely found; None for checks that are exact or bounds.
+    """
+
+    checks: int
+    exceeded: int
+    spread: float
+    worst: float
+    detection_point: float | None
+
+
+def certificates(ledger: Ledger) -> dict[str, Certificate]:
+    """The certificate of every operation that was checked, by its name."""
+    found = {}
+    for operation in sorted({site.operation for site in ledger.sites.values() if site.checks}):
+        sites = [site for site in ledger.sites.values() if site.operation == operation]
+        checks = sum(site.checks for site in sites)
+        points = [site.detection_point for site in sites if site.detection_point is not None]
+        found[operation] = Certificate(
+            checks,
+            sum(site.exceeded for site in sites),
+            math.sqrt(sum(site.total for site in sites) / checks),
+            max(site.worst for site in sites),
+            max(points, default=None),
+        )
+    return found

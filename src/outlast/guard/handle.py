@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
+from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Level, Policy, policy_of
@@ -86,6 +87,17 @@ class Guard:
     def ledger(self) -> Ledger:
         """What the checks have seen and found on this process."""
         return self.watch.ledger
+
+    @property
+    def seconds(self) -> float | None:
+        """Time that the checks took so far; None where the device runs behind the host."""
+        if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
+            return None
+        return self.watch.seconds + (0.0 if self.patrol is None else self.patrol.seconds)
+
+    def certificate(self) -> dict[str, Certificate]:
+        """By check: how many were made, how well rounding explains them, and what was missed."""
+        return certificates(self.ledger)
 
     def coverage(self) -> list[Coverage]:
         """Every module that holds parameters, with its checks or why it has none."""

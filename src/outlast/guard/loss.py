@@ -131,11 +131,11 @@ class _Call:
     def run(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of logits (rows, classes) and target (rows,)."""
         # Kept for the backward check: what it needs of each row, found in the forward pass.
-        rows = self._rows(logits.detach(), target)
+        timed = self.watch.timed
+        rows = timed(self._rows, logits.detach(), target)
         inputs = (logits, target)
-        loss = watched(
-            self.compute, inputs, (*inputs, rows.valid, rows.logsum, rows.size), self.backward
-        )
+        kept = (*inputs, rows.valid, rows.logsum, rows.size)
+        loss = watched(self.compute, inputs, kept, self.timed_backward)
         self.watch.touch("loss.output", "loss", loss.data)
 
         def again() -> Tensor:
@@ -198,6 +198,9 @@ class _Call:
         bound = product_bound(rounding, len(expected), 1)
         spread = bound.variance(powers, squares) + variance.sum() / count**2
         return judge(found - total, spread, powers)
+
+    def timed_backward(self, seen: Seen) -> Gradients:
+        return self.watch.timed(self.backward, seen)
 
     def backward(self, seen: Seen) -> Gradients:
         """Check the rows of dlogits."""

@@ -127,7 +127,13 @@ class NormChecks:
         inputs = (x, weight, bias)
         # Whose forward is written in torch operations may use x more than once.
         separate = self._kind != "layer" and not _is_half(x)
-        y = watched(self._compute, inputs, inputs, self._backward, separate=separate)
+        y = watched(
+            self._compute,
+            inputs,
+            inputs,
+            self._timed_backward,
+            separate=separate,
+        )
         self.watch.touch("norm.output", self.name, y.data)
         flat_x = _rows(x)
         put_output_right(
@@ -263,6 +269,9 @@ class NormChecks:
             + floor_of(features, y.dtype, dtype)
         )
         return judge(difference, variance, powers)
+
+    def _timed_backward(self, seen: Seen) -> Gradients:
+        return self.watch.timed(self._backward, seen)
 
     def _backward(self, seen: Seen) -> Gradients:
         x, weight, bias = seen.kept

@@ -54,8 +54,8 @@ _FIRST_ROUND = 10
 class Patrol:
     """Checks of parameters and optimizer state around the optimizer's steps.
 
-    In a step without a round it compares two integers and notes the settings that bounds are made
-    of. What the first round would load is loaded here, outside of any step; all rounds are paid for.
+    A step without a round costs the comparison of two integers, and a note of the rates. What the
+    first round would load is loaded here, outside of any step; all rounds are paid for.
 
     What level ``light`` cannot see, until another check or a later round does:
 

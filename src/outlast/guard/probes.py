@@ -424,7 +424,7 @@ def put_output_right(
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
             return check(given[0])
 
-    (right,) = put_right(watch, site, [memory], lambda: [again()], judged)
+    (right,) = watch.timed(put_right, watch, site, [memory], lambda: [again()], judged)
     if right is not memory:
         memory.copy_(right)
 

@@ -67,14 +67,15 @@ class CheckedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks; waits for it before it hashes what arrived."""
-        own = hash64([input_tensor])
+        own = self.watch.timed(hash64, [input_tensor])
         self.watch.touch("gather.during", self.name, input_tensor)
         work = self.inner(output_tensor, input_tensor, group, async_op)
         if async_op and work is not None:
             work.wait()
         self.watch.touch("gather.after", self.name, output_tensor)
         arrived = [
-            hash64([shard]) for shard in output_tensor.view(group.size(), input_tensor.numel())
+            self.watch.timed(hash64, [shard])
+            for shard in output_tensor.view(group.size(), input_tensor.numel())
         ]
         now = torch.stack([own, *arrived])
         before = self.hashes.get(group)
@@ -131,14 +132,15 @@ class CheckedReduceScatter(ReduceScatter):
         if dist.get_rank() in self.terms.dropped:
             input_tensor.zero_()
         if checked:
-            parts = checksums(input_tensor.view(size, output_tensor.numel()), watch.signs)[:, :2]
+            shares = input_tensor.view(size, output_tensor.numel())
+            parts = watch.timed(checksums, shares, watch.signs)[:, :2]
         watch.touch("bucket.during", name, input_tensor)
         work = self.inner(output_tensor, input_tensor, group, op, async_op)
         if async_op and work is not None:
             work.wait()
         watch.touch("bucket.after", name, output_tensor)
         if checked:
-            results = checksums(output_tensor[None], watch.signs, powers=True)
+            results = watch.timed(checksums, output_tensor[None], watch.signs, powers=True)
             factor = self.unit.factor(op, size)
             reduction = Reduction(input_tensor.dtype, size, factor)
             self.scattered = _add(
@@ -148,7 +150,7 @@ class CheckedReduceScatter(ReduceScatter):
             everyone = len(self.unit.ranks)
             output_tensor.mul_(everyone / self.terms.remaining(self.unit.ranks))
             if checked:
-                results = checksums(output_tensor[None], watch.signs, powers=True)
+                results = watch.timed(checksums, output_tensor[None], watch.signs, powers=True)
         if checked and self.unit.replicas is not None:
             replicas = self.unit.replicas.size()
             averaged = op == dist.ReduceOp.AVG and self.unit.divisor is None
@@ -169,7 +171,7 @@ class CheckedReduceScatter(ReduceScatter):
         """HSDP's hook: `result` is the all-reduce's."""
         self.watch.touch("bucket.after", self.unit.name, result)
         if self._partial is not None:
-            results = checksums(result[None], self.watch.signs, powers=True)
+            results = self.watch.timed(checksums, result[None], self.watch.signs, powers=True)
             self.replicated = _add(self.replicated, replace(self._partial, results=results))
             self._partial = None
             self.done = _event(result)

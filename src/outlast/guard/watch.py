@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from outlast.guard.judged import Judged
     from outlast.guard.policy import Policy
     from outlast.guard.seam import Seam
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Watch:
@@ -72,6 +76,14 @@ class Watch:
         self.step += 1
         self.generation += 1
         self.signs.renew()
+
+    def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """``check(*args, **options)``, its time counted in `seconds`."""
+        began = perf_counter()
+        try:
+            return check(*args, **options)
+        finally:
+            self.seconds += perf_counter() - began
 
     def touch(self, site: str, module: str, numbers: Tensor) -> None:
         """Give a seam the chance to change `numbers`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -51,6 +52,14 @@ class RunGuard:
         """See `Guard.attempts`."""
         return self.guard.attempts()
 
+    def restart(self, step: int) -> None:
+        """See `Guard.restart`."""
+        self.guard.restart(step)
+
+    def finish(self) -> None:
+        """See `Guard.finish`."""
+        self.guard.finish()
+
     @property
     def found(self) -> int:
         """Findings of this process that are not recorded yet."""
@@ -72,27 +81,14 @@ class RunGuard:
 
     def summary(self, step: int) -> Guarded:
         """What has been checked in this attempt so far."""
-        ledger = self.guard.ledger
-        operations = {}
-        for name in sorted({site.operation for site in ledger.sites.values()}):
-            sites = [site for site in ledger.sites.values() if site.operation == name]
-            checks = sum(site.checks for site in sites)
-            if checks:
-                points = [site.detection_point for site in sites if site.detection_point]
-                operations[name] = {
-                    "checks": checks,
-                    "spread": (sum(site.total for site in sites) / checks) ** 0.5,
-                    "worst": max(site.worst for site in sites),
-                    "detection_point": max(points, default=None),
-                }
         coverage = self.guard.coverage()
         uncovered = Counter(each.kind for each in coverage if not each.operations)
         return Guarded(
             step=step,
             policy=self.guard.policy.level,
-            checks=ledger.checks,
-            seconds=self.guard.watch.seconds,
-            operations=operations,
+            checks=self.guard.ledger.checks,
+            seconds=self.guard.seconds,
+            operations={name: asdict(each) for name, each in self.guard.certificate().items()},
             modules=len(coverage),
             uncovered=dict(uncovered),
         )

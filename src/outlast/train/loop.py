@@ -122,6 +122,8 @@ class Trainer:
         if self.settle_reduction_order and first_step < self.job.train.steps:
             self._settle(first_step)
             parts["settle"] = time.perf_counter() - begun
+        if self.guard is not None:
+            self.guard.restart(first_step)
         self._record(Ready(first_step, time.time() - started, parts))
         self.watch.lap()
         with self.waits.in_collectives():
@@ -132,6 +134,9 @@ class Trainer:
             completed = last_step >= self.job.train.steps
             if completed and first_step < last_step:
                 self._evaluate(last_step)
+            if self.guard is not None:
+                self.guard.finish()
+                self._record_findings()
             self._save_last(last_step, first_step)
             self._record_guard(last_step)
         reason = "" if completed else self.stop.reason or "another rank"
