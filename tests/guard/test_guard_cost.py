@@ -98,7 +98,9 @@ def test_a_higher_level_covers_no_less(linear_flop: float, attention_flop: float
 
 
 @given(
-    st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(1, 10**6), st.integers(1, 10**6)
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.integers(1, 10**6),
+    st.integers(1, 10**6),
 )
 def test_longer_sums_and_coarser_types_see_less(stored: str, terms: int, outputs: int) -> None:
     point = detection_point(stored, terms, outputs)

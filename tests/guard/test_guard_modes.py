@@ -193,6 +193,7 @@ def test_equal_blocks_share_one_graph() -> None:
     assert {name for (name, _), site in handle.ledger.sites.items() if site.checks} == {
         *(f"blocks.{index}.{layer}" for index in range(3) for layer in ("up", "down")),
         "head",
+        "embedding",
     }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.errors import EXIT_DONE, GuardError, OutlastError
+from outlast.errors import EXIT_CRASHED, EXIT_DONE, GuardError, OutlastError
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -76,10 +76,10 @@ def drill(
         result |= _drill_numbers(job, numbers, seed)
     if processes:
         result["processes"] = _drill_processes(job, job_file, settings, processes)
-    if output is not None:
+    if output is not None and result:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    held = result.get("bits_equal", True) and result.get("processes", {}).get("bits_equal", True)
-    raise typer.Exit(EXIT_DONE if held else 1)
+    if not result.get("processes", {}).get("bits_equal", True):
+        raise typer.Exit(EXIT_CRASHED)
 
 
 def _named(job: Job, name: str) -> Job:
@@ -93,11 +93,15 @@ def _drill_numbers(job: Job, faults: tuple[str, ...], seed: int) -> dict[str, An
     from outlast.train.run import Start, run_directory, work
 
     job = _named(job, "drill")
+    ranks = None if launched_by(os.environ) == "alone" else ranks_from(os.environ)
     if not faults:
-        faults = tuple(default_faults(job.launch.nproc, job.train.steps))
+        size = job.launch.nproc if ranks is None else ranks.world_size
+        faults = tuple(default_faults(size, job.train.steps))
     start = Start(job, fresh=True, drill=Drill(faults, seed))
-    if launched_by(os.environ) != "alone":
-        work(start, ranks_from(os.environ))
+    if ranks is not None:
+        work(start, ranks)
+        if not ranks.is_first:
+            return {}
     elif job.launch.nproc > 1:
         from outlast.train.launch import launch_group
 
@@ -124,9 +128,7 @@ def print_drill(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         latency = row["longest_latency_steps"]
         cells = [_cell(row[name]) for name in _COLUMNS]
-        table.add_row(
-            row["site"], str(row["injected"]), *cells, "" if latency is None else f"{latency} steps"
-        )
+        table.add_row(row["site"], str(row["injected"]), *cells, _steps(latency))
     # A table that is cut off is of no use in a log.
     Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
     alarms = result["false_alarms"]
@@ -138,14 +140,21 @@ def print_drill(result: dict[str, Any]) -> None:
         "harmful: the step's weights differ from the clean ones by more than "
         f"{result['noise']:.2g} of the update, which another order of sums makes"
     )
-    for stop in result["stops"]:
-        print(f"stopped, to go on from a checkpoint: {stop}")
-    same = (
-        "equal the clean run's bit for bit"
-        if result["bits_equal"]
-        else ("differ from the clean run's: something harmful or small was not put right")
-    )
+    if idle := result["idle"]:
+        print(f"without effect, since no such numbers were computed then: {', '.join(idle)}")
+    if stops := result["stops"]:
+        times = f"{len(stops)} times" if len(stops) > 1 else "once"
+        print(f"stopped {times}, to go on from a checkpoint; the last time: {stops[-1]}")
+    same = "equal the clean run's bit for bit"
+    if not result["bits_equal"]:
+        same = f"differ from the clean run's by {float(result['distance']):.2g} of the training"
     print(f"the final weights {same}")
+
+
+def _steps(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def _cell(rate: dict[str, Any]) -> str:

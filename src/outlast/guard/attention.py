@@ -88,6 +88,10 @@ class AttentionChecks:
         """
         return _REPLACED.by(self)
 
+    def prefer(self) -> None:
+        """Of several that replace the function, be the one that is called."""
+        _REPLACED.prefer(self)
+
     def follow(self, model: nn.Module) -> Callable[[], None]:
         """Name checks after the modules that call attention; returns what undoes that.
 

@@ -235,3 +235,27 @@ class Coverage:
     kind: str
     operations: tuple[str, ...]
     why_not: str = ""
+
+
+def table() -> str:
+    """`OPERATIONS` as the Markdown table of the documentation."""
+    heads = ("check", "level", "identity", "sees", "cannot see", "puts right")
+    rows = [
+        (
+            f"`{name}`",
+            each.level,
+            each.check,
+            each.sees,
+            each.blind,
+            "yes" if each.corrects else "no",
+        )
+        for name, each in OPERATIONS.items()
+    ]
+    # A bar inside a cell would end it.
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [heads, ("---",) * len(heads), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -7,23 +7,34 @@ becomes a `Finding` with an outcome.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Outcome = Literal["corrected", "check", "rounding", "not_finite", "persistent", "detected"]
+Outcome = Literal[
+    "corrected", "check", "rounding", "not_finite", "repeated", "persistent", "detected"
+]
 """How a finding ended.
 
 corrected: a second computation gave other bits and passed; its numbers were put in place.
 check: the numbers were computed again to the same bits, and now pass: the check itself was wrong.
-rounding: the same bits again, and no further from an fp64 computation than rounding can ever be: a
-    false alarm of the statistical threshold.
+rounding: the same bits again, and no further from an fp64 computation than rounding can ever be
+    (or, where there is none, within twice the threshold): a false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
+repeated: it could not be put right by itself, but the step was run again and came out right.
 persistent: the same device gives numbers that do not pass, again and again.
 detected: wrong, and this check has nothing from which to compute them again.
 """
 
 HARMFUL: frozenset[Outcome] = frozenset({"persistent", "detected"})
 """Outcomes that leave wrong numbers in the step."""
+
+LASTING = frozenset(
+    {
+        *("weight", "weight.range", "rest", "replicas"),
+        *("optimizer.moments", "optimizer.update", "optimizer.finite"),
+    }
+)
+"""Checks of what outlives a step's passes, and so is not cured by running them again."""
 
 
 @dataclass
@@ -109,6 +120,12 @@ class Ledger:
         if key not in self.sites:
             self.sites[key] = Site(module, operation)
         return self.sites[key]
+
+    def repeated(self, step: int) -> None:
+        """The passes of `step` were run again and came out right: its findings did no harm."""
+        for index, each in enumerate(self.findings):
+            if each.step == step and each.outcome in HARMFUL:
+                self.findings[index] = replace(each, outcome="repeated")
 
     @property
     def checks(self) -> int:

@@ -76,10 +76,11 @@ class Guard:
             self._undo.callback(self._reduction.remove)
         self._verdict: Verdict | None = None
         self.patrol: Patrol | None = None
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        if optimizers:
-            group = model.process_group if isinstance(model, DistributedDataParallel) else None
-            self._install_optimizers(list(optimizers), group)
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._optimizers = list(given or [])
+        self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+        if self._optimizers:
+            self._install_optimizers()
         self._model._outlast_watch = self.watch
         self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
 
@@ -107,6 +108,15 @@ class Guard:
         """Give the model back as it was."""
         self._undo.close()
 
+    def prefer(self) -> None:
+        """Where several models of a process are guarded, check the next one's functions here.
+
+        Attention and loss are functions that all models call; the guard that was installed last
+        checks them, or the one that was preferred last.
+        """
+        for function in self._installed.functions:
+            function.prefer()
+
     def finish(self) -> None:
         """Make the checks that wait for a next step; all ranks together, after the last one."""
         if self.patrol is not None:
@@ -119,9 +129,12 @@ class Guard:
         To be called on all ranks together, also after a resume: all ranks draw the same signs.
         """
         self._verdict = None
-        self.watch.step = step
-        self.watch.generation += 1
+        self.watch.restart(step)
         self._begin()
+        if self.patrol is not None:
+            # It remembers numbers that are no longer there.
+            self.watch.seconds += self.patrol.seconds
+            self.patrol = self._new_patrol()
 
     def verdict(self) -> Verdict:
         """Whether the step's numbers may be used; all ranks ask together, before the update."""
@@ -158,7 +171,11 @@ class Guard:
             yield len(verdicts)
             verdict = self.verdict()
             if verdict.clean:
+                if verdicts and not verdict.dropped:
+                    self.ledger.repeated(verdict.step)
                 return
+            # A false alarm does not survive other signs, and all ranks draw the same.
+            self.watch.redraw()
             verdicts.append(verdict)
             follows = remedy(verdicts, self.policy.persistent, size)
             if follows.action == "drop" and self._reduction is not None:
@@ -180,17 +197,21 @@ class Guard:
             + "; take the device out of service and go on from the newest checkpoint"
         )
 
-    def _install_optimizers(
-        self, optimizers: list[Optimizer], group: dist.ProcessGroup | None
-    ) -> None:
+    def _new_patrol(self) -> Patrol:
+        return Patrol(
+            self.watch,
+            self._model.named_parameters(),
+            self._optimizers,
+            self._replicas,
+            self.policy.reaches("full"),
+        )
+
+    def _install_optimizers(self) -> None:
         watch = self.watch
         watch.driven = True
         self._undo.callback(lambda: setattr(watch, "driven", False))
-        patrol = None
         if self.policy.reaches("light"):
-            whole = self.policy.reaches("full")
-            patrol = Patrol(watch, self._model.named_parameters(), optimizers, group, whole)
-        self.patrol = patrol
+            self.patrol = self._new_patrol()
 
         def before(*_: object) -> None:
             if self._verdict is None or self._verdict.step != watch.step:
@@ -200,8 +221,8 @@ class Guard:
                 raise self._wrong(self._verdict)
 
         def after(*_: object) -> None:
-            if patrol is not None:
-                patrol.after_step()
+            if self.patrol is not None:
+                self.patrol.after_step()
             self._verdict = None
             watch.advance()
             if self._reduction is not None:
@@ -209,8 +230,8 @@ class Guard:
                 self._reduction.begin()
 
         hooks = (
-            optimizers[0].register_step_pre_hook(before),
-            optimizers[-1].register_step_post_hook(after),
+            self._optimizers[0].register_step_pre_hook(before),
+            self._optimizers[-1].register_step_post_hook(after),
         )
         for hook in hooks:
             self._undo.callback(hook.remove)

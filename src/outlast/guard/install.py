@@ -15,6 +15,7 @@ from outlast.guard.embedding import EmbeddingChecks, why_no_embedding
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks
 from outlast.guard.norms import NormChecks, norm_kind
+from outlast.guard.protocol import CheckedProducts, ProductLayer
 
 if TYPE_CHECKING:
     from outlast.guard.watch import Watch
@@ -30,11 +31,13 @@ class Installed:
     Attributes:
         coverage: Of every module that holds parameters, as it was found.
         linear: The linear layers' checks by name; what a use of them shows may change coverage.
+        functions: The checks of functions that all models of a process share.
         undo: Takes everything away when it is closed.
     """
 
     coverage: list[Coverage] = field(default_factory=list)
     linear: dict[str, LinearChecks] = field(default_factory=dict)
+    functions: list[AttentionChecks | LossChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def current_coverage(self) -> list[Coverage]:
@@ -56,10 +59,11 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         operations, why_not = _install(installed, watch, name, module)
         installed.coverage.append(Coverage(name, type(module).__name__, operations, why_not))
     if watch.policy.reaches("full"):
-        attention = AttentionChecks(watch)
-        installed.undo.enter_context(attention.replacing())
+        attention, loss = AttentionChecks(watch), LossChecks(watch)
+        installed.functions = [attention, loss]
         installed.undo.callback(attention.follow(model))
-        installed.undo.enter_context(LossChecks(watch).replacing())
+        for function in installed.functions:
+            installed.undo.enter_context(function.replacing())
     missing = [each for each in installed.coverage if not each.operations]
     if missing and watch.policy.reaches("linear"):
         kinds = ", ".join(sorted({each.kind for each in missing}))
@@ -88,6 +92,11 @@ def _install(
             return (), why_not
         _replace_forward(installed, module, EmbeddingChecks(watch, module, name))
         return _EMBEDDING_OPERATIONS, ""
+    if isinstance(module, ProductLayer):
+        own = module.product
+        module.product = CheckedProducts(watch, module, name)
+        installed.undo.callback(lambda: setattr(module, "product", own))
+        return LINEAR_OPERATIONS, ""
     if norm_kind(module) is not None:
         if not policy.reaches("full", name):
             return (), f"policy {policy.level_of(name)}"

@@ -58,7 +58,7 @@ class LinearChecks:
         why_not: Why calls were not checked, in a few words; empty as long as all were.
     """
 
-    def __init__(self, watch: Watch, module: nn.Linear, name: str) -> None:
+    def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
         self.watch = watch
         self.module = module
         self.name = name
@@ -84,11 +84,16 @@ class LinearChecks:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x (..., inputs)."""
-        module = self.module
-        weight: Tensor = module.weight
-        bias: Tensor | None = module.bias
-        if not module.training or isinstance(weight, DTensor) or x.numel() == 0:
-            if module.training and isinstance(weight, DTensor):
+        weight: Any = self.module.weight
+        bias: Any = self.module.bias
+        if not self.module.training:
+            return functional.linear(x, weight, bias)
+        return self.multiply(x, weight, bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Give x W^T + b, checked; x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
+        if isinstance(weight, DTensor) or x.numel() == 0:
+            if isinstance(weight, DTensor):
                 self._leave_out(TENSOR_PARALLEL)
             return functional.linear(x, weight, bias)
         compiling = torch.compiler.is_compiling()

@@ -460,6 +460,12 @@ class Replaced:
         finally:
             self._leave(stand_in)
 
+    def prefer(self, stand_in: Callable[..., Any]) -> None:
+        """Have this one of several called from now on."""
+        with self._lock:
+            self._asking.remove(stand_in)
+            self._asking.append(stand_in)
+
     def _enter(self, stand_in: Callable[..., Any]) -> None:
         with self._lock:
             if not self._asking:

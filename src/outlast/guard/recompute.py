@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.guard.threshold import DEVIATIONS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 128
 """Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
+
+_BELIEVED = 2.0
+"""Numbers that come out twice with the same bits are believed up to so many thresholds."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,6 +52,7 @@ def correct(
         check: Checks `stored` as it is now.
         beyond: Of the rows of a judgement, those that no rounding explains, as
             `outlast.guard.doubt.beyond_rounding`; asked where computing again changes nothing.
+            Without it such numbers are believed up to twice the threshold.
 
     Returns:
         ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
@@ -60,7 +66,10 @@ def correct(
         rows = judged.flags.to(stored.device).nonzero().flatten()
         if not bool(torch.isfinite(stored[rows]).all()):
             return "not_finite"
-        explained = beyond is not None and not beyond(judged).exceeded
+        if beyond is not None:
+            explained = not beyond(judged).exceeded
+        else:
+            explained = float(judged.worst) <= _BELIEVED * DEVIATIONS
         return "rounding" if explained else "persistent"
     # A second fault may have hit the second computation; a third decides.
     _replace_all(stored, redo)

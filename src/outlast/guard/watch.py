@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from outlast.guard.findings import HARMFUL, Finding, Ledger, Outcome, Site
+from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
 from outlast.guard.recompute import correct
 from outlast.guard.signs import Signs
 
@@ -48,6 +48,7 @@ class Watch:
         self.signs = Signs(policy.seed)
         self.step = 0
         self.uncorrected = 0
+        self._lasting = 0
         self.seconds = 0.0
         self.generation = 0
         self.driven = False
@@ -66,14 +67,26 @@ class Watch:
         return type(None), ()
 
     def begin(self) -> None:
-        """Forget what an attempt at this step has found; its checks begin anew."""
-        self.uncorrected = 0
+        """Forget what an attempt at this step has found in its passes; they begin anew."""
+        self.uncorrected = self._lasting
         self._waiting.clear()
 
     def advance(self) -> None:
         """A step is done: the next one draws other signs."""
+        self._lasting = 0
         self.begin()
         self.step += 1
+        self.redraw()
+
+    def restart(self, step: int) -> None:
+        """Weights and optimizer state are others now; `step` steps are done."""
+        self.step = step
+        self._lasting = 0
+        self.begin()
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw other signs; sums of weights with the old ones no longer serve."""
         self.generation += 1
         self.signs.renew()
 
@@ -166,6 +179,7 @@ class Watch:
         self.ledger.findings.append(finding)
         if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
+            self._lasting += site.operation in LASTING
         if self._on_finding is not None:
             self._on_finding(finding)
 

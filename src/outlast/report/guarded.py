@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from outlast.report.overview import Overview
 
 _MOST_FINDINGS = 100
-_GRADES = {"corrected": "good", "check": "good", "not_finite": "caution"}
+_GRADES = {
+    **dict.fromkeys(("corrected", "check", "repeated"), "good"),
+    **dict.fromkeys(("rounding", "not_finite"), "caution"),
+}
 
 
 def guard_part(overview: Overview) -> str:

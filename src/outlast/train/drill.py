@@ -36,22 +36,18 @@ if TYPE_CHECKING:
 
 RESULT = "drill.json"
 
-SITES_BY_LEVEL = {
-    "light": ("optimizer.state", "weight.rest"),
-    "linear": (
-        *("linear.output", "linear.dx", "linear.dw", "linear.operand", "linear.saved"),
-        *("linear.check", "weight"),
-    ),
-    "full": ("attention.output", "norm.output"),
-}
-"""Where the default faults strike, by the level whose checks are meant to see them."""
+SITES = (
+    *("weight", "linear.output", "linear.dx", "linear.dw", "linear.operand", "linear.saved"),
+    *("weight.rest", "linear.check", "embedding.output", "embedding.dw"),
+    *("norm.output", "norm.dx", "norm.dw", "optimizer.state"),
+    *("attention.output", "attention.dq", "attention.dk", "attention.dv", "loss.dlogits"),
+)
+"""Where the default faults strike; those that end in a restart stand apart."""
 
 
 def default_faults(ranks: int, steps: int) -> list[str]:
     """One flip of any bit at each site in turn, one site per step, from the third step on."""
-    sites = [site for own in SITES_BY_LEVEL.values() for site in own]
-    if ranks > 1:
-        sites += ["bucket.during", "bucket.after"]
+    sites = [*SITES, "bucket.during", "bucket.after"] if ranks > 1 else SITES
     return [
         f"{site}:bit=any:step={number + 2}:every={len(sites)}"
         for number, site in enumerate(sites)
@@ -102,6 +98,7 @@ class _Copies:
     bare: Trainer
     guarded: Trainer
     faults: tuple[Fault, ...]
+    start: list[torch.Tensor]
     harmful_steps: list[int] = field(default_factory=list)
     noises: list[float] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
@@ -111,7 +108,8 @@ class _Copies:
         """Three trainers of equal state, two of them with the faults."""
         faults = tuple(each for each in parse_faults(drill.faults) if isinstance(each, Fault))
         clean, guarded = _trainer(setup, data), _trainer(setup, data)
-        copies = cls(clean, _trainer(setup, data, correct=False), guarded, faults)
+        bare = _trainer(setup, data, correct=False)
+        copies = cls(clean, bare, guarded, faults, _weights(clean))
         for trainer in (copies.bare, copies.guarded):
             inject(_guard(trainer), faults, seed=drill.seed, rank=setup.ranks.rank)
         return copies
@@ -123,9 +121,11 @@ class _Copies:
         before = _weights(self.clean) if due else []
         if due:
             _take_over(self.bare, self.clean)
+        _guard(self.clean).prefer()
         self.clean.step(step, parts)
         if due:
             self._measure_harm(step, parts, before)
+        _guard(self.guarded).prefer()
         try:
             self.guarded.step(step, parts)
         except WrongNumbersError as error:
@@ -140,6 +140,7 @@ class _Copies:
         guard = _guard(self.bare)
         start = [optimizer.state_dict() for optimizer in self.bare.optimizers]
         start = copy.deepcopy(start)
+        guard.prefer()
         guard.restart(step)
         self.bare.step(step, parts)
         harm = _distance(_weights(self.bare), after, before)
@@ -174,10 +175,13 @@ class _Copies:
             "seed": drill.seed,
             "policy": guard.policy.level,
             "rows": [_row(row) for row in found.rows],
+            "idle": _joined([str(each) for each in seam.idle]),
             "false_alarms": _rate(alarm_rate) | {"at_most": alarm_rate.at_most()},
             "bits_equal": self.equal(),
             "stops": self.stops,
             "noise": max(self.noises, default=0.0),
+            "alarms": [dataclasses.asdict(each) for each in alarms],
+            "distance": _distance(_weights(self.guarded), _weights(self.clean), self.start),
             "injections": [dataclasses.asdict(each) for each in injections],
             "findings": [dataclasses.asdict(each) for each in findings],
         }

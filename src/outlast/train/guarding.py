@@ -35,7 +35,7 @@ class RunGuard:
 
     def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
         settings = job.guard
-        self._news: list[Finding] = []
+        self._reported = 0
         policy = Policy(
             level=settings.policy,
             modules=settings.modules,
@@ -45,7 +45,7 @@ class RunGuard:
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self.guard: Guard = guard(model, optimizers, policy, on_finding=self._news.append)
+            self.guard: Guard = guard(model, optimizers, policy)
         self.warnings = [str(each.message) for each in caught]
 
     def attempts(self) -> Iterator[int]:
@@ -63,7 +63,7 @@ class RunGuard:
     @property
     def found(self) -> int:
         """Findings of this process that are not recorded yet."""
-        return len(self._news)
+        return len(self.guard.ledger.findings) - self._reported
 
     def news(self) -> list[WrongNumbers]:
         """All ranks' findings since the last call, by rank; all ranks call it together.
@@ -71,7 +71,8 @@ class RunGuard:
         Returns:
             Events on rank 0, nothing on the others.
         """
-        mine, self._news[:] = list(self._news), []
+        mine = self.guard.ledger.findings[self._reported :]
+        self._reported += len(mine)
         gathered: list[list[Finding]] = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]

@@ -8,7 +8,7 @@ harmful    when the weights after its step differ from the clean run's in a run 
 masked     when it is not harmful: no bit of the weights is different, protected or not;
 detected   when a check that covers its site made a finding, of the same module or of all modules
            together, in its step (or at most `patience` steps later);
-corrected  when it is detected and every such finding ended with the right numbers;
+corrected  when it is detected, put right, and no such finding left wrong numbers;
 missed     when it is harmful and not detected.
 
 Shares of harmful events are of all harmful ones, so that no figure rests on masked ones, which any
@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 
 from scipy.special import betaincinv
 
+from outlast.guard.findings import HARMFUL
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from outlast.guard.findings import Finding
     from outlast.guard.inject.injector import Injection
 
-_RIGHT = frozenset({"corrected", "check"})
+_RIGHT = frozenset({"corrected", "check", "repeated"})
 _SEEN_BY = {
     "weight": frozenset({"weight", "linear", "optimizer", "rest", "replicas"}),
     "optimizer": frozenset({"optimizer", "weight", "rest", "replicas"}),
@@ -209,7 +211,8 @@ def _event(
     return _Event(
         site,
         harmful,
-        corrected=bool(own) and all(finding.outcome in _RIGHT for finding in own),
+        corrected=any(finding.outcome in _RIGHT for finding in own)
+        and not any(finding.outcome in HARMFUL for finding in own),
         latency=min((finding.step - step for finding in own), default=None),
     )
 

@@ -1,0 +1,253 @@
+"""`outlast drill` as a person runs it: faults on purpose, and whether all was put right."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from forked import run_ranks
+from tiny import tiny_job
+
+from outlast.cli.drill import print_drill
+from outlast.cli.main import main
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE
+from outlast.guard.inject import Fault, parse_faults
+from outlast.guard.seam import SITES
+from outlast.job import to_toml
+from outlast.train import drill
+
+SHORT = ("train.steps=6", "data.validation_fraction=0.0")
+RATES = ("masked", "harmful", "detected", "corrected", "missed", "detected_of_all")
+
+
+def _outlast(arguments):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    sys.argv = ["outlast", *arguments]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def outlast_drill(folder, *arguments, overrides=SHORT):
+    """Run the drill of a tiny job in a forked process; gives code, stdout, stderr and result."""
+    file = folder / "job.toml"
+    file.write_text(to_toml(tiny_job(folder, "tiny", *overrides)))
+    result = folder / "result.json"
+    command = ["drill", str(file), *map(str, arguments), "--json", str(result)]
+    [(code, out, err)] = run_ranks(1, _outlast, command)
+    return code, out, err, json.loads(result.read_text()) if result.exists() else None
+
+
+def row_of(result, site):
+    [row] = [row for row in result["rows"] if row["site"] == site]
+    return row
+
+
+@pytest.mark.distributed
+def test_transient_faults_are_put_right_and_told(tmp_path):
+    faults = (
+        "linear.output:bit=30:step=1",
+        "linear.dx:bit=30:step=2",
+        "linear.dw:stuck=1.0:step=3,norm.output:bit=30:step=4",
+    )
+    arguments = [each for fault in faults for each in ("--faults", fault)]
+    code, out, err, result = outlast_drill(tmp_path, *arguments)
+    assert code == EXIT_DONE, err
+    assert "drill, policy full" in out
+    for name in ("site", "injected", *RATES[:-1], "latency"):
+        assert name in out
+    assert "the final weights equal the clean run's bit for bit" in out
+    assert "drill: step 6/6" in out
+    assert result["bits_equal"] is True
+    assert result["distance"] == 0.0
+    assert result["stops"] == result["idle"] == []
+    assert result["policy"] == "full"
+    assert {row["site"] for row in result["rows"]} == {
+        *("linear.output", "linear.dx", "linear.dw", "norm.output", "all")
+    }
+    everything = row_of(result, "all")
+    assert everything["injected"] == 4
+    assert everything["harmful"]["count"] == everything["detected"]["count"] == 4
+    assert everything["corrected"]["count"] == 4
+    assert everything["missed"] == {"count": 0, "total": 4, **interval(everything["missed"])}
+    assert 0.3 < everything["detected"]["low"] < 1.0
+    assert everything["detected"]["high"] == 1.0
+    assert everything["longest_latency_steps"] == 0
+    steps = {(each["site"], each["step"]) for each in result["injections"]}
+    assert ("norm.output", 4) in steps
+    assert len(result["injections"]) == 4
+    assert {each["outcome"] for each in result["findings"]} == {"corrected"}
+    written = tmp_path / "runs" / "tiny-drill" / "drill.json"
+    assert json.loads(written.read_text()) == result
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def interval(rate):
+    return {"low": rate["low"], "high": rate["high"]}
+
+
+@pytest.mark.distributed
+def test_without_faults_every_site_is_struck_and_the_clean_run_raises_no_alarm(tmp_path):
+    overrides = ("train.steps=22", "data.validation_fraction=0.0", "log.every_steps=11")
+    code, out, err, result = outlast_drill(tmp_path, overrides=overrides)
+    assert code == EXIT_DONE, err
+    assert result["false_alarms"]["count"] == 0
+    assert result["false_alarms"]["total"] > 100_000
+    assert result["false_alarms"]["at_most"] < 1e-4
+    assert result["alarms"] == []
+    assert "false alarms: 0 in" in out
+    assert {row["site"] for row in result["rows"]} == {*drill.SITES, "all"}
+    assert 0 < result["noise"] < 1
+
+
+@pytest.mark.distributed
+def test_two_processes_meet_each_their_faults(tmp_path):
+    faults = "linear.output:bit=30:step=1:rank=1,bucket.during:bit=30:step=3"
+    arguments = ("--faults", faults, "--nproc", "2")
+    code, _, err, result = outlast_drill(tmp_path, *arguments)
+    assert code == EXIT_DONE, err
+    assert result["bits_equal"] is True
+    assert {(each["rank"], each["outcome"]) for each in result["findings"]} >= {(1, "corrected")}
+    assert {each["operation"] for each in result["findings"]} == {"linear.forward", "all_reduce"}
+    assert row_of(result, "bucket.during")["detected"]["count"] == 1
+
+
+@pytest.mark.distributed
+def test_numbers_that_stay_wrong_are_told_as_stops(tmp_path):
+    fault = "linear.saved:bit=29:permanent:step=4:module=*.0.mlp.gate_proj"
+    code, out, err, result = outlast_drill(tmp_path, "--faults", fault)
+    assert code == EXIT_DONE, err
+    assert len(result["stops"]) == 2
+    assert "step 5: the numbers of rank 0 are wrong and stay so" in result["stops"][0]
+    assert "stopped 2 times, to go on from a checkpoint; the last time: step 6: the numb" in out
+    # A stop loses no step: the drill goes on as after a restart on a sound device.
+    assert result["bits_equal"] is True
+
+
+@pytest.mark.distributed
+def test_what_a_lower_level_does_not_see_stays_in_the_weights(tmp_path):
+    arguments = ("guard.policy=linear", "--faults", "weight.rest:bit=22:step=3")
+    code, out, err, result = outlast_drill(tmp_path, *arguments)
+    assert code == EXIT_DONE, err
+    assert result["policy"] == "linear"
+    assert result["bits_equal"] is False
+    assert 0 < result["distance"] < 1
+    assert "the final weights differ from the clean run's by" in out
+    assert row_of(result, "weight.rest")["corrected"]["count"] == 0
+
+
+@pytest.mark.distributed
+def test_a_fault_that_met_nothing_is_told(tmp_path):
+    # A site belongs to a check, and this level has none of products.
+    fault = "linear.dw:stuck=0.5:step=2"
+    code, out, err, result = outlast_drill(tmp_path, "guard.policy=light", "--faults", fault)
+    assert code == EXIT_DONE, err
+    assert result["idle"] == [fault]
+    assert f"without effect, since no such numbers were computed then: {fault}" in out
+    assert row_of(result, "all")["injected"] == 0
+
+
+@pytest.mark.distributed
+def test_the_same_seed_is_the_same_drill(tmp_path):
+    fault = ("--faults", "linear.output:every=2")
+    results = [
+        outlast_drill(tmp_path, *fault, "--seed", seed)[3]["injections"] for seed in (3, 3, 4)
+    ]
+    assert results[0] == results[1] != results[2]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["guard.policy=off"], 'guard.policy = "off" leaves nothing to drill; set it to "full"'),
+        (["--faults", "linear.outptu:step=1"], "did you mean 'linear.output'?"),
+        (["--faults", "linear.output:step=x"], "step = 'x' is not a whole number"),
+        (["--faults", "linear.output"], "a transient fault needs a time"),
+        (["--faults", "kill"], "kill needs a step, as in kill:step=12"),
+        (["--faults", "linear.dx:step=1:module=*.attn.*"], "matches none of the 29 guarded"),
+    ],
+    ids=["off", "site", "number", "time", "process", "module"],
+)
+def test_what_cannot_be_drilled_is_refused_in_one_sentence(tmp_path, arguments, sentence):
+    code, _, err, result = outlast_drill(tmp_path, *arguments)
+    assert code == EXIT_BAD_INPUT
+    assert err.startswith("outlast: ")
+    assert len(err.strip().splitlines()) == 1
+    assert sentence in err
+    assert result is None
+
+
+@pytest.mark.distributed
+def test_a_killed_training_ends_in_the_same_weights(tmp_path):
+    code, out, err, result = outlast_drill(tmp_path, "--faults", "kill:step=3")
+    assert code == EXIT_DONE, err
+    assert result == {"processes": {"faults": ["kill:step=3"], "starts": 2, "bits_equal": True}}
+    assert "drill: the run ended with exit code -9; starting it again" in out
+    assert "process faults kill:step=3: 2 starts; the final weights equal" in out
+    names = sorted(each.name for each in Path(tmp_path / "runs").iterdir())
+    assert names == ["tiny-drill-clean", "tiny-drill-faults"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_default_faults_strike_one_site_per_step(ranks):
+    texts = drill.default_faults(ranks, 1000)
+    faults = parse_faults(texts)
+    assert all(isinstance(each, Fault) for each in faults)
+    sites = {each.site for each in faults}
+    assert sites <= set(SITES)
+    assert ("bucket.during" in sites) == (ranks > 1)
+    struck = [[each for each in faults if each.due(step)] for step in range(200)]
+    assert [len(each) for each in struck] == [0, 0] + [1] * 198
+    assert {each.site for (each,) in struck[2 : 2 + len(faults)]} == sites
+
+
+def test_a_short_drill_has_only_the_faults_that_can_strike():
+    assert len(drill.default_faults(1, 5)) == 3
+    assert drill.default_faults(1, 2) == []
+
+
+def rate(count, total):
+    return {"count": count, "total": total, "low": 0.25, "high": 0.75}
+
+
+def test_the_table_is_whole_in_a_narrow_log(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    row = {
+        "site": "linear.output",
+        "injected": 12,
+        **{name: rate(3, 12) for name in RATES},
+        "longest_latency_steps": 1,
+    }
+    empty = {**row, "site": "all", "missed": rate(0, 0), "longest_latency_steps": None}
+    print_drill(
+        {
+            "policy": "linear",
+            "rows": [row, empty],
+            "false_alarms": {"count": 2, "total": 1234567, "at_most": 5.1e-6},
+            "noise": 0.00123,
+            "idle": ["norm.dx:step=1"],
+            "stops": ["step 4: bad"],
+            "bits_equal": False,
+            "distance": 0.0321,
+        }
+    )
+    out = capsys.readouterr().out
+    [line] = [line for line in out.splitlines() if "linear.output" in line]
+    assert line.count("3 (25-75)") == 5
+    assert "1 step " in line
+    [line] = [line for line in out.splitlines() if "all " in line and "3 (25-75)" in line]
+    assert " - " in line
+    assert "false alarms: 2 in 1,234,567 checks, at most 5.1e-06 per check (95 %)" in out
+    assert "more than 0.0012 of the update" in out
+    assert "stopped once, to go on from a checkpoint; the last time: step 4: bad" in out
+    assert "without effect, since no such numbers were computed then: norm.dx:step=1" in out
+    assert "the final weights differ from the clean run's by 0.032 of the training" in out
