@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,9 +24,10 @@ SHORT = ("train.steps=6", "data.validation_fraction=0.0")
 RATES = ("masked", "harmful", "detected", "corrected", "missed", "detected_of_all")
 
 
-def _outlast(arguments):
+def _outlast(arguments, launched=False):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
+        if not launched:
+            del os.environ[name]
     sys.argv = ["outlast", *arguments]
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -121,6 +123,18 @@ def test_two_processes_meet_each_their_faults(tmp_path):
 
 
 @pytest.mark.distributed
+def test_of_processes_that_others_have_started_the_first_one_tells(tmp_path):
+    file, result = tmp_path / "job.toml", tmp_path / "result.json"
+    file.write_text(to_toml(tiny_job(tmp_path, "tiny", "train.steps=3", "parallel.shard=2")))
+    command = ["drill", str(file), "--json", str(result)]
+    first, second = run_ranks(2, _outlast, command, True)
+    assert (first[0], second[0]) == (EXIT_DONE, EXIT_DONE), first[2] + second[2]
+    assert "the final weights" in first[1]
+    assert second[1] == ""
+    assert json.loads(result.read_text())["faults"] == drill.default_faults(2, 3)
+
+
+@pytest.mark.distributed
 def test_numbers_that_stay_wrong_are_told_as_stops(tmp_path):
     fault = "linear.saved:bit=29:permanent:step=4:module=*.0.mlp.gate_proj"
     code, out, err, result = outlast_drill(tmp_path, "--faults", fault)
@@ -195,6 +209,38 @@ def test_a_killed_training_ends_in_the_same_weights(tmp_path):
     assert "process faults kill:step=3: 2 starts; the final weights equal" in out
     names = sorted(each.name for each in Path(tmp_path / "runs").iterdir())
     assert names == ["tiny-drill-clean", "tiny-drill-faults"]
+
+
+def in_process(monkeypatch, capsys, folder, *arguments):
+    """Run a drill that starts no training in this process; gives code, stdout and stderr."""
+    file = folder / "job.toml"
+    file.write_text(to_toml(tiny_job(folder, "tiny")))
+    monkeypatch.setattr(sys, "argv", ["outlast", "drill", str(file), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_other_weights_after_a_disturbed_training_are_a_failure(monkeypatch, capsys, tmp_path):
+    differs = {"faults": ["kill:step=3"], "starts": 2, "bits_equal": False}
+    monkeypatch.setattr("outlast.cli.drill._drill_processes", lambda *_: differs)
+    assert in_process(monkeypatch, capsys, tmp_path, "--faults", "kill:step=3")[0] == 1
+
+
+def test_a_training_that_never_ends_is_given_up(monkeypatch, capsys, tmp_path):
+    started = []
+
+    def fails(command, **_):
+        started.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr("outlast.cli.drill.subprocess.run", fails)
+    code, _, err = in_process(monkeypatch, capsys, tmp_path, "--faults", "kill:step=3")
+    assert code == EXIT_BAD_INPUT
+    assert "tiny-drill-clean was started 5 times and ended with exit code 7 at last" in err
+    # Only the first start moves an earlier drill aside; the others go on.
+    assert ["--fresh" in command for command in started] == [True] + [False] * 4
+    assert not any("--process-fault" in command for command in started)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

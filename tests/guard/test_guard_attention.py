@@ -255,9 +255,9 @@ def train(model: nn.Module, watch: Watch | None, steps: int, bf16: bool) -> list
             stack.enter_context(LossChecks(watch).replacing())
             for name, module in model.named_modules():
                 if norm_kind(module):
-                    module.forward = NormChecks(watch, module, name)
+                    module.forward = NormChecks(watch, module, name).forward
                 elif isinstance(module, nn.Embedding):
-                    module.forward = EmbeddingChecks(watch, module, name)
+                    module.forward = EmbeddingChecks(watch, module, name).forward
         for _ in range(steps):
             for _ in range(2):
                 starts = torch.randint(0, len(data) - 41, (4,), generator=generator)

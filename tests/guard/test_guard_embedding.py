@@ -19,7 +19,7 @@ def build(dtype: torch.dtype = torch.float32) -> tuple[nn.Embedding, EmbeddingCh
     torch.manual_seed(0)
     module = nn.Embedding(ROWS, FEATURES, padding_idx=PADDING, dtype=dtype)
     watch = Watch(Policy(), None)
-    return module, EmbeddingChecks(watch, module, "embed"), watch
+    return module, EmbeddingChecks(watch, module, "embed").forward, watch
 
 
 def tokens(count: int = 60) -> tuple[Tensor, Tensor]:

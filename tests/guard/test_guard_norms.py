@@ -66,7 +66,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Nor
         parameter.data += 0.3 * torch.randn_like(parameter)
     module = module.to(dtype)
     watch = Watch(Policy(), None)
-    return module, NormChecks(watch, module, "norm"), watch
+    return module, NormChecks(watch, module, "norm").forward, watch
 
 
 def data(dtype: torch.dtype, mean: float = 0.0, rows: int = 40) -> tuple[Tensor, Tensor]:
@@ -241,7 +241,7 @@ def test_long_sums_in_bf16_that_lose_their_last_terms_are_no_fault() -> None:
 
 def test_an_unknown_formula_is_not_guarded_and_said_so() -> None:
     module = StrangeRMSNorm(FEATURES)
-    checks = NormChecks(Watch(Policy(), None), module, "blocks.0.norm")
+    checks = NormChecks(Watch(Policy(), None), module, "blocks.0.norm").forward
     x, _ = data(torch.float32)
     with pytest.warns(UserWarning, match="blocks.0.norm .StrangeRMSNorm. is not guarded"):
         y = checks(x)
@@ -249,7 +249,7 @@ def test_an_unknown_formula_is_not_guarded_and_said_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checks(x)
-    assert checks.watch.ledger.checks == 0
+    assert checks.__self__.watch.ledger.checks == 0
 
 
 def test_kinds() -> None:

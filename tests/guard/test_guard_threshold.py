@@ -90,7 +90,7 @@ def test_variances_of_rows_are_those_of_numbers() -> None:
 
 def test_the_detection_point_of_stored_numbers() -> None:
     point = product_bound(Rounding("bfloat16"), 1, 1000).detection_point()
-    assert point == pytest.approx(DEVIATIONS * 2.0**-8 / math.sqrt(3 * 2.16), rel=1e-3)
+    assert point == pytest.approx(2 * DEVIATIONS * 2.0**-8 / math.sqrt(3 * 2.16), rel=1e-3)
 
 
 def sequential(x: Tensor, weight: Tensor) -> Tensor:

@@ -111,6 +111,14 @@ def test_no_level_changes_a_bit_of_the_training(layout: str, tmp_path: Path) -> 
             assert "all_reduce" in totals.operations
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_batches_of_few_rows_raise_no_alarm(precision: str, tmp_path: Path) -> None:
+    settings = ("train.steps=20", f"train.precision={precision}", "train.micro_batch_size=3")
+    job = tiny_job(tmp_path, "few", *SHORT, *settings, "guard.policy=full", "guard.correct=false")
+    assert train(job, 1) == EXIT_DONE
+    assert found(job) == []
+
+
 def test_compiled_blocks_are_guarded(tmp_path: Path) -> None:
     settings = (*SHORT, "train.steps=2", "guard.policy=linear")
     eager = tiny_job(tmp_path, "eager", *settings)

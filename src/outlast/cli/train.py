@@ -47,7 +47,8 @@ def train(
     """Train a language model, or go on where the run was stopped or killed.
 
     The same command starts, resumes and finishes a run. It works alone, with --nproc, under
-    torchrun and under srun. Exit codes: 0 done, 2 wrong input, 3 stopped and to be continued.
+    torchrun and under srun. Exit codes: 0 done, 2 wrong input, 3 stopped and to be continued, 4
+    wrong numbers that stay wrong.
     """
     from outlast.job import load_job
 

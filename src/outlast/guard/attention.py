@@ -69,6 +69,9 @@ _KEY_BLOCK = 512
 """Keys that the CPU's backward pass takes at a time."""
 
 
+_LOCAL = threading.local()
+
+
 class AttentionChecks:
     """Checks all calls of ``torch.nn.functional.scaled_dot_product_attention`` in a process.
 
@@ -78,7 +81,6 @@ class AttentionChecks:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._local = threading.local()
 
     def replacing(self) -> AbstractContextManager[None]:
         """Put the check in place of the function for all callers, until the context ends.
@@ -124,6 +126,9 @@ class AttentionChecks:
         """Attention of query (..., heads, queries, channels) to key and value (..., keys, ...)."""
         given = (query, key, value)
         gqa = bool(options.get("enable_gqa"))
+        policy = self.watch.policy
+        if policy.modules and not policy.reaches("full", self._name()):
+            return original(*given, attn_mask, dropout_p, is_causal, **options)
         if not _applies(given, gqa) or isinstance(attn_mask, DTensor):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         device = query.device.type
@@ -143,19 +148,19 @@ class AttentionChecks:
         return call.run(query, key, value, attn_mask)
 
     def _name(self) -> str:
-        stack: list[str] = getattr(self._local, "stack", [])
+        stack: list[str] = getattr(_LOCAL, "stack", [])
         return stack[-1] if stack else "attention"
 
     def _enter(self, name: str, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        self._local.stack.append(name)
+        if not hasattr(_LOCAL, "stack"):
+            _LOCAL.stack = []
+        _LOCAL.stack.append(name)
 
     def _leave(self, *_: object) -> None:
-        if not torch.compiler.is_compiling() and getattr(self._local, "stack", None):
-            self._local.stack.pop()
+        if not torch.compiler.is_compiling() and getattr(_LOCAL, "stack", None):
+            _LOCAL.stack.pop()
 
 
 def _is_double(tensor: Tensor) -> bool:

@@ -113,7 +113,8 @@ def detection_point(stored: str, terms: int, outputs: int, *, read: str = "") ->
     """
     bound = product_bound(Rounding(stored, read=read, summed="float32"), terms, outputs)
     # Powers are 1/2.16 of the squares for log-uniform significands.
-    return DEVIATIONS * math.sqrt(bound.by_power / 2.16 + bound.by_square)
+    # The threshold, and a clean difference as large that may hide as much.
+    return 2.0 * DEVIATIONS * math.sqrt(bound.by_power / 2.16 + bound.by_square)
 
 
 def false_alarms(checks: float) -> float:

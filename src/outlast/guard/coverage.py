@@ -188,7 +188,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "replicas": Operation(
         "light",
-        "the same hashes on all replicas (DDP, the replicating dimension of HSDP)",
+        "the same hashes on all replicas (DDP)",
         "any difference between replicas, within the patrol's period",
         "what is wrong on all of them; which of two is right, unless another check tells",
         corrects=True,

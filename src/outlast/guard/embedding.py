@@ -37,6 +37,7 @@ from outlast.guard.probes import (
     watched,
 )
 from outlast.guard.recompute import bits
+from outlast.guard.standin import StandIn
 from outlast.guard.threshold import unit_roundoff
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def why_no_embedding(module: nn.Module) -> str:
     return ""
 
 
-class EmbeddingChecks:
+class EmbeddingChecks(StandIn):
     """Stands in for the ``forward`` of one `nn.Embedding`.
 
     Args:
@@ -68,14 +69,14 @@ class EmbeddingChecks:
         name: Its name in the model.
     """
 
+    module: nn.Embedding
+
     def __init__(self, watch: Watch, module: nn.Embedding, name: str) -> None:
-        self.watch = watch
-        self.module = module
-        self.name = name
+        super().__init__(watch, module, name)
         self.forward_site = watch.ledger.site(name, "embedding.forward")
         self.dw_site = watch.ledger.site(name, "embedding.dw")
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """The rows (..., features) of ids (...)."""
         weight = self.module.weight
         unchecked = (

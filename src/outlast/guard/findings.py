@@ -60,13 +60,14 @@ class Site:
     detection_point: float | None = None
 
     def add(self, checks: int, worst: float, total: float, widest: float) -> None:
-        """Count `checks` comparisons that passed; see `outlast.guard.product.Judged`."""
+        """Count `checks` comparisons that passed; see `outlast.guard.judged.Judged`."""
         self.checks += checks
         self.total += total
         if math.isfinite(worst):
             self.worst = max(self.worst, worst)
         if math.isfinite(widest) and widest > 0:
-            self.detection_point = max(self.detection_point or 0.0, widest)
+            # The threshold applies to error and clean difference together, which may cancel.
+            self.detection_point = max(self.detection_point or 0.0, 2.0 * widest)
 
     @property
     def spread(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Level, Policy, policy_of
-from outlast.guard.verdict import Verdict, agree, install_collectives, remedy
+from outlast.guard.verdict import GradientReduction, Verdict, agree, install_collectives, remedy
 from outlast.guard.watch import Watch
 
 if TYPE_CHECKING:
@@ -69,20 +69,18 @@ class Guard:
         _refuse(self._model)
         self._installed = install(self.watch, self._model)
         self._undo = self._installed.undo
-        self._reduction = None
-        if policy.reaches("linear"):
-            self._reduction = install_collectives(self.watch, model)
-        if self._reduction is not None:
-            self._undo.callback(self._reduction.remove)
-        self._verdict: Verdict | None = None
+        self._reduction: GradientReduction | None = None
+        self._approved = False
         self.patrol: Patrol | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
+        self._stepped: set[int] = set()
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        if self._optimizers:
-            self._install_optimizers()
-        self._model._outlast_watch = self.watch
-        self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
+        try:
+            self._install_rest(model)
+        except BaseException:
+            self._undo.close()
+            raise
 
     @property
     def ledger(self) -> Ledger:
@@ -128,8 +126,8 @@ class Guard:
 
         To be called on all ranks together, also after a resume: all ranks draw the same signs.
         """
-        self._verdict = None
         self.watch.restart(step)
+        self._stepped.clear()
         self._begin()
         if self.patrol is not None:
             # It remembers numbers that are no longer there.
@@ -143,10 +141,8 @@ class Guard:
             self.patrol.before_step()
         watch.settle()
         if self._reduction is not None:
-            self._verdict = self._reduction.verdict(watch.uncorrected)
-        else:
-            self._verdict = agree(watch.step, watch.uncorrected)
-        return self._verdict
+            return self._reduction.verdict(watch.uncorrected)
+        return agree(watch.step, watch.uncorrected)
 
     def attempts(self) -> Iterator[int]:
         """Repeat a step's passes until its numbers may be used.
@@ -158,6 +154,9 @@ class Guard:
                 loss(model(batch)).backward()
             optimizer.step()
 
+        Attempts begin with the same state of torch's random generators. Buffers that the passes
+        change, such as batch normalisation's averages, are changed by every attempt.
+
         Yields:
             The number of attempts before.
 
@@ -165,17 +164,21 @@ class Guard:
             WrongNumbersError: On all ranks, when some rank's numbers stay wrong.
         """
         verdicts: list[Verdict] = []
+        random = _random_states()
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         while True:
             self._begin()
             yield len(verdicts)
             verdict = self.verdict()
             if verdict.clean:
+                self._approved = True
                 if verdicts and not verdict.dropped:
                     self.ledger.repeated(verdict.step)
                 return
             # A false alarm does not survive other signs, and all ranks draw the same.
             self.watch.redraw()
+            # So that dropout drops the same numbers again.
+            _restore_random_states(random)
             verdicts.append(verdict)
             follows = remedy(verdicts, self.policy.persistent, size)
             if follows.action == "drop" and self._reduction is not None:
@@ -184,6 +187,7 @@ class Guard:
                 raise self._wrong(verdict)
 
     def _begin(self) -> None:
+        self._approved = False
         self.watch.begin()
         if self._reduction is not None:
             self._reduction.begin()
@@ -200,49 +204,94 @@ class Guard:
     def _new_patrol(self) -> Patrol:
         return Patrol(
             self.watch,
-            self._model.named_parameters(),
+            _at_rest(self._model),
             self._optimizers,
             self._replicas,
             self.policy.reaches("full"),
         )
 
-    def _install_optimizers(self) -> None:
-        watch = self.watch
-        watch.driven = True
-        self._undo.callback(lambda: setattr(watch, "driven", False))
-        if self.policy.reaches("light"):
-            self.patrol = self._new_patrol()
+    def _install_rest(self, model: nn.Module) -> None:
+        if self.policy.reaches("linear"):
+            self._reduction = install_collectives(self.watch, model)
+        if self._reduction is not None:
+            self._undo.callback(self._reduction.remove)
+        if self._optimizers:
+            self.watch.driven = True
+            self._undo.callback(lambda: setattr(self.watch, "driven", False))
+            if self.policy.reaches("light"):
+                self.patrol = self._new_patrol()
+        for optimizer in self._optimizers:
+            for hook in (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            ):
+                self._undo.callback(hook.remove)
+        self._model._outlast_watch = self.watch
+        self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
 
-        def before(*_: object) -> None:
-            if self._verdict is None or self._verdict.step != watch.step:
-                self.verdict()
-            assert self._verdict is not None
-            if not self._verdict.clean:
-                raise self._wrong(self._verdict)
+    def _before(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        """An optimizer is about to use the gradients of the passes since the last step."""
+        # torch passes the optimizer itself as the first argument.
+        if any(each is not None for each in (*arguments[1:], options.get("closure"))):
+            raise GuardError(
+                "optimizer.step(closure) runs passes inside of the step, where the guard cannot "
+                "stop it; run them before, and call step() without a closure"
+            )
+        if id(optimizer) in self._stepped:
+            # Some optimizers step more often than others: this is a step of its own.
+            self._advance()
+        approved, self._approved = self._approved or bool(self._stepped), False
+        if approved:
+            return
+        verdict = self.verdict()
+        if not verdict.clean:
+            raise self._wrong(verdict)
 
-        def after(*_: object) -> None:
-            if self.patrol is not None:
-                self.patrol.after_step()
-            self._verdict = None
-            watch.advance()
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._advance()
+            self.watch.begin()
             if self._reduction is not None:
-                self._reduction.restore()
                 self._reduction.begin()
 
-        hooks = (
-            self._optimizers[0].register_step_pre_hook(before),
-            self._optimizers[-1].register_step_post_hook(after),
-        )
-        for hook in hooks:
-            self._undo.callback(hook.remove)
+    def _advance(self) -> None:
+        self._stepped.clear()
+        if self.patrol is not None:
+            self.patrol.after_step()
+        self.watch.advance()
+        if self._reduction is not None:
+            self._reduction.restore()
+
+
+def _at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that have a rounding bound, with their names."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            yield name, parameter
+
+
+def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of torch's generators on the CPU and on all devices in use."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
+
+
+def _restore_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    host, devices = states
+    torch.set_rng_state(host)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)
 
 
 def _refuse(model: nn.Module) -> None:
-    if getattr(model, "_outlast_watch", None) is not None:
-        raise GuardError("the model is guarded already; call remove() of its guard first")
+    for name, module in model.named_modules():
+        if getattr(module, "_outlast_watch", None) is not None:
+            which = f"its part {name}" if name else "the model"
+            raise GuardError(f"{which} is guarded already; call remove() of that guard first")
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise GuardError(
-                f"parameter {name} is {parameter.dtype}: complex numbers have no checks; exclude "
-                "the module that holds it from the model that is guarded"
+                f"parameter {name} is {parameter.dtype}, and complex numbers have no checks; guard "
+                "the parts of the model without them"
             )

@@ -29,32 +29,44 @@ class Installed:
     """The checks in a model.
 
     Attributes:
+        watch: What all of them share.
         coverage: Of every module that holds parameters, as it was found.
         linear: The linear layers' checks by name; what a use of them shows may change coverage.
         functions: The checks of functions that all models of a process share.
         undo: Takes everything away when it is closed.
     """
 
+    watch: Watch
     coverage: list[Coverage] = field(default_factory=list)
     linear: dict[str, LinearChecks] = field(default_factory=dict)
     functions: list[AttentionChecks | LossChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def current_coverage(self) -> list[Coverage]:
-        """`coverage`, without layers that turned out to be split over ranks."""
+        """`coverage` as use has shown it: without layers whose checks were never called."""
         found = []
+        used = {site.module for site in self.watch.ledger.sites.values() if site.checks}
         for each in self.coverage:
             layer = self.linear.get(each.module)
             why_not = layer.why_not if layer is not None else ""
+            if not why_not and self.watch.step and each.operations:
+                names = (each.module, f"{each.module}.")
+                if not any(name == names[0] or name.startswith(names[1]) for name in used):
+                    why_not = "never called by its forward, or inside a compiled graph"
             found.append(Coverage(each.module, each.kind, (), why_not) if why_not else each)
         return found
 
 
 def install(watch: Watch, model: nn.Module) -> Installed:
     """Put the checks that the policy asks for into `model`; warns once of modules without any."""
-    installed = Installed()
+    installed = Installed(watch)
+    inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, ProductLayer):
+            inside = (*inside, f"{name}.")
+        elif not any(True for _ in module.parameters(recurse=False)):
             continue
         operations, why_not = _install(installed, watch, name, module)
         installed.coverage.append(Coverage(name, type(module).__name__, operations, why_not))
@@ -82,6 +94,8 @@ def _install(
     policy = watch.policy
     if not policy.reaches("linear", name):
         return (), f"policy {policy.level_of(name)}"
+    if "forward" in module.__dict__:
+        return (), "its forward was replaced by something else"
     if type(module).forward is nn.Linear.forward:
         assert isinstance(module, nn.Linear)
         checks = installed.linear[name] = LinearChecks(watch, module, name)
@@ -90,7 +104,7 @@ def _install(
     if isinstance(module, nn.Embedding):
         if why_not := why_no_embedding(module):
             return (), why_not
-        _replace_forward(installed, module, EmbeddingChecks(watch, module, name))
+        _replace_forward(installed, module, EmbeddingChecks(watch, module, name).forward)
         return _EMBEDDING_OPERATIONS, ""
     if isinstance(module, ProductLayer):
         own = module.product
@@ -100,7 +114,7 @@ def _install(
     if norm_kind(module) is not None:
         if not policy.reaches("full", name):
             return (), f"policy {policy.level_of(name)}"
-        _replace_forward(installed, module, NormChecks(watch, module, name))
+        _replace_forward(installed, module, NormChecks(watch, module, name).forward)
         return _NORM_OPERATIONS, ""
     return (), "no check for this kind of module"
 

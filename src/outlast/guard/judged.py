@@ -19,8 +19,8 @@ class Judged:
         exceeded: Their number.
         worst: Largest |difference| in standard deviations.
         total: Sum of squared differences in standard deviations, of rows that passed.
-        widest: Largest threshold of a row that passed, as a share of its scale: the detection
-            point.
+        widest: Largest threshold of a row that passed, as a share of its scale; an error of twice
+            as much is surely found.
     """
 
     flags: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from dataclasses import replace
 from time import perf_counter
@@ -19,6 +18,7 @@ from outlast.guard.doubt import beyond_rounding, compared, overflowed
 from outlast.guard.judged import exact, judge
 from outlast.guard.product import Encoding, Gradients, Projections, product_for, rounding_of
 from outlast.guard.recompute import bits
+from outlast.guard.standin import StandIn
 from outlast.guard.threshold import product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ LINEAR_OPERATIONS = (
 TENSOR_PARALLEL = "split over ranks by tensor parallelism"
 
 
-class LinearChecks:
+class LinearChecks(StandIn):
     """Whose `forward` stands in for that of one `nn.Linear`.
 
     Args:
@@ -59,9 +59,7 @@ class LinearChecks:
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
-        self.watch = watch
-        self.module = module
-        self.name = name
+        super().__init__(watch, module, name)
         self.why_not = ""
         self.forward_site = watch.ledger.site(name, "linear.forward")
         self.dx_site = watch.ledger.site(name, "linear.dx")
@@ -69,18 +67,6 @@ class LinearChecks:
         self.number = compiled.enroll(self)
         self._encoding: Encoding | None = None
         self._encoded: tuple[object, ...] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearChecks:
-        """Of a copied model: watched together with its original, under the same names."""
-        copied = memo.get(id(self.module))
-        return self if copied is None else LinearChecks(self.watch, copied, self.name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A pickled model is one without a guard: the layer stands for its checks, in plain Python.
-
-        Its `forward`, which is all that a model refers to, is then the class's own.
-        """
-        return operator.itemgetter(0), ((self.module,),)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x (..., inputs)."""
@@ -91,8 +77,9 @@ class LinearChecks:
         return self.multiply(x, weight, bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Give x W^T + b, checked; x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
-        if isinstance(weight, DTensor) or x.numel() == 0:
+        """Give x W^T + b, checked; x: (..., inputs), weight: (outputs, inputs)."""
+        nothing = x.numel() == 0 or weight.numel() == 0
+        if isinstance(weight, DTensor) or nothing or torch._C._are_functorch_transforms_active():
             if isinstance(weight, DTensor):
                 self._leave_out(TENSOR_PARALLEL)
             return functional.linear(x, weight, bias)

@@ -39,6 +39,7 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
+from outlast.guard.standin import StandIn
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class _Row:
     t: Tensor
 
 
-class NormChecks:
+class NormChecks(StandIn):
     """Stands in for the ``forward`` of one normalisation layer.
 
     Args:
@@ -106,9 +107,7 @@ class NormChecks:
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
-        self.watch = watch
-        self.module = module
-        self.name = name
+        super().__init__(watch, module, name)
         self.forward_site = watch.ledger.site(name, "norm.forward")
         self.dx_site = watch.ledger.site(name, "norm.dx")
         self.dw_site = watch.ledger.site(name, "norm.dw")
@@ -118,7 +117,7 @@ class NormChecks:
         self._shift: float | None = None if self._kind == "rms_like" else 0.0
         self._known = True
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x (..., D)."""
         if torch.compiler.is_compiling() or not self._applies(x):
             output: Tensor = self._own(x)
@@ -332,9 +331,9 @@ class NormChecks:
             expected = terms.sum(dim=0)
             rounding = Rounding(name_of(gradient.dtype), accumulated, half, name_of(terms.dtype))
             variance = product_bound(rounding, len(terms), 1).variance(powers, squares) + lost
-            if self._kind == "layer":
-                unit = unit_roundoff(accumulated) ** 2 / 3.0
-                variance = variance + unit * _partial_sums(terms)
+            unit = unit_roundoff(accumulated) ** 2 / 3.0
+            # A term has been rounded as x - mean, as x_hat and as their product with dY.
+            variance = variance + unit * (_partial_sums(terms) + 3.0 * squares)
             if self._halves_on_cpu(x):
                 lost_terms = stagnation(len(terms), unit_roundoff(accumulated), squares)
                 variance = variance + lost_terms
@@ -409,8 +408,8 @@ def _partial_sums(terms: Tensor) -> Tensor:
     """Sum of squares of all partial sums of terms (rows, D), twice, from every 32nd part's.
 
     Tokens of one sequence are no exchangeable order: where all of them sum to zero, as behind keys
-    of attention, their first half need not. Twice, since threads begin in the middle. LayerNorm
-    adds up rows in this order; the other norms leave it to torch's sums, which work in pairs.
+    of attention, their first half need not; and few terms of unlike size keep all partial sums as
+    large as the largest. Twice, since threads begin in the middle.
     """
     parts = torch.stack([part.sum(dim=0) for part in terms.tensor_split(32)])
     return parts.cumsum(dim=0).square().sum(dim=0) * (2.0 * len(terms) / 32.0)

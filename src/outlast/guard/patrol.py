@@ -136,7 +136,7 @@ class Patrol:
         going = 0
         if self._cursor:
             share = sum(self._sizes[: self._cursor]) / sum(self._sizes)
-            going = math.ceil((self.steps - self._begun) / share)
+            going = math.ceil((max(self.steps, self._due) - self._begun) / share)
         return max(going, self._last_period) or None
 
     def before_step(self) -> None:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from outlast.guard.recompute import bits
+from outlast.guard.recompute import BELIEVED, bits
+from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -402,8 +403,11 @@ def judge_only(
         fresh = _flat([each for each in again() if each is not None])
         same = torch.equal(bits(fresh), bits(_flat(tensors)))
         own = same and not bool(torch.isfinite(fresh).all())
+        believed = same and float(judged.worst) <= BELIEVED * DEVIATIONS
         rows, worst = int(judged.exceeded), float(judged.worst)
-        outcome: Outcome = "not_finite" if own else "detected"
+        outcome: Outcome = "detected"
+        if own or believed:
+            outcome = "not_finite" if own else "rounding"
         watch.find(site, fresh.device, rows, worst, outcome)
     return list(tensors)
 

@@ -102,7 +102,9 @@ class Product(Protocol):
 @functools.cache
 def _on_cpu(dtype: torch.dtype) -> Product:
     compiled = library() if dtype in _TYPES else None
-    return NativeProduct(compiled) if compiled is not None else TorchProduct()
+    if compiled is None or not compiled.knows(_TYPES[dtype]):
+        return TorchProduct()
+    return NativeProduct(compiled)
 
 
 def product_for(x: Tensor) -> Product:
@@ -150,6 +152,8 @@ class NativeProduct:
         weight = _rows_contiguous(weight)
         outputs, inputs = weight.shape
         u, v = _signs(weight, signs)
+        if bias is not None:
+            bias = bias.to(weight.dtype).contiguous()
         # Read in whole vectors, so with room behind the last number.
         both = torch.zeros(outputs + inputs + 2 * _PADDING)
         right, left = both[: outputs + _PADDING], both[outputs + _PADDING :]

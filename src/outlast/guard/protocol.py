@@ -22,6 +22,7 @@ its own size, and what lies between them is not.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -77,6 +78,10 @@ class CheckedProducts:
             each: LinearChecks(watch, nn.Module(), f"{name}.{each}")
             for each in module.product_names
         }
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copied or pickled layer is one without a guard."""
+        return operator.itemgetter(0), ((plain_product,),)
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ProductFunction`."""

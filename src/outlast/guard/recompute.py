@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 128
 """Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
 
-_BELIEVED = 2.0
+BELIEVED = 2.0
 """Numbers that come out twice with the same bits are believed up to so many thresholds."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,29 +57,23 @@ def correct(
     Returns:
         ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
     """
-    before = stored.clone()
     changed = _replace(stored, flags, redo)
     judged = check()
+    if judged.exceeded and changed:
+        # A second fault may have hit the second computation; a third decides.
+        _replace_all(stored, redo)
+        judged = check()
     if not judged.exceeded:
         return "corrected" if changed else "check"
-    if not changed:
-        rows = judged.flags.to(stored.device).nonzero().flatten()
-        if not bool(torch.isfinite(stored[rows]).all()):
-            return "not_finite"
-        if beyond is not None:
-            explained = not beyond(judged).exceeded
-        else:
-            explained = float(judged.worst) <= _BELIEVED * DEVIATIONS
-        return "rounding" if explained else "persistent"
-    # A second fault may have hit the second computation; a third decides.
-    _replace_all(stored, redo)
-    judged = check()
-    if not judged.exceeded:
-        return "corrected"
-    if torch.equal(bits(stored), bits(before)):
+    rows = judged.flags.to(stored.device).nonzero().flatten()
+    finite = torch.isfinite(stored[rows]).all(dim=1)
+    if beyond is not None:
+        wrong = bool(beyond(judged).exceeded)
+    else:
+        wrong = bool(finite.any()) and not float(judged.worst) <= BELIEVED * DEVIATIONS
+    if wrong:
         return "persistent"
-    finite = bool(torch.isfinite(stored).all())
-    return "persistent" if finite else "not_finite"
+    return "rounding" if bool(finite.all()) else "not_finite"
 
 
 def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
@@ -87,7 +81,7 @@ def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) 
     first, last = _tile(flags)
     if last - first < len(stored):
         again, own = redo(first, last), flags[first:last]
-        same = (bits(again) == bits(stored[first:last])).all(dim=1)
+        same = _same(again, stored[first:last]).all(dim=1)
         if bool(same[~own].all()):
             stored[first:last][own] = again[own]
             return not bool(same.all())
@@ -96,10 +90,15 @@ def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) 
 
 def _replace_all(stored: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
     again = redo(0, len(stored))
-    if torch.equal(bits(again), bits(stored)):
+    if bool(_same(again, stored).all()):
         return False
     stored.copy_(again)
     return True
+
+
+def _same(again: Tensor, stored: Tensor) -> Tensor:
+    """Where both have the same bits, or both are NaN, whose payload depends on the kernel."""
+    return (bits(again) == bits(stored)) | (torch.isnan(again) & torch.isnan(stored))
 
 
 def _tile(flags: Tensor) -> tuple[int, int]:

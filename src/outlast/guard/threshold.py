@@ -121,7 +121,7 @@ class Bound:
         Args:
             power_share: ``powers`` / norm^2; 1/2.16 for log-uniform significands, at most 1.
         """
-        return DEVIATIONS * math.sqrt(self.by_power * power_share)
+        return 2.0 * DEVIATIONS * math.sqrt(self.by_power * power_share)
 
 
 def product_bound(rounding: Rounding, terms: int, outputs: int, *, alike: bool = False) -> Bound:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from time import perf_counter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
 from outlast.guard.recompute import correct
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from outlast.guard.judged import Judged
     from outlast.guard.policy import Policy
     from outlast.guard.seam import Seam
+
+_LATE_DEVIATIONS = 7.5
+"""Where nothing is computed again at once, so that a false alarm costs all ranks a step."""
+
+_NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding"})
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,12 +56,12 @@ class Watch:
         self.step = 0
         self.uncorrected = 0
         self._lasting = 0
+        self._not_finite: list[Site] = []
         self.seconds = 0.0
         self.generation = 0
         self.driven = False
         self.seam: Seam | None = None
         self._on_finding = on_finding
-        self._rank = int(os.environ.get("RANK", "0"))
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...]]] = []
         self.signs.renew()
 
@@ -72,9 +79,11 @@ class Watch:
         self._waiting.clear()
 
     def advance(self) -> None:
-        """A step is done: the next one draws other signs."""
+        """A step is done: the next one draws other signs.
+
+        What has been found since it was judged belongs to the next one; `begin` forgets it.
+        """
         self._lasting = 0
-        self.begin()
         self.step += 1
         self.redraw()
 
@@ -134,15 +143,15 @@ class Watch:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        numbers = torch.stack(
-            [torch.stack([each.double() for each in four]) for _, _, _, four in waiting]
-        ).tolist()
-        for (site, device, rows, _), (exceeded, worst, total, widest) in zip(
-            waiting, numbers, strict=True
-        ):
-            self._count(site, rows, int(exceeded), worst, total, widest)
-            if exceeded:
-                self.find(site, device, int(exceeded), worst, "detected")
+        for device in dict.fromkeys(each[1] for each in waiting):
+            own = [each for each in waiting if each[1] == device]
+            numbers = torch.stack(
+                [torch.stack([each.double() for each in four[3]]) for four in own]
+            )
+            for (site, _, rows, _), (exceeded, *rest) in zip(own, numbers.tolist(), strict=True):
+                self._count(site, rows, int(exceeded), *rest)
+                if exceeded:
+                    self.find(site, device, int(exceeded), rest[0], _late(site, rest[0]))
 
     def correct(
         self,
@@ -171,11 +180,16 @@ class Watch:
             site.module,
             site.operation,
             str(device),
-            self._rank,
+            _rank(),
             rows,
             magnitude,
             outcome,
         )
+        if outcome == "not_finite":
+            # Said once, until the site has passed a check again.
+            if site in self._not_finite:
+                return
+            self._not_finite.append(site)
         self.ledger.findings.append(finding)
         if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
@@ -203,4 +217,24 @@ class Watch:
     def _count(self, site: Site, rows: int, exceeded: int, *numbers: float) -> None:
         worst, total, widest = numbers
         site.exceeded += exceeded
+        if not exceeded and self._not_finite and site in self._not_finite:
+            self._not_finite.remove(site)
         site.add(rows, 0.0 if exceeded else worst, total, widest)
+
+
+def _late(site: Site, worst: float) -> Outcome:
+    """The outcome of a check that failed on a device, from its largest difference alone.
+
+    Infinities and NaN may be the data's own there, such as an overflow under a gradient scaler.
+    """
+    if site.operation.split(".")[0] not in _NUMERIC:
+        return "detected"
+    if not math.isfinite(worst):
+        return "not_finite"
+    return "detected" if worst > _LATE_DEVIATIONS else "rounding"
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))

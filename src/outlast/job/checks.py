@@ -115,3 +115,9 @@ def _guard(job: Job) -> Iterator[str]:
             'guard.modules names modules, but guard.policy = "off" checks nothing; set it to '
             '"light" to check these modules only'
         )
+    split = [name for name in ("tensor", "pipeline") if getattr(job.parallel, name) > 1]
+    if job.guard.persistent == "drop" and split:
+        yield (
+            f'guard.persistent = "drop" cannot be combined with parallel.{split[0]} > 1, where '
+            'several processes make one gradient; set it to "raise"'
+        )

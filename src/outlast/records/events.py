@@ -175,7 +175,8 @@ class WrongNumbers(Event):
         found_on: Rank of the process.
         rows: How many rows of the check were wrong.
         magnitude: Largest difference, in standard deviations of rounding.
-        outcome: ``corrected``, ``check``, ``not_finite``, ``persistent`` or ``detected``.
+        outcome: ``corrected``, ``check``, ``rounding``, ``not_finite``, ``repeated``,
+            ``persistent`` or ``detected``; see `outlast.guard.findings`.
     """
 
     kind: ClassVar[str] = "wrong_numbers"

@@ -156,7 +156,7 @@ _TIME_NOTE = (
 )
 _GUARD_NOTE = (
     "Measured on rank 0; findings of all ranks. Sigma is the standard deviation that rounding "
-    "alone gives a difference: the rms is near or below 1 where the model fits, and 6 is the "
+    "alone gives a difference: the rms is near or below 1 where the model fits, and 5.75 is the "
     "threshold. The detection point is a share of the norm of what was checked."
 )
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."

@@ -127,10 +127,14 @@ class _Copies:
             self._measure_harm(step, parts, before)
         _guard(self.guarded).prefer()
         try:
-            self.guarded.step(step, parts)
+            stop = _crash_of(self.guarded, step, parts) if due else ""
+            if not due:
+                self.guarded.step(step, parts)
         except WrongNumbersError as error:
+            stop = str(error)
+        if stop:
             # As after a restart from a checkpoint of this step without the defective device.
-            self.stops.append(str(error))
+            self.stops.append(stop)
             _take_over(self.guarded, self.clean)
             _guard(self.guarded).restart(step + 1)
 
@@ -142,8 +146,8 @@ class _Copies:
         start = copy.deepcopy(start)
         guard.prefer()
         guard.restart(step)
-        self.bare.step(step, parts)
-        harm = _distance(_weights(self.bare), after, before)
+        crashed = _crash_of(self.bare, step, parts)
+        harm = math.inf if crashed else _distance(_weights(self.bare), after, before)
         seam, guard.watch.seam = guard.watch.seam, None
         _load(self.bare, before, start)
         guard.restart(step)
@@ -208,6 +212,21 @@ def _trainer(setup: SetUp, data: Prepared, *, correct: bool = True) -> Trainer:
     own = dataclasses.replace(setup, job=job.model_copy(update=changes))
     trainer, _ = build(own, data, None)
     return trainer
+
+
+def _crash_of(trainer: Trainer, step: int, parts: list[MicroBatch]) -> str:
+    """What ended a step of any rank otherwise than by a verdict, or an empty text.
+
+    A wrong count of steps, for one, makes Adam's update complex, which torch refuses.
+    """
+    error = ""
+    try:
+        trainer.step(step, parts)
+    except (ArithmeticError, RuntimeError, ValueError) as problem:
+        error = f"step {step + 1}: {type(problem).__name__}: {problem}"
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+    return next((each for each in _gathered(error) if each), "")
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:

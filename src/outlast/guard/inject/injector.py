@@ -268,7 +268,7 @@ def inject(
     watch, faults = guard.watch, tuple(faults)
     modules: set[tuple[str, str]] = set()
     for fault in faults:
-        if not isinstance(fault, Fault):
+        if not isinstance(fault, Fault) or fault.rank != rank:
             continue
         checks = _NAMED_BY.get(fault.site, fault.site.split(".", maxsplit=1)[0] + ".")
         own = {name for name, operation in watch.ledger.sites if operation.startswith(checks)}

@@ -39,7 +39,7 @@ class FusedChecks(LinearChecks):
         super().__init__(watch, module, name)
         self.unrounded = unrounded
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearChecks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedChecks:
         """See `LinearChecks`."""
         copied = memo.get(id(self.module))
         if copied is None:

@@ -6,6 +6,7 @@ Three launches check a forward product and five a backward one; nothing waits fo
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,8 @@ import triton
 from outlast.guard.judged import Judged
 from outlast.guard.kernels import sweeps
 from outlast.guard.kernels.bounds import bound_on
-from outlast.guard.product import Encoding, Projections
+from outlast.guard.product import Encoding, Projections, rounding_of
+from outlast.guard.threshold import product_bound
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from outlast.guard.product import Gradients
     from outlast.guard.signs import Signs
-    from outlast.guard.threshold import Bound
+    from outlast.guard.threshold import Bound, Rounding
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -95,11 +97,21 @@ class TritonProduct:
                 encoding.input_signs,
                 sums,
                 spreads,
-                bound_on(dy, (*dw.shape, dy.shape[0])),
+                _alike(bound_on(dy, (*dw.shape, dy.shape[0])), rounding_of(dy), dy.shape[0]),
                 bias_gradient=db,
                 beta=encoding.beta,
             )
         return dx_judged, dw_judged
+
+
+def _alike(bound: Bound, rounding: Rounding, terms: int) -> Bound:
+    """`bound` of rows whose terms are nearly proportional; see `product_bound`.
+
+    The kernels judge without the rows' own sums, whose squares are below 20 times the powers up to
+    three deviations.
+    """
+    common = product_bound(rounding, terms, 1, alike=True).by_value
+    return replace(bound, by_power=bound.by_power + 20.0 * common)
 
 
 def operand_sums(x: Tensor, encoding: Encoding) -> tuple[Tensor, Projections]:

@@ -1,6 +1,6 @@
 """The passes of `sweep.c`, compiled once per machine by the system's C compiler.
 
-Where there is no compiler, `library` is None and `outlast.guard.sweeps` uses torch operations,
+Where there is no compiler, `library` is None and `outlast.guard.product` uses torch operations,
 which are right but read every matrix several times.
 """
 
@@ -93,6 +93,8 @@ class Library:
         self.forward.argtypes = (ctypes.POINTER(Forward),)
         self.backward = loaded.outlast_backward
         self.backward.argtypes = (ctypes.POINTER(Backward),)
+        self.knows = loaded.outlast_knows
+        self.knows.argtypes = (_INTEGER,)
         self.encode = loaded.outlast_encode
         self.encode.argtypes = (ctypes.POINTER(Encode),)
 
