@@ -126,7 +126,26 @@ class EmbeddingChecks(StandIn):
 
         given = [self.watch.touched("embedding.dw", self.name, gradient)]
         check = partial(self._judge_backward, flat, dy)
-        return tuple(put_right(self.watch, self.dw_site, given, again, check))
+        beyond = partial(self._beyond_rounding, flat, dy)
+        return tuple(put_right(self.watch, self.dw_site, given, again, check, beyond=beyond))
+
+    def _beyond_rounding(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> bool:
+        """Whether dW is further from its sums in float64 than rounding can ever be.
+
+        Higham, Accuracy and Stability, 4.4: n additions are off by at most n u sum |dY|.
+        """
+        (gradient,) = given
+        wide = dy.double()
+        if self.module.padding_idx is not None:
+            wide = wide * (ids != self.module.padding_idx)[:, None]
+        zeros = torch.zeros(gradient.shape, dtype=torch.float64, device=dy.device)
+        expected = zeros.index_add(0, ids, wide)
+        sizes = zeros.index_add(0, ids, wide.abs())
+        count = torch.bincount(ids, minlength=len(gradient))[:, None]
+        unit = unit_roundoff(name_of(gradient.dtype))
+        limit = (count + 1.0) * unit * sizes + torch.finfo(gradient.dtype).smallest_normal
+        free = ~torch.isfinite(expected) | (sizes > torch.finfo(gradient.dtype).max)
+        return not bool((((gradient.double() - expected).abs() <= limit) | free).all())
 
     def _judge_backward(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> Judged:
         (gradient,) = given
@@ -138,9 +157,10 @@ class EmbeddingChecks(StandIn):
         used = torch.ones_like(dots)
         if self.module.padding_idx is not None:
             used = (ids != self.module.padding_idx).double()
-        sums = torch.zeros((rows, 3), dtype=torch.float64, device=dy.device)
-        sums.index_add_(0, ids, torch.stack([dots, squares, used], dim=1) * used[:, None])
-        expected, terms, count = sums.index_select(0, ids).unbind(dim=1)
+        sums = torch.zeros((rows, 4), dtype=torch.float64, device=dy.device)
+        parts = torch.stack([dots, squares, used, dots.square()], dim=1)
+        sums.index_add_(0, ids, parts * used[:, None])
+        expected, terms, count, alike = sums.index_select(0, ids).unbind(dim=1)
         own_rows = gradient.index_select(0, ids)
         found = own_rows.to(dtype)
         power = powers_squared(own_rows, dtype).sum(dim=1).double()
@@ -152,8 +172,11 @@ class EmbeddingChecks(StandIn):
         drift = (n + 1.0) * (2.0 * n + 1.0) / (6.0 * n) - 1.0 / n.square() - 1.0
         walk = (n.square() - 1.0) / (6.0 * n) - (n - 1.0) / n.square()
         several = (n > 1.0).double()
-        variance = several * stored * (power + drift.clamp(min=0.0) * square)
-        variance = variance + several * stored * walk.clamp(min=0.0) * terms
+        # Features whose gradients are alike are rounded alike: then the signed sums themselves
+        # are what is rounded, and signs do not cancel the errors.
+        value = (found @ u).double().square()
+        variance = several * stored * (power + drift.clamp(min=0.0) * (square + value))
+        variance = variance + several * stored * walk.clamp(min=0.0) * (terms + alike)
         if gradient.dtype in (torch.bfloat16, torch.float16) and gradient.device.type == "cpu":
             unit = unit_roundoff(name_of(gradient.dtype))
             variance = variance + several * stagnation(n, unit, terms)

@@ -18,7 +18,7 @@ Outcome = Literal[
 corrected: a second computation gave other bits and passed; its numbers were put in place.
 check: the numbers were computed again to the same bits, and now pass: the check itself was wrong.
 rounding: the same bits again, and no further from an fp64 computation than rounding can ever be
-    (or, where there is none, within twice the threshold): a false alarm.
+    (or, where there is none, within four times the threshold): a false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
 repeated: it could not be put right by itself, but the step was run again and came out right.
 persistent: the same device gives numbers that do not pass, again and again.

@@ -356,6 +356,8 @@ def put_right(
     tensors: Sequence[Tensor],
     again: Callable[[], Sequence[Tensor | None]],
     check: Callable[[Sequence[Tensor]], Judged],
+    *,
+    beyond: Callable[[Sequence[Tensor]], bool] | None = None,
 ) -> list[Tensor]:
     """Check tensors of one type, and compute all of them again where they do not pass.
 
@@ -368,6 +370,7 @@ def put_right(
         tensors: What is checked, all of it computed together.
         again: Computes them a second time, with the same bits unless something was wrong.
         check: Judges them, or another such sequence.
+        beyond: Whether no rounding explains them; asked where computing again changes nothing.
 
     Returns:
         The tensors, or what was put in their place.
@@ -386,7 +389,18 @@ def put_right(
         parts = torch.split(stored[0], sizes)
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
-    watch.correct(site, _as_one(judged), stored, redo, lambda: _as_one(check(split())))
+    def beyond_rounding(left: Judged) -> Judged:
+        assert beyond is not None
+        return replace(left, exceeded=int(beyond(split())))
+
+    watch.correct(
+        site,
+        _as_one(judged),
+        stored,
+        redo,
+        lambda: _as_one(check(split())),
+        beyond=None if beyond is None else beyond_rounding,
+    )
     return split()
 
 

@@ -339,7 +339,9 @@ class TorchProduct:
             if db is not None:
                 found = found + encoding.beta * db
                 powers = powers + powers_of(db.to(powers.dtype)).square()
-            by_column = projections.squares.to(wide.dtype) @ squares
+            # Signs cancel the errors of unlike terms only: like ones are rounded as their sum is.
+            masses = projections.squares + projections.dots.square()
+            by_column = masses.to(wide.dtype) @ squares
             variance = bound.variance(powers, by_column, found)
             dw_judged = judge(found - projections.dots.to(wide.dtype) @ wide, variance, powers)
         return dx_judged, dw_judged

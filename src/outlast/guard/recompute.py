@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 128
 """Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
 
-BELIEVED = 2.0
+BELIEVED = 4.0
 """Numbers that come out twice with the same bits are believed up to so many thresholds."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,7 @@ def correct(
         check: Checks `stored` as it is now.
         beyond: Of the rows of a judgement, those that no rounding explains, as
             `outlast.guard.doubt.beyond_rounding`; asked where computing again changes nothing.
-            Without it such numbers are believed up to twice the threshold.
+            Without it such numbers are believed up to `BELIEVED` thresholds.
 
     Returns:
         ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.

@@ -129,7 +129,8 @@ def product_bound(rounding: Rounding, terms: int, outputs: int, *, alike: bool =
 
     With `alike` the numbers of a row may be sums of nearly proportional terms, whose partial sums
     are rounded alike: dW, where the features of X share their mean. Then their drifts do not
-    cancel under signs, but add up to a common relative error of the checked sum.
+    cancel under signs, but add up to a common relative error of the checked sum; `squares` must
+    then hold the squares of the terms' signed sums as well.
 
     The check's own sums round, too, but never add more than 64 numbers, or 1/32 of a row, one after
     the other.

@@ -79,7 +79,7 @@ class TritonProduct:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
         dots, squares, sums, spreads = both_sums(
-            dy, encoding.right, projections.dots, projections.squares
+            dy, encoding.right, projections.dots, projections.squares + projections.dots.square()
         )
         dx_judged = dw_judged = None
         if dx is not None:

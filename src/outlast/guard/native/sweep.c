@@ -378,11 +378,16 @@ static double element(const void *vector, int64_t type, int64_t j) {
 
 int outlast_backward(backward *b) {
   const int64_t rows = b->rows, outputs = b->outputs, most = rows > outputs ? rows : outputs;
-  double *scratch = malloc((size_t)(2 * rows + 2 * most + 2 * outputs) * sizeof *scratch);
+  double *scratch = malloc((size_t)(3 * rows + 2 * most + 2 * outputs) * sizeof *scratch);
   if (!scratch) return 2;
   double *expected = scratch, *squares = expected + rows, *found = squares + rows;
   double *powers = found + most, *sums = powers + most, *spreads = sums + outputs;
-  const double *masses = b->type == FLOAT32 ? b->squares : NULL;
+  double *masses = NULL;
+  if (b->type == FLOAT32) {
+    masses = spreads + outputs;
+    for (int64_t i = 0; i < rows; i++)
+      masses[i] = b->squares[i] + b->projections[i] * b->projections[i];
+  }
   const sweep dy = {.matrix = b->dy, .type = b->type, .rows = rows, .columns = outputs,
                     .stride = b->dy_stride, .threads = b->threads, .right = b->encoded,
                     .left = b->projections, .masses = masses, .dots = expected,
@@ -411,7 +416,8 @@ int outlast_backward(backward *b) {
     if (!masses) {
       /* Beside a 16-bit type's spacing this is small: all columns together bound each. */
       double all = 0;
-      for (int64_t i = 0; i < rows; i++) all += squares[i] * b->squares[i];
+      for (int64_t i = 0; i < rows; i++)
+        all += squares[i] * (b->squares[i] + b->projections[i] * b->projections[i]);
       for (int64_t j = 0; j < outputs; j++) spreads[j] = all;
     }
     if (!problem) judge(&b->dw_verdict, outputs, found, sums, 0.0, powers, spreads, b->dw_flags);
