@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -112,10 +112,20 @@ class NormChecks(StandIn):
         self.dx_site = watch.ledger.site(name, "norm.dx")
         self.dw_site = watch.ledger.site(name, "norm.dw")
         self._kind = norm_kind(module)
-        self._own = module.forward
         # What is added to the weight to give the gain; None before it is known.
         self._shift: float | None = None if self._kind == "rms_like" else 0.0
         self._known = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NormChecks:
+        """As `StandIn`, for a copy that has no settings yet."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.module = memo.get(id(self.module), self.module)
+        return twin
+
+    def _own(self, x: Tensor) -> Tensor:
+        output: Tensor = type(self.module).forward(self.module, x)
+        return output
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x (..., D)."""

@@ -1,0 +1,167 @@
+"""How a guard sits in other people's programs: several optimizers, copies, replaced functions."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from outlast.errors import GuardError, WrongNumbersError
+from outlast.guard import Policy, guard
+from outlast.guard.inject import inject, parse_faults
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return functional.scaled_dot_product_attention(query, key, value)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.attention, self.head = Attention(), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(self.norm(self.embedding(ids))[:, None]).squeeze(1))
+
+
+IDS = torch.arange(64).view(4, 16) % 16
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(IDS)
+    return functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+
+def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    return [torch.optim.SGD(parameters[:3], lr=0.1), torch.optim.SGD(parameters[3:], lr=0.1)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_optimizers_in_any_order_use_no_wrong_numbers(order: tuple[int, int]) -> None:
+    model = Small()
+    optimizers = halves(model)
+    handle = guard(model, optimizers, "linear")
+    inject(handle, parse_faults(["linear.output:module=head:bit=30:permanent"]))
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    with pytest.raises(WrongNumbersError, match="head"):
+        optimizers[order[0]].step()
+    with pytest.raises(WrongNumbersError, match="head"):
+        optimizers[order[1]].step()
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+
+
+def test_an_optimizer_that_steps_more_often_is_judged_every_time() -> None:
+    model = Small()
+    first, _ = optimizers = halves(model)
+    handle = guard(model, optimizers, "linear")
+    for _ in range(2):
+        loss_of(model).backward()
+        first.step()
+    assert handle.watch.step == 1
+    inject(handle, parse_faults(["linear.output:module=head:bit=30:permanent"]))
+    loss_of(model).backward()
+    with pytest.raises(WrongNumbersError):
+        first.step()
+
+
+def test_a_closure_is_refused() -> None:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard(model, optimizer, "linear")
+
+    def closure() -> Any:
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    with pytest.raises(GuardError, match="call step\\(\\) without a closure"):
+        optimizer.step(closure)
+
+
+def test_copies_and_pickles_of_a_fully_guarded_model_train_on() -> None:
+    model = Small()
+    guard(model, policy="full")
+    twin = copy.deepcopy(model)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    expected = loss_of(model)
+    for other in (twin, loaded):
+        found = loss_of(other)
+        found.backward()
+        assert torch.equal(found, expected)
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = model[0].forward
+    model[0].forward = lambda x: 2.0 * plain(x)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with pytest.warns(UserWarning, match="1 of 2 modules"):
+        handle = guard(model)
+    assert torch.equal(model(x), expected)
+    assert [bool(each.operations) for each in handle.coverage()] == [False, True]
+
+
+def test_a_part_of_a_model_is_not_guarded_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    guard(model[0])
+    with pytest.raises(GuardError, match="its part 0 is guarded already"):
+        guard(model)
+
+
+def test_integer_parameters_are_left_alone() -> None:
+    model = Small()
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    handle = guard(model, optimizer, Policy("linear"))
+    loss_of(model).backward()
+    optimizer.step()
+    assert not handle.ledger.findings
+
+
+def test_a_weight_that_changed_is_not_accepted_by_trying_again() -> None:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer, "linear")
+    inject(handle, parse_faults(["weight:module=head:bit=30:step=0"]))
+
+    def attempts() -> None:
+        for _ in handle.attempts():
+            optimizer.zero_grad()
+            loss_of(model).backward()
+
+    with pytest.raises(WrongNumbersError):
+        attempts()
+    assert {each.operation for each in handle.ledger.findings} >= {"weight"}
+
+
+def test_attempts_begin_with_the_same_random_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer, "linear")
+    inject(handle, parse_faults(["linear.saved:module=2:bit=30:step=0"]))
+    x, losses = torch.randn(16, 8), []
+    for _ in handle.attempts():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        losses.append(float(loss))
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
