@@ -200,12 +200,16 @@ class _Stage(PipelineStage):
     """A stage that learns its shapes from memory that nobody has written to, unseen by a guard."""
 
     def _forward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
-        training = self.submod.training
-        self.submod.eval()
+        # Guarded layers are checked in training only; their own forward is the same.
+        guarded = [each for each in self.submod.modules() if "forward" in each.__dict__]
+        before = [each.training for each in guarded]
+        for each in guarded:
+            each.training = False
         try:
             return super()._forward_metadata_inference(*arguments, **options)
         finally:
-            self.submod.train(training)
+            for each, training in zip(guarded, before, strict=True):
+                each.training = training
 
 
 def make_stage(
