@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from guard_faults import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,23 +21,6 @@ from outlast.guard.verdict import agree, install_collectives, remedy
 from outlast.guard.watch import Watch
 
 STEPS = 4
-
-
-class Fault:
-    """A seam that spoils one site on one rank, as often as said."""
-
-    def __init__(self, site, rank, times=1, value=None, after=0):
-        self.site, self.rank, self.times, self.value, self.after = site, rank, times, value, after
-
-    def __call__(self, site, module, numbers):
-        if site != self.site or dist.get_rank() != self.rank or self.times == 0:
-            return
-        if self.after:
-            self.after -= 1
-            return
-        self.times -= 1
-        flat = numbers.view(-1)
-        flat[7] = self.value if self.value is not None else flat[7] * 1.5 + 0.01
 
 
 class Branches(nn.Module):
@@ -181,7 +165,7 @@ def reference_without(rank_left_out, at):
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_a_part_spoilt_on_its_way_is_seen_by_all_ranks_and_redone(ranks, value):
     def work():
-        return clean()[0], attempts(Fault("bucket.during", rank=2, value=value))
+        return clean()[0], attempts(Fault("bucket.during", rank=2, element=7, value=value))
 
     for expected, (weights, history, findings) in ranks(4)(work):
         assert history == [(0, "redo", (), (0, 1, 2, 3))]
@@ -192,7 +176,7 @@ def test_a_part_spoilt_on_its_way_is_seen_by_all_ranks_and_redone(ranks, value):
 @pytest.mark.distributed
 def test_a_result_spoilt_on_one_rank_is_known_to_all(ranks):
     def work():
-        return clean()[0], attempts(Fault("bucket.after", rank=1, after=3))
+        return clean()[0], attempts(Fault("bucket.after", rank=1, element=7, after=3))
 
     outcomes = ranks(4)(work)
     for rank, (expected, (weights, history, findings)) in enumerate(outcomes):
@@ -224,7 +208,7 @@ def test_a_dropped_rank_with_nan_gradients_leaves_no_trace(ranks):
 
     def work():
         return attempts(
-            Fault("bucket.before", rank=0, times=3, value=float("nan")), "drop", failing
+            Fault("bucket.before", rank=0, element=7, times=3, value=float("nan")), "drop", failing
         )
 
     reference = reference_without(0, at=0)
@@ -238,7 +222,7 @@ def test_a_dropped_rank_with_nan_gradients_leaves_no_trace(ranks):
 def test_a_way_that_stays_wrong_ends_the_run_on_all_ranks(ranks, persistent):
     def work():
         try:
-            attempts(Fault("bucket.during", rank=3, times=-1), persistent)
+            attempts(Fault("bucket.during", rank=3, element=7, times=-1), persistent)
         except WrongNumbersError as error:
             return str(error)
         return "went on"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from guard_faults import Fault
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,23 +20,6 @@ STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
-
-
-class Fault:
-    """A seam that spoils one site on one rank, as often as said."""
-
-    def __init__(self, site, rank, times=1, value=None, after=0):
-        self.site, self.rank, self.times, self.value, self.after = site, rank, times, value, after
-
-    def __call__(self, site, module, numbers):
-        if site != self.site or dist.get_rank() != self.rank or self.times == 0:
-            return
-        if self.after:
-            self.after -= 1
-            return
-        self.times -= 1
-        flat = numbers.view(-1)
-        flat[3] = self.value if self.value is not None else flat[3] * 1.5 + 0.01
 
 
 class Block(nn.Module):

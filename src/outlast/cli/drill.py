@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.train import JobFile, Overrides, Processes, jobs_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DONE, GuardError, OutlastError
 
 if TYPE_CHECKING:
@@ -22,14 +23,8 @@ _COLUMNS = ("masked", "harmful", "detected", "corrected", "missed")
 
 
 def drill(
-    job_file: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB.TOML", help="Job file; without one, the embedded default."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
-    ] = None,
+    job_file: JobFile = None,
+    overrides: Overrides = None,
     *,
     faults: Annotated[
         list[str] | None,
@@ -42,9 +37,7 @@ def drill(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of everything that a fault leaves open.")] = 0,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start on this machine.")
-    ] = None,
+    nproc: Processes = None,
     output: Annotated[
         Path | None, typer.Option("--json", help="Also write the result to this file.")
     ] = None,
@@ -57,7 +50,6 @@ def drill(
     as long as it takes. Both end with the question whether the last weights are those of an
     undisturbed run, bit for bit.
     """
-    from outlast.cli.train import jobs_arguments
     from outlast.guard.inject import Fault, parse_faults
     from outlast.job import load_job
 

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from outlast.records import RunDirectory
 
 
+JobFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="JOB.TOML", help="Job file; without one, the embedded default."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
+]
+Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine.")]
+
+
 class TrainCommand(typer.core.TyperCommand):
     """Adds every setting of a job, by section, below the usual help."""
 
@@ -27,17 +38,9 @@ class TrainCommand(typer.core.TyperCommand):
 
 
 def train(
-    job_file: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB.TOML", help="Job file; without one, the embedded default."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start on this machine.")
-    ] = None,
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    nproc: Processes = None,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Move an earlier run of this name aside and start anew."),

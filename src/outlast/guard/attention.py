@@ -39,7 +39,6 @@ from torch.nn import functional
 from outlast.guard.judged import Judged, judge
 from outlast.guard.probes import (
     KeptOutput,
-    Replaced,
     Seen,
     floor_of,
     powers_squared,
@@ -49,6 +48,7 @@ from outlast.guard.probes import (
     watched,
 )
 from outlast.guard.product import rounding_of
+from outlast.guard.replaced import Replaced
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.errors import GuardError
+from outlast.guard.elements import name_of
 from outlast.guard.judged import Judged, judge
 from outlast.guard.threshold import unit_roundoff
 
@@ -126,7 +127,7 @@ def compare(found: Tensor, parts: Tensor, elements: Tensor, reduction: Reduction
         reduction: Of what kind they are.
     """
     ranks, factor = reduction.ranks, reduction.factor
-    name = str(reduction.dtype).removeprefix("torch.")
+    name = name_of(reduction.dtype)
     limits = torch.finfo(reduction.dtype)
     stored = unit_roundoff(name)
     checksum, squares = factor * parts[:, 0], factor**2 * parts[:, 1]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from outlast.errors import GuardError
 from outlast.guard.product import Encoding, NativeProduct, Projections, product_for
@@ -33,7 +34,13 @@ def enroll(layer: LinearChecks) -> Tensor:
 
     It is known for as long as it lives.
     """
-    global _made  # noqa: PLW0603
+    global _made, _refuse  # noqa: PLW0603
+    if WHY_NOT:
+        # A call that the compiler cannot look into: it stops there, and gives the reason. Made
+        # where it is needed only, since it loads the compiler.
+        _refuse = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            _refuse, reason=_refusal()
+        )
     _made += 1
     _layers[_made] = layer
     return torch.tensor(_made)
@@ -162,6 +169,10 @@ def _unpacked(
     return Projections(dots, squares), encoding
 
 
+def _refuse() -> None:
+    raise GuardError(_refusal())
+
+
 def _refusal() -> str:
     return (
         "torch.compile of a guarded model needs the operation outlast::checked_linear, which could "
@@ -172,7 +183,7 @@ def _refusal() -> str:
 def _register() -> str:
     """Make the operations known to torch; returns why that failed, or an empty text."""
     try:
-        forward = torch.library.custom_op(
+        forward = custom_op(
             "outlast::checked_linear",
             _forward,
             mutates_args=(),
@@ -180,7 +191,7 @@ def _register() -> str:
         )
         forward.register_fake(_forward_shapes)
         forward.register_autograd(_differentiate, setup_context=_save)
-        backward = torch.library.custom_op(
+        backward = custom_op(
             "outlast::checked_linear_backward",
             _backward,
             mutates_args=(),
@@ -196,13 +207,3 @@ def _register() -> str:
 WHY_NOT = _register()
 """Why torch does not know the operations; empty where it does. torch refuses them when a library
 of this process, such as a second copy of Outlast, has defined operations of the same names."""
-
-
-def _refuse_here() -> None:
-    raise GuardError(_refusal())
-
-
-# A call that the compiler cannot look into: it stops there, and gives the reason.
-_refuse = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    _refuse_here, reason=_refusal() if WHY_NOT else None
-)

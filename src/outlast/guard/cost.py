@@ -112,9 +112,7 @@ def detection_point(stored: str, terms: int, outputs: int, *, read: str = "") ->
         read: The type to which the unit rounds its operands, e.g. ``tf32``; empty for none.
     """
     bound = product_bound(Rounding(stored, read=read, summed="float32"), terms, outputs)
-    # Powers are 1/2.16 of the squares for log-uniform significands.
-    # The threshold, and a clean difference as large that may hide as much.
-    return 2.0 * DEVIATIONS * math.sqrt(bound.by_power / 2.16 + bound.by_square)
+    return bound.detection_point(square_share=1.0)
 
 
 def false_alarms(checks: float) -> float:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.guard.elements import bits
 from outlast.guard.judged import Judged, judge
 from outlast.guard.product import rounding_of
-from outlast.guard.recompute import bits
 from outlast.guard.threshold import product_bound, unit_roundoff
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from outlast.guard.elements import bits, name_of
 from outlast.guard.judged import Judged, exact, judge
 from outlast.guard.probes import (
     Seen,
     floor_of,
-    name_of,
     powers_squared,
     put_output_right,
     put_right,
@@ -36,7 +36,6 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
-from outlast.guard.recompute import bits
 from outlast.guard.standin import StandIn
 from outlast.guard.threshold import unit_roundoff
 

@@ -251,9 +251,7 @@ class Guard:
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
             self._advance()
-            self.watch.begin()
-            if self._reduction is not None:
-                self._reduction.begin()
+            self._begin()
 
     def _advance(self) -> None:
         self._stepped.clear()

@@ -15,9 +15,9 @@ from torch.nn import functional
 from outlast.guard import compiled
 from outlast.guard.autocast import cast, forget, region
 from outlast.guard.doubt import beyond_rounding, compared, overflowed
+from outlast.guard.elements import bits, name_of
 from outlast.guard.judged import exact, judge
 from outlast.guard.product import Encoding, Gradients, Projections, product_for, rounding_of
-from outlast.guard.recompute import bits
 from outlast.guard.standin import StandIn
 from outlast.guard.threshold import product_bound, unit_roundoff
 
@@ -297,7 +297,7 @@ class LinearChecks(StandIn):
         if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             self.watch.judge(site, exact(bits(again), bits(first)))
             return
-        u = unit_roundoff(str(x.dtype).removeprefix("torch."))
+        u = unit_roundoff(name_of(x.dtype))
         bound = product_bound(rounding_of(x, first.dtype), x.shape[-1], 1)
         variance = (2 * _ROUNDINGS * u**2 / 3 + 2 * bound.by_square) * squares + bound.floor
         self.watch.judge(site, judge(again - first, variance, squares))

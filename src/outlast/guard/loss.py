@@ -22,18 +22,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from outlast.guard.elements import name_of
 from outlast.guard.judged import judge
 from outlast.guard.probes import (
-    Replaced,
     Seen,
     floor_of,
-    name_of,
     powers_squared,
     put_output_right,
     put_right,
     summing,
     watched,
 )
+from outlast.guard.replaced import Replaced
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 
 if TYPE_CHECKING:

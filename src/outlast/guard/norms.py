@@ -26,12 +26,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from outlast.guard.elements import name_of
 from outlast.guard.judged import Judged, judge
 from outlast.guard.probes import (
     Seen,
     floor_of,
     judge_only,
-    name_of,
     powers_squared,
     put_output_right,
     put_right,

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from outlast.guard.elements import name_of
 from outlast.guard.judged import Judged
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 
@@ -130,7 +131,7 @@ def decay_of(betas: tuple[float, float], dtype: torch.dtype) -> Decay:
     before it on the left and three on the right.
     """
     beta1, beta2 = betas
-    unit = unit_roundoff(str(dtype).removeprefix("torch."))
+    unit = unit_roundoff(name_of(dtype))
     weight = 1.0 - beta1
     # For w >= 1/2 torch computes g - (g - m)(1 - w), with the other coefficient.
     share = ((1.0 + unit) ** 3 - 1.0) * max(weight, beta1)
@@ -165,7 +166,7 @@ def adam_reach(decay: Decay, betas: tuple[float, float], eps: float, steps: Numb
 
 def update_slack(dtype: torch.dtype) -> float:
     """By what factor rounding in `dtype` may lengthen an update."""
-    return (1.0 + unit_roundoff(str(dtype).removeprefix("torch."))) ** _UPDATE_ROUNDINGS
+    return (1.0 + unit_roundoff(name_of(dtype))) ** _UPDATE_ROUNDINGS
 
 
 @lru_cache(maxsize=256)
@@ -282,9 +283,9 @@ def check_update(
     numbers = not isinstance(limit, torch.Tensor) and not isinstance(keep, torch.Tensor)
     if new.device.type == "cpu" and numbers:
         longest = float(torch.sub(new, old, alpha=keep).abs_().amax())
-        if longest <= limit * (1.0 - unit_roundoff(str(new.dtype).removeprefix("torch."))):
+        if longest <= limit * (1.0 - unit_roundoff(name_of(new.dtype))):
             return Examined(_passed(new, longest / limit if limit else 0.0), 0)
-    unit = unit_roundoff(str(new.dtype).removeprefix("torch."))
+    unit = unit_roundoff(name_of(new.dtype))
     after, before = new.double(), old.double()
     # Half the spacing of the numbers at keep p_old and at p_new.
     rounding = (1.0 + unit) * unit * (after.abs() + before.abs())
@@ -301,7 +302,7 @@ def check_update(
 
 def check_norm(new: Tensor, old: Tensor, keep: float, limit: float) -> Judged:
     """||p_new - keep p_old|| <= limit and the rounding of p, as one row; for finite numbers."""
-    unit = unit_roundoff(str(new.dtype).removeprefix("torch."))
+    unit = unit_roundoff(name_of(new.dtype))
     after, before = new.double(), old.double()
     allowed = limit + (1.0 + unit) * unit * (after.norm() + before.norm())
     length = (after - keep * before).norm()
@@ -322,7 +323,7 @@ def check_range(
         growth: Logarithm of what weight decay may have stretched parameters by.
         distance: How far updates may have moved them.
     """
-    unit = unit_roundoff(str(largest.dtype).removeprefix("torch."))
+    unit = unit_roundoff(name_of(largest.dtype))
     stretched = math.exp(min(growth + 2.0 * steps * math.log1p(unit), 700.0))
     allowed = stretched * (before.double() + distance)
     # What is not finite is judged by other checks.

@@ -13,21 +13,19 @@ of the nodes that use the input note the parts, and their sum is checked but can
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from outlast.guard.recompute import BELIEVED, bits
+from outlast.guard.elements import bits
+from outlast.guard.recompute import BELIEVED
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -81,11 +79,6 @@ def stagnation(count: Any, unit: float, squares: Tensor) -> Tensor:
     share = torch.as_tensor(count * unit, device=squares.device).pow(4).clamp(max=1.0)
     lost: Tensor = share * count * squares / 3.0
     return lost
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A type's name as `outlast.guard.threshold` knows it."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -453,57 +446,3 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _as_one(judged: Judged) -> Judged:
     return replace(judged, flags=judged.flags.any()[None])
-
-
-class Replaced:
-    """A function that others look up in its module at every call, replaced while that is asked for.
-
-    All that ask share one wrapper; the last of them is called, and the function comes back when
-    none is left, in whatever order they leave.
-    """
-
-    def __init__(self, owner: ModuleType, name: str) -> None:
-        self._owner = owner
-        self._name = name
-        self._lock = threading.Lock()
-        self._asking: list[Callable[..., Any]] = []
-        self.original: Callable[..., Any] = getattr(owner, name)
-
-    @contextmanager
-    def by(self, stand_in: Callable[..., Any]) -> Iterator[None]:
-        """Have ``stand_in(original, *args, **kwargs)`` called instead, in every thread."""
-        self._enter(stand_in)
-        try:
-            yield
-        finally:
-            self._leave(stand_in)
-
-    def prefer(self, stand_in: Callable[..., Any]) -> None:
-        """Have this one of several called from now on."""
-        with self._lock:
-            self._asking.remove(stand_in)
-            self._asking.append(stand_in)
-
-    def _enter(self, stand_in: Callable[..., Any]) -> None:
-        with self._lock:
-            if not self._asking:
-                self.original = getattr(self._owner, self._name)
-                setattr(self._owner, self._name, self._wrapper(self.original))
-            self._asking.append(stand_in)
-
-    def _leave(self, stand_in: Callable[..., Any]) -> None:
-        with self._lock:
-            self._asking.remove(stand_in)
-            if not self._asking:
-                setattr(self._owner, self._name, self.original)
-
-    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        asking = self._asking
-
-        @wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not asking:
-                return original(*args, **kwargs)
-            return asking[-1](original, *args, **kwargs)
-
-        return wrapper

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from outlast.guard.elements import name_of, rows_contiguous
 from outlast.guard.judged import Judged, judge
 from outlast.guard.native import Backward, Encode, Forward, Library, Verdict, library
 from outlast.guard.threshold import Bound, Rounding, product_bound
@@ -69,6 +70,14 @@ class Projections:
 
     dots: Tensor
     squares: Tensor
+
+    @property
+    def masses(self) -> Tensor:
+        """What weights dY^2 in the bound of dW.
+
+        Signs cancel the errors of unlike terms only: like ones are rounded as their sum is.
+        """
+        return self.squares + self.dots.square()
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def product_for(x: Tensor) -> Product:
 
 def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
     """How products of tensors like `x` are rounded on their device, checked by sums in `summed`."""
-    name = str(x.dtype).removeprefix("torch.")
+    name = name_of(x.dtype)
     tf32 = (
         x.dtype == torch.float32
         and x.device.type == "cuda"
@@ -128,7 +137,7 @@ def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
         stored=name,
         accumulated="float64" if x.dtype == torch.float64 else "float32",
         read="tf32" if tf32 else "",
-        summed=str(summed).removeprefix("torch."),
+        summed=name_of(summed),
     )
 
 
@@ -149,7 +158,7 @@ class NativeProduct:
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
         """See `Product`."""
-        weight = _rows_contiguous(weight)
+        weight = rows_contiguous(weight)
         outputs, inputs = weight.shape
         u, v = _signs(weight, signs)
         if bias is not None:
@@ -178,7 +187,7 @@ class NativeProduct:
 
     def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, Judged]:
         """See `Product`."""
-        x, y = _rows_contiguous(x), _rows_contiguous(y)
+        x, y = rows_contiguous(x), rows_contiguous(y)
         (rows, inputs), outputs = x.shape, y.shape[1]
         projections, squares = torch.empty((2, rows), dtype=torch.float64)
         flags = torch.empty(rows, dtype=torch.bool)
@@ -214,7 +223,7 @@ class NativeProduct:
     ) -> tuple[Judged | None, Judged | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
-        dy = _rows_contiguous(dy)
+        dy = rows_contiguous(dy)
         rows, outputs = dy.shape
         inputs = len(encoding.input_signs)
         dx_flags = torch.empty(rows, dtype=torch.bool)
@@ -236,11 +245,11 @@ class NativeProduct:
             dw_flags=dw_flags.data_ptr(),
         )
         if dx is not None:
-            dx = _rows_contiguous(dx)
+            dx = rows_contiguous(dx)
             call.dx, call.dx_stride = dx.data_ptr(), dx.stride(0)
             call.dx_verdict = self._limits(dy, outputs, inputs, encoding.rows_largest)
         if dw is not None:
-            dw = _rows_contiguous(dw)
+            dw = rows_contiguous(dw)
             call.dw, call.dw_stride = dw.data_ptr(), dw.stride(0)
             call.dw_verdict = self._limits(dy, rows, inputs, 1.0, alike=True)
             if db is not None:
@@ -270,10 +279,6 @@ class NativeProduct:
     def _done(self, code: int) -> None:
         if code:
             raise MemoryError("no memory is left for the sums of a check")
-
-
-def _rows_contiguous(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _threads(matrix: Tensor) -> int:
@@ -339,9 +344,7 @@ class TorchProduct:
             if db is not None:
                 found = found + encoding.beta * db
                 powers = powers + powers_of(db.to(powers.dtype)).square()
-            # Signs cancel the errors of unlike terms only: like ones are rounded as their sum is.
-            masses = projections.squares + projections.dots.square()
-            by_column = masses.to(wide.dtype) @ squares
+            by_column = projections.masses.to(wide.dtype) @ squares
             variance = bound.variance(powers, by_column, found)
             dw_judged = judge(found - projections.dots.to(wide.dtype) @ wide, variance, powers)
         return dx_judged, dw_judged

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.guard.elements import bits
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ _ALIGNMENT = 128
 
 BELIEVED = 4.0
 """Numbers that come out twice with the same bits are believed up to so many thresholds."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(values: Tensor) -> Tensor:
-    """`values` as integers of the same size, so that NaN equals itself and -0.0 is not 0.0."""
-    return values.view(_INTEGERS[values.element_size()])
 
 
 def correct(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _WORDS = 2**20
 """Words that are multiplied at a time; longer tensors chain their parts."""
 
-_CHAIN = -7046029254386353131
+CHAIN = -7046029254386353131
 """Odd: 2^64 divided by the golden ratio, as a signed number."""
 
 _SEED = 20260101
@@ -54,7 +54,7 @@ def hash64(tensors: Sequence[Tensor]) -> Tensor:
     for each in tensors:
         # A step count may lie on the CPU while its parameter does not.
         part = int(hash64([each])) if each.device != device else hash_words(each)
-        total = total * _CHAIN + part
+        total = total * CHAIN + part
     return total
 
 
@@ -70,7 +70,7 @@ def hash_words(numbers: Tensor) -> Tensor:
     # The length takes part: zeros at the end are no words of weight zero.
     total = torch.full((), numbers.numel() + 1, dtype=torch.int64, device=numbers.device)
     for part in torch.split(words, _WORDS):
-        total = total * _CHAIN + (part * multipliers[: part.numel()]).sum()
+        total = total * CHAIN + (part * multipliers[: part.numel()]).sum()
     return total
 
 

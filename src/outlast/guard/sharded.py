@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from outlast.errors import GuardError
 from outlast.guard.collectives import Reduction, checksums, compare, reducible
 from outlast.guard.judged import exact
-from outlast.guard.rest import hash64
+from outlast.guard.rest import CHAIN, hash64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from outlast.guard.verdict import Terms
     from outlast.guard.watch import Watch
-
-_CHAIN = -7046029254386353131
-"""Odd, so that chained hashes that differ stay different."""
 
 
 class CheckedAllGather(AllGather):
@@ -79,7 +76,7 @@ class CheckedAllGather(AllGather):
         ]
         now = torch.stack([own, *arrived])
         before = self.hashes.get(group)
-        self.hashes[group] = now if before is None else before * _CHAIN + now
+        self.hashes[group] = now if before is None else before * CHAIN + now
         self.done = _event(now)
         return work
 

@@ -115,13 +115,20 @@ class Bound:
         """What difference^2 / variance may reach."""
         return DEVIATIONS**2
 
-    def detection_point(self, power_share: float = 1.0 / _SPACING_SHARE) -> float:
+    def detection_point(
+        self, power_share: float = 1.0 / _SPACING_SHARE, square_share: float = 0.0
+    ) -> float:
         """Smallest error surely found, as a share of the row's 2-norm, from the storing term alone.
 
         Args:
             power_share: ``powers`` / norm^2; 1/2.16 for log-uniform significands, at most 1.
+            square_share: ``squares`` / norm^2; 0 for the storing and drift terms alone.
         """
-        return 2.0 * DEVIATIONS * math.sqrt(self.by_power * power_share)
+        return (
+            2.0
+            * DEVIATIONS
+            * math.sqrt(self.by_power * power_share + self.by_square * square_share)
+        )
 
 
 def product_bound(rounding: Rounding, terms: int, outputs: int, *, alike: bool = False) -> Bound:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from outlast.errors import GuardError
+from outlast.guard.elements import bits as bits_of
 
 if TYPE_CHECKING:
     import random
@@ -28,7 +29,6 @@ Extent = Literal["element", "segment", "stride"]
 """element: one number; segment: neighbours in a row, such as the lanes of a warp; stride: every
 n-th number of a row."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE_BITS = 32
 # How many of float32's lowest significand bits rounding to the type removes.
 _REMOVED_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -78,7 +78,7 @@ def integers(numbers: Tensor) -> Tensor:
     if not numbers.is_floating_point():
         raise GuardError(f"faults go into floating-point numbers, not into {numbers.dtype}")
     # Unlike detach, data has a version counter of its own.
-    return numbers.data.view(_INTEGERS[numbers.element_size()])
+    return bits_of(numbers.data)
 
 
 def flip(numbers: Tensor, bits: tuple[int, ...]) -> None:

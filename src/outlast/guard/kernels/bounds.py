@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.guard.elements import name_of
 from outlast.guard.product import rounding_of
 from outlast.guard.threshold import Bound, product_bound, unit_roundoff
 
@@ -58,7 +59,7 @@ def bound_on(x: Tensor, shape: tuple[int, int, int], summed: torch.dtype = torch
     if x.device.type == "cuda" and _may_split(x.dtype):
         tiles = -(-rows // 128) * -(-outputs // 128)
         if tiles < _WAVES * _multiprocessors(x.device):
-            return split(bound, str(x.dtype).removeprefix("torch."))
+            return split(bound, name_of(x.dtype))
     return bound
 
 

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from outlast.guard.kernels.product import on_device_of, rows_contiguous
+from outlast.guard.elements import rows_contiguous
+from outlast.guard.kernels.product import on_device_of
 from outlast.guard.kernels.sweeps import square_of_power
 
 if TYPE_CHECKING:

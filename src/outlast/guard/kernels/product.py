@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from outlast.guard.elements import rows_contiguous
 from outlast.guard.judged import Judged
 from outlast.guard.kernels import sweeps
 from outlast.guard.kernels.bounds import bound_on
@@ -79,7 +80,7 @@ class TritonProduct:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
         dots, squares, sums, spreads = both_sums(
-            dy, encoding.right, projections.dots, projections.squares + projections.dots.square()
+            dy, encoding.right, projections.dots, projections.masses
         )
         dx_judged = dw_judged = None
         if dx is not None:
@@ -268,11 +269,6 @@ def both_sums(
             num_warps=8,
         )
     return dots, squares, sums, spreads
-
-
-def rows_contiguous(matrix: Tensor) -> Tensor:
-    """`matrix`, or a copy whose rows are contiguous."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def on_device_of(matrix: Tensor) -> AbstractContextManager[object]:
