@@ -55,3 +55,26 @@ class GuardError(OutlastError):
 
 class WrongNumbersError(OutlastError):
     """A computation gave wrong numbers that could not be put right."""
+
+
+class CodingError(OutlastError):
+    """A gradient code or its protocol cannot be used as asked."""
+
+
+class LostChunksError(CodingError):
+    """Every holder of a chunk is gone, or too many workers are, and the caller wants no rescaling.
+
+    Attributes:
+        chunks: The chunks whose gradients are lost.
+    """
+
+    def __init__(self, message: str, chunks: tuple[int, ...]) -> None:
+        self.chunks = chunks
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (LostChunksError, (str(self), self.chunks))
+
+
+class LeftBehindError(CodingError):
+    """The others have gone on without this process: it was silent for too long."""

@@ -1,0 +1,1 @@
+"""Gradients that survive slow and dead workers, with a certificate of their error."""

@@ -1,0 +1,68 @@
+"""Which worker computes which chunks of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A sparse 0/1 matrix: entry (w, c) is 1 where worker w computes chunk c.
+
+    Attributes:
+        incidence: (workers, chunks), CSR, float64, with sorted column indices.
+    """
+
+    incidence: csr_array
+
+    @classmethod
+    def of(cls, chunks_of_workers: Sequence[Sequence[int]], chunks: int) -> Assignment:
+        """The assignment with these chunks per worker; each may be named once per worker."""
+        pointers = np.concatenate([[0], np.cumsum([len(each) for each in chunks_of_workers])])
+        indices = np.concatenate([np.sort(np.asarray(e, np.int64)) for e in chunks_of_workers])
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < chunks:
+            raise CodingError(f"a worker is given a chunk that is not in [0, {chunks})")
+        shape = (len(chunks_of_workers), chunks)
+        return cls(csr_array((np.ones(len(indices)), indices, pointers), shape=shape))
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return int(self.incidence.shape[0])
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that the batch is divided into."""
+        return int(self.incidence.shape[1])
+
+    @property
+    def loads(self) -> npt.NDArray[np.int64]:
+        """(workers,) chunks that each worker computes."""
+        return np.diff(self.incidence.indptr).astype(np.int64)
+
+    @property
+    def copies(self) -> npt.NDArray[np.int64]:
+        """(chunks,) workers that compute each chunk."""
+        return np.bincount(self.incidence.indices, minlength=self.chunks).astype(np.int64)
+
+    def chunks_of(self, worker: int) -> npt.NDArray[np.int64]:
+        """The chunks of one worker, ascending."""
+        start, stop = self.incidence.indptr[worker : worker + 2]
+        return np.asarray(self.incidence.indices[start:stop], dtype=np.int64)
+
+    def holders_of(self, chunk: int) -> npt.NDArray[np.int64]:
+        """The workers that compute one chunk, ascending."""
+        columns = self.incidence.tocsc()
+        start, stop = columns.indptr[chunk : chunk + 2]
+        return np.sort(np.asarray(columns.indices[start:stop], dtype=np.int64))

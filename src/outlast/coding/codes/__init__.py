@@ -1,0 +1,1 @@
+"""Constructions of gradient codes, one family per module."""

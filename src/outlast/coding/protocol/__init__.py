@@ -1,0 +1,1 @@
+"""Gradient coding over torch.distributed."""

@@ -1,0 +1,83 @@
+"""The processes that still work together, and the collectives among them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+class PeerLostError(CodingError):
+    """A collective failed or did not end in time: a member is dead or has stopped."""
+
+
+class Members:
+    """A process group that can lose members.
+
+    Args:
+        group: The process group to begin with; the default one if None. It is only read: losing a
+            member makes a group of its own for the others.
+        timeout_seconds: Longest time that a collective may take.
+
+    Attributes:
+        ranks: Global ranks of the members, ascending.
+        epoch: How often members were lost.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, timeout_seconds: float = 60.0) -> None:
+        self.group: ProcessGroup | None = dist.group.WORLD if group is None else group
+        self.timeout_seconds = timeout_seconds
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.rank = dist.get_rank()
+        self.epoch = 0
+
+    @property
+    def index(self) -> int:
+        """This process's place among the members."""
+        return self.ranks.index(self.rank)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the members, in place.
+
+        Raises:
+            PeerLostError: When a member did not take part. The tensors must not be used again: a
+                collective that was given up may still write to them (torch, gloo).
+        """
+        timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        try:
+            works = [dist.all_reduce(each, group=self.group, async_op=True) for each in tensors]
+            for work in works:
+                if work is not None:
+                    work.wait(timeout)
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"summing gradients over ranks {list(self.ranks)} failed: {error}"
+            ) from error
+
+    def keep(self, ranks: Collection[int]) -> None:
+        """Go on with `ranks` only; all of them call this with the same set, nobody else does.
+
+        Raises:
+            CodingError: When this process is not among them.
+        """
+        if self.rank not in ranks:
+            raise CodingError(f"rank {self.rank} is not among the members {sorted(ranks)} to keep")
+        self.ranks = tuple(sorted(ranks))
+        self.epoch += 1
+        self.group = dist.new_group(
+            list(self.ranks),
+            timeout=datetime.timedelta(seconds=self.timeout_seconds),
+            use_local_synchronization=True,
+        )

@@ -1,0 +1,1 @@
+"""Step times of coded and uncoded training under models of delay; no torch."""
