@@ -49,7 +49,8 @@ class Assignment:
     @property
     def loads(self) -> npt.NDArray[np.int64]:
         """(workers,) chunks that each worker computes."""
-        return np.diff(np.asarray(self.incidence.indptr, dtype=np.int64))
+        loads: npt.NDArray[np.int64] = np.diff(self.incidence.indptr)
+        return loads.astype(np.int64)
 
     @property
     def copies(self) -> npt.NDArray[np.int64]:

@@ -6,6 +6,7 @@ writer of a key wins (compare-and-set), counters count, and a wait ends at a dea
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from typing import TYPE_CHECKING
@@ -16,9 +17,15 @@ from torch.distributed.distributed_c10d import _get_default_store
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import Store
+
+_RETRY_SECONDS = 0.1
+
+
+class StoreLostError(CodingError):
+    """The store does not answer any more."""
 
 
 class Board:
@@ -42,25 +49,50 @@ class Board:
                 )
             store = _get_default_store()
         self.name = name
-        self._store = dist.PrefixStore(f"outlast/{name}", store.clone())  # type: ignore[attr-defined]
+        self._below = store
+        self._store = self._open()
 
     def connect(self) -> Board:
         """The same board over another connection, for another thread."""
-        other = object.__new__(Board)
-        other.name, other._store = self.name, self._store.clone()  # type: ignore[attr-defined]
-        return other
+        return Board(self.name, self._below)
+
+    def reopen(self, seconds: float) -> None:
+        """Connect again to a store that was restarted at the same place, and has lost its keys.
+
+        Raises:
+            CodingError: When there is none within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._store = self._open()
+                self._store.add("reopened", 1)
+            except RuntimeError as error:
+                if time.monotonic() > deadline:
+                    raise CodingError(
+                        f"the store of the process group has been gone for {seconds:g} s: {error}"
+                    ) from None
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return
+
+    def _open(self) -> Store:
+        return dist.PrefixStore(f"outlast/{self.name}", self._below.clone())  # type: ignore[attr-defined]
 
     def publish(self, key: str, value: str) -> str:
         """Write `value` unless the key is written already; returns what is there."""
-        return self._store.compare_set(key, "", value).decode()
+        with _noticing_loss():
+            return self._store.compare_set(key, "", value).decode()
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter, which begins at 0; returns it. ``add(key, 0)`` reads it."""
-        return self._store.add(key, amount)
+        with _noticing_loss():
+            return self._store.add(key, amount)
 
     def has(self, *keys: str) -> bool:
         """Whether all keys are written."""
-        return self._store.check(list(keys))
+        with _noticing_loss():
+            return self._store.check(list(keys))
 
     def read(self, key: str, seconds: float, awaited: str) -> str:
         """What is written under `key`, once it is.
@@ -73,16 +105,26 @@ class Board:
         Raises:
             CodingError: When the time is over.
         """
-        begun = time.monotonic()
-        try:
-            self._store.wait([key], datetime.timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            if time.monotonic() - begun < seconds / 2:
-                raise
-            raise CodingError(f"waited {seconds:g} s in vain for {awaited}") from None
-        return self._store.get(key).decode()
+        deadline = time.monotonic() + seconds
+        with _noticing_loss():
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=seconds))
+            except RuntimeError:
+                if time.monotonic() < deadline - _RETRY_SECONDS:
+                    raise
+                raise CodingError(f"waited {seconds:g} s in vain for {awaited}") from None
+            return self._store.get(key).decode()
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget keys that nobody reads any more."""
-        for key in keys:
-            self._store.delete_key(key)
+        with _noticing_loss():
+            for key in keys:
+                self._store.delete_key(key)
+
+
+@contextlib.contextmanager
+def _noticing_loss() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise StoreLostError(f"the store of the process group does not answer: {error}") from None

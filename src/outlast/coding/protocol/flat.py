@@ -51,6 +51,16 @@ class FlatGradients:
         for buffer in self.buffers:
             buffer.zero_()
 
+    def copy_(self, other: FlatGradients) -> None:
+        """Take over the numbers of `other`, made from the same parameters."""
+        for buffer, theirs in zip(self.buffers, other.buffers, strict=True):
+            buffer.copy_(theirs)
+
+    def plus_(self, other: FlatGradients) -> None:
+        """Add the numbers of `other`, made from the same parameters."""
+        for buffer, theirs in zip(self.buffers, other.buffers, strict=True):
+            buffer.add_(theirs)
+
     def add_(self, weight: float = 1.0) -> None:
         """Add `weight` times the parameters' gradients, where they have any."""
         pairs = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -10,10 +12,12 @@ import torch.distributed as dist
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
+
+_SLICE_SECONDS = 0.25
 
 
 class PeerLostError(CodingError):
@@ -48,20 +52,24 @@ class Members:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
+    def sum_(self, tensors: Sequence[Tensor], broken: Callable[[], bool] | None = None) -> None:
         """Sum each tensor over the members, in place.
+
+        Args:
+            tensors: Equal shapes and types on all members.
+            broken: Asked now and then during the wait; when it says yes, another member has seen
+                the sum fail, and this one gives up too.
 
         Raises:
             PeerLostError: When a member did not take part. The tensors must not be used again: a
                 collective that was given up may still write to them (torch, gloo).
         """
-        timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        deadline = time.monotonic() + self.timeout_seconds
         try:
             works = [dist.all_reduce(each, group=self.group, async_op=True) for each in tensors]
             for work in works:
-                if work is not None:
-                    work.wait(timeout)
-        except RuntimeError as error:
+                _wait(work, deadline, broken)
+        except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(
                 f"summing gradients over ranks {list(self.ranks)} failed: {error}"
             ) from error
@@ -81,3 +89,17 @@ class Members:
             timeout=datetime.timedelta(seconds=self.timeout_seconds),
             use_local_synchronization=True,
         )
+
+
+def _wait(work: Work | None, deadline: float, broken: Callable[[], bool] | None) -> None:
+    """Wait for a collective in slices, since gloo's own wait cannot be left early."""
+    if work is None:
+        return
+    ended = threading.Event()
+    work.get_future().add_done_callback(lambda _: ended.set())
+    while not ended.wait(_SLICE_SECONDS):
+        if broken is not None and broken():
+            raise TimeoutError("another member has lost a peer")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the time is over")
+    work.wait()

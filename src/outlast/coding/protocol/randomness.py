@@ -22,9 +22,17 @@ def key(*numbers: int) -> int:
 def keyed(seed: int, step: int, chunk: int) -> Iterator[None]:
     """Draw torch's random numbers (dropout) from (seed, step, chunk) inside, leave them as before.
 
-    Covers the CPU's generator and those of the CUDA devices in use.
+    Covers the CPU's generator and that of the current CUDA device.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(key(seed, step, chunk))
+    # torch.manual_seed would note a call, with a stack trace, for each device not yet in use.
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(key(seed, step, chunk))
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,449 @@
+"""Micro-coverage: exact gradients without waiting for slow processes.
+
+A chunk is a micro-batch of gradient accumulation. Every process works through its own chunks; who
+is done takes over unfinished ones of others that it holds. The first to finish a chunk claims it,
+and only its gradient counts. When every chunk is claimed, the sums of all processes are added once.
+Redundancy costs nothing while nobody is slow, and the weights are 0 and 1, so nothing is amplified.
+It is the case of whole messages (l = 1) of Ramamoorthy, Meng and Girimaji (NeurIPS 2024), with
+claims in place of a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from outlast.coding.certificate import certify
+from outlast.coding.protocol.board import Board, StoreLostError
+from outlast.coding.protocol.claims import BROKEN, COVERED, NOBODY, Claims
+from outlast.coding.protocol.fingerprint import Fingerprint, Fingerprints
+from outlast.coding.protocol.flat import FlatGradients
+from outlast.coding.protocol.interrupt import Abandoned, Interrupt
+from outlast.coding.protocol.members import Members, PeerLostError
+from outlast.coding.protocol.randomness import keyed
+from outlast.coding.protocol.reunion import Reunion
+from outlast.coding.protocol.team import Team
+from outlast.coding.protocol.watcher import Watcher
+from outlast.coding.spread import spread
+from outlast.errors import CodingError, LostChunksError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.distributed import ProcessGroup, Store
+
+    from outlast.coding.certificate import Certificate
+
+_numbers = itertools.count()
+_COMMITTED = "committed"
+_REMEMBERED_CHUNKS = 32
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Two processes have computed one chunk and got different gradients.
+
+    Attributes:
+        chunk: The chunk.
+        ranks: The process whose gradient counts, and the one that found the difference.
+        difference: Estimate of the difference's 2-norm as a share of the gradient's.
+    """
+
+    chunk: int
+    ranks: tuple[int, int]
+    difference: float
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What became of one step.
+
+    Attributes:
+        loss: Sum of the losses of the chunks whose gradients this process has given, a scalar.
+        certificate: Exact, or the error that lost chunks leave.
+        lost: Chunks whose gradients are not in the result.
+        taken_over: Chunks of others whose gradients this process has given.
+        yielded: Chunks of this process that others have done.
+        duplicates: Chunks that this process computed although another was first.
+        disagreements: Chunks that two processes have computed with different results.
+        ranks: Processes that take part after this step.
+        seconds: Time from the begin of the step to its end.
+        own_seconds: Time that this process would have needed, had it done all its own chunks.
+    """
+
+    loss: torch.Tensor
+    certificate: Certificate
+    lost: tuple[int, ...]
+    taken_over: int
+    yielded: int
+    duplicates: int
+    disagreements: tuple[Disagreement, ...]
+    ranks: tuple[int, ...]
+    seconds: float
+    own_seconds: float
+
+
+@dataclass
+class _Progress:
+    """What this process has done in the step so far."""
+
+    loss: torch.Tensor
+    begun: float = field(default_factory=time.monotonic)
+    won: list[int] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    duplicates: int = 0
+    disagreements: list[Disagreement] = field(default_factory=list)
+
+
+class Coverage:
+    """Computes steps by micro-coverage, over any process group.
+
+        coverage = Coverage(model, chunks_per_rank=8)
+        for step in range(steps):
+            outcome = coverage.step(step, lambda chunk: loss_of(model, batch(step, chunk)))
+            optimizer.step()
+
+    The gradient is the sum over chunks of the gradients of what the function returns, so a mean
+    over the global batch divides by its size there. Which process computes a chunk is not known
+    before; the function must give the same loss on any of them, and torch's random numbers inside
+    depend on (seed, step, chunk) alone. Sums are made in another order when chunks change hands,
+    so gradients agree up to rounding, not bit for bit, with those of an undisturbed step.
+
+    Args:
+        model: Equal on all processes; not wrapped in DDP. With FSDP2 the processes that share one
+            replica are `team`, and `group` holds the same shard of every replica.
+        chunks_per_rank: Micro-batches that every process (team) owns, k; chunk c of a step belongs
+            to process c // k of the group.
+        copies: Processes that may compute each chunk, its owner among them, d; 3 if None (fewer
+            where there are fewer processes).
+        lost: What to do at the deadline, and when chunks are lost with a dead process:
+            ``recompute`` them on other holders, or ``commit`` without them, with a certified error.
+        deadline_seconds: With ``commit``: the longest time from the begin of a step to the end of
+            its computation; none if None.
+        rescale: Whether to scale a gradient that lacks chunks by chunks / (chunks - lost).
+        group: The processes; the default process group if None.
+        team: Processes that compute one replica together (FSDP2, tensor parallel), if any.
+        store: Where claims are made; the default process group's store if None.
+        seed: Seed of the spread of chunks and of random numbers.
+        patience: Own chunk times that an idle process waits before it computes a chunk that
+            another is still working on.
+        tolerance: Relative difference of two computations of a chunk that is called wrong.
+        timeout_seconds: Longest wait for the other processes.
+        grace_seconds: After a process was lost: longest wait for others to report themselves.
+
+    Raises:
+        CodingError: For settings that cannot be, with the nearest right ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chunks_per_rank: int,
+        copies: int | None = None,
+        lost: Literal["recompute", "commit"] = "recompute",
+        deadline_seconds: float | None = None,
+        rescale: bool = True,
+        group: ProcessGroup | None = None,
+        team: ProcessGroup | None = None,
+        store: Store | None = None,
+        seed: int = 0,
+        patience: float = 1.0,
+        tolerance: float = 1e-3,
+        timeout_seconds: float = 300.0,
+        grace_seconds: float = 10.0,
+    ) -> None:
+        if hasattr(model, "require_backward_grad_sync"):
+            raise CodingError(
+                "the model is wrapped in DistributedDataParallel, which would sum gradients a "
+                "second time; give Coverage the model inside (model.module)"
+            )
+        self.members = Members(group, timeout_seconds)
+        workers = len(self.members)
+        self.spread = spread(workers, chunks_per_rank, copies or min(3, workers), seed=seed)
+        self.lost, self.deadline_seconds, self.rescale = lost, deadline_seconds, rescale
+        if deadline_seconds is not None and lost != "commit":
+            raise CodingError(
+                f"deadline_seconds = {deadline_seconds:g} needs lost = 'commit': what is not "
+                "finished by then is left out, with a certified error"
+            )
+        self.seed, self.patience, self.tolerance = seed, patience, tolerance
+        self.timeout_seconds = timeout_seconds
+        self._model = model
+        self._team = Team(team)
+        self._worker = self.members.index
+        self._origin = self.members.ranks
+        self._sums = FlatGradients(model.parameters())
+        self._scratch = FlatGradients(model.parameters())
+        self._fingerprints = Fingerprints()
+        self._device = self._sums.buffers[0].device
+        self._chunk_seconds: deque[float] = deque(maxlen=_REMEMBERED_CHUNKS)
+        name = f"coverage/{next(_numbers)}/{self._origin[0]}"
+        board = Board(self._team.told(lambda: name), store)
+        self._board, self._watcher = board, Watcher(board)
+        self._reunion = Reunion(board, self.members, timeout_seconds, grace_seconds)
+        self._alone = len(self.members) == 1
+        self._round = 0
+        self._made: list[list[str]] = []
+        interruptible = self._team.size == 1 and not self._alone
+        self._interrupt = Interrupt(model, self._decided) if interruptible else None
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a step."""
+        return self.spread.workers * self.spread.chunks_per_worker
+
+    def step(self, step: int, compute: Callable[[int], torch.Tensor]) -> Covered:
+        """Make the parameters' gradients the sum over all chunks; all processes call it together.
+
+        Args:
+            step: The optimizer step; random numbers depend on it.
+            compute: Runs the forward pass of one chunk, 0 to `chunks` - 1, and returns its loss,
+                a scalar with a graph.
+
+        Raises:
+            LostChunksError: When nobody is left who could compute a chunk, unless lost = "commit".
+            LeftBehindError: When the others have gone on without this process.
+            CodingError: When the others do not answer, or a process of a team is lost.
+        """
+        while True:
+            progress = _Progress(torch.zeros((), device=self._device))
+            try:
+                self._gather(step, compute, progress)
+                break
+            except StoreLostError:
+                if self._reunion.after_store_loss(self._round):
+                    break
+        return self._finish(progress)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self._interrupt is not None:
+            self._interrupt.remove()
+        self._watcher.stop()
+
+    def _gather(
+        self, step: int, compute: Callable[[int], torch.Tensor], progress: _Progress
+    ) -> None:
+        """Rounds of covering and summing until all members have the sum."""
+        wanted = set(range(self.chunks))
+        self._round += 1
+        for attempt in itertools.count():
+            prefix = f"{self._reunion.life}/{self._round}/{attempt}"
+            claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
+            how = self._cover(claims, step, compute, progress) if wanted else COVERED
+            self._made.append(claims.made)
+            if how == COVERED and self._summed(claims, progress):
+                return
+            won = self._reunion.after_loss(prefix, progress.won)
+            wanted = set(range(self.chunks)) - won - progress.lost
+            wanted -= self._given_up(wanted, progress)
+
+    def _given_up(self, wanted: set[int], progress: _Progress) -> set[int]:
+        """Chunks that were lost with their owners and will not be computed again."""
+        living = {self._origin.index(rank) for rank in self.members.ranks}
+        gone = wanted
+        if self.lost == "recompute":
+            gone = {
+                chunk for chunk in wanted if living.isdisjoint(self.spread.holders(chunk).tolist())
+            }
+            if gone:
+                raise LostChunksError(
+                    f"all {self.spread.copies} holders of chunks {sorted(gone)} are gone; "
+                    "restart from a checkpoint, or allow a certified error with lost = 'commit', "
+                    "or more copies",
+                    tuple(sorted(gone)),
+                )
+        progress.lost |= gone
+        return gone
+
+    def _cover(
+        self,
+        claims: Claims,
+        step: int,
+        compute: Callable[[int], torch.Tensor],
+        progress: _Progress,
+    ) -> str:
+        """Compute and claim chunks until all are claimed; returns how the round has ended."""
+        if self._alone:
+            for chunk in claims.own:
+                self._add(chunk, self._run(step, chunk, compute), progress)
+            return COVERED
+        obsolete = self._made.pop(0) if len(self._made) > 1 else []
+        if self._team.leads:
+            self._watcher.watch(claims.key("done"), obsolete)
+        for chunk in claims.own:
+            if self._team.told(self._decided):
+                break
+            if not self._team.told(functools.partial(claims.finished, chunk)):
+                self._try(claims, chunk, step, compute, progress)
+        idle_since = time.monotonic()
+        while not self._team.told(self._decided):
+            chosen = self._team.told(functools.partial(self._next, claims, idle_since, progress))
+            if chosen is not None:
+                self._try(claims, chosen, step, compute, progress)
+                idle_since = time.monotonic()
+        how = self._team.told(lambda: self._watcher.value)
+        if self.deadline_seconds is not None and how == COVERED:
+            progress.lost |= self._team.told(lambda: self._frozen(claims))
+        return str(how)
+
+    def _next(self, claims: Claims, idle_since: float, progress: _Progress) -> int | None:
+        """A chunk to take over; None after a short wait for the end of the round."""
+        now = time.monotonic()
+        pause = max(statistics.median(self._chunk_seconds or [0.01]) * self.patience, 1e-3)
+        if self.deadline_seconds is not None:
+            left = progress.begun + self.deadline_seconds - now
+            if left <= 0:
+                self._freeze(claims)
+            pause = min(pause, max(left, 1e-3))
+        chunk = claims.choose(patient=now - idle_since < pause)
+        if chunk is None and not self._watcher.wait(pause / 2):
+            self._reunion.check_left_behind()
+            if now - idle_since > self.timeout_seconds:
+                claims.close(BROKEN)
+        return chunk
+
+    def _freeze(self, claims: Claims) -> None:
+        """Close all unfinished chunks; one process does it, for all."""
+        if self._board.publish(claims.key("freezer"), str(self._worker)) != str(self._worker):
+            return
+        closed = [
+            chunk
+            for chunk in sorted(claims.wanted)
+            if not claims.finished(chunk) and claims.claim(chunk, by=NOBODY).won
+        ]
+        self._board.publish(claims.key("frozen"), ",".join(map(str, closed)) or "-")
+
+    def _frozen(self, claims: Claims) -> set[int]:
+        if not self._board.has(claims.key("freezer")):
+            return set()
+        text = self._board.read(claims.key("frozen"), self.timeout_seconds, "the chunks left out")
+        return set() if text == "-" else {int(each) for each in text.split(",")}
+
+    def _try(
+        self,
+        claims: Claims,
+        chunk: int,
+        step: int,
+        compute: Callable[[int], torch.Tensor],
+        progress: _Progress,
+    ) -> None:
+        """Compute a chunk and claim it; what another has claimed before is compared and dropped."""
+        begun = time.monotonic()
+        try:
+            loss = self._run(step, chunk, compute)
+        except Abandoned:
+            return
+        self._chunk_seconds.append(time.monotonic() - begun)
+        mine = self._fingerprints.take(self._scratch.buffers)
+        claim = self._team.told(lambda: claims.claim(chunk, mine.text()))
+        if claim.won:
+            self._add(chunk, loss, progress)
+            return
+        progress.duplicates += 1
+        if claim.by != NOBODY and claim.fingerprint:
+            difference = mine.difference(Fingerprint.read(claim.fingerprint))
+            if not difference <= self.tolerance:
+                ranks = (self._origin[claim.by], self.members.rank)
+                progress.disagreements.append(Disagreement(chunk, ranks, difference))
+
+    def _run(self, step: int, chunk: int, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Both passes of a chunk; its gradient is in the scratch buffers afterwards."""
+        self._scratch.zero_()
+        self._scratch.write_back()
+        listening = (
+            contextlib.nullcontext() if self._interrupt is None else self._interrupt.listening()
+        )
+        place = chunk * self._team.size + self._team.rank
+        with keyed(self.seed, step, place), listening:
+            loss = compute(chunk)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _add(self, chunk: int, loss: torch.Tensor, progress: _Progress) -> None:
+        if progress.won:
+            self._sums.plus_(self._scratch)
+        else:
+            self._sums, self._scratch = self._scratch, self._sums
+        progress.won.append(chunk)
+        progress.loss += loss
+
+    def _decided(self) -> bool:
+        return bool(self._watcher.value)
+
+    def _summed(self, claims: Claims, progress: _Progress) -> bool:
+        """Add up all members' sums; whether all of them have the result."""
+        if not progress.won:
+            self._sums.zero_()
+        # The sums stay as they are until the step is over: a lost process makes all sum again.
+        self._scratch.copy_(self._sums)
+        if self._alone:
+            return True
+        verdict = claims.key("verdict")
+        try:
+            self.members.sum_(self._scratch.buffers, broken=lambda: self._board.has(verdict))
+        except PeerLostError:
+            # What was given up may still be written to.
+            self._scratch = FlatGradients(self._sums.parameters)
+            self._board.publish(verdict, BROKEN)
+            if self._team.size > 1:
+                raise
+            return self._verdict(verdict)
+        if self._board.add(claims.key("summed")) == len(self.members) * self._team.size:
+            claims.made += [claims.key("summed"), verdict]
+            self._board.publish(verdict, _COMMITTED)
+        return self._verdict(verdict)
+
+    def _verdict(self, key: str) -> bool:
+        try:
+            found = self._board.read(key, self.timeout_seconds, "the other processes' sums")
+        except StoreLostError:
+            raise
+        except CodingError:
+            found = self._board.publish(key, BROKEN)
+        return found == _COMMITTED
+
+    def _finish(self, progress: _Progress) -> Covered:
+        lost = len(progress.lost)
+        coefficients = np.ones(self.chunks)
+        coefficients[sorted(progress.lost)] = 0.0
+        workers = np.ones(self.spread.workers)
+        norms = np.full(self.spread.workers, np.sqrt(self.spread.chunks_per_worker))
+        dtype = str(self._sums.buffers[0].dtype).removeprefix("torch.")
+        if lost == self.chunks:
+            raise LostChunksError(
+                f"no chunk was finished within deadline_seconds = {self.deadline_seconds}; "
+                "allow more time",
+                tuple(sorted(progress.lost)),
+            )
+        if lost and self.rescale:
+            self._scratch.mul_(self.chunks / (self.chunks - lost))
+            coefficients *= self.chunks / (self.chunks - lost)
+        self._scratch.write_back()
+        first = self._worker * self.spread.chunks_per_worker
+        own = range(first, first + self.spread.chunks_per_worker)
+        kept = sum(chunk in own for chunk in progress.won)
+        typical = statistics.median(self._chunk_seconds or [0.0])
+        return Covered(
+            loss=progress.loss,
+            certificate=certify(coefficients, workers, norms, dtype),
+            lost=tuple(sorted(progress.lost)),
+            taken_over=len(progress.won) - kept,
+            yielded=len(own) - kept,
+            duplicates=progress.duplicates,
+            disagreements=tuple(progress.disagreements),
+            ranks=self.members.ranks,
+            seconds=time.monotonic() - progress.begun,
+            own_seconds=typical * len(own),
+        )

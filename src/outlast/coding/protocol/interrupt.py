@@ -1,0 +1,86 @@
+"""Giving up the computation of a chunk between two layers, when its result is no longer wanted."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+
+class Abandoned(Exception):  # noqa: N818 - a way out, not an error
+    """Leaves a forward or backward pass; caught where the chunk was begun."""
+
+
+class Interrupt:
+    """Asks between layers whether to go on.
+
+    The question is put before each layer's forward pass and after each parameter's gradient, so a
+    slow process learns within a layer's time that the others have done its work. It is never put
+    inside a compiled module, and outside `listening` it costs a check of a flag.
+
+    Args:
+        model: Its layers are the elements of module lists and sequences, or, where it has none, its
+            modules without children.
+        unwanted: Whether the result is no longer wanted.
+    """
+
+    def __init__(self, model: nn.Module, unwanted: Callable[[], bool]) -> None:
+        self._unwanted = unwanted
+        self._listening = False
+        self._handles: list[RemovableHandle] = []
+        for layer in _layers(model):
+            self._handles.append(layer.register_forward_pre_hook(self._before_layer))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
+                )
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Ask while the context is open.
+
+        Raises:
+            Abandoned: Out of the pass in it, when the result is unwanted.
+        """
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_layer(self, module: nn.Module, arguments: Any) -> None:
+        self._ask()
+
+    def _after_gradient(self, parameter: torch.Tensor) -> None:
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._listening and self._unwanted():
+            raise Abandoned
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    layers = [
+        layer
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for layer in module
+    ]
+    layers = layers or [each for each in model.modules() if not any(each.children())]
+    # A hook inside a compiled graph would be traced into it.
+    return [each for each in layers if each._compiled_call_impl is None]

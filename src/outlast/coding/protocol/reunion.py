@@ -1,0 +1,124 @@
+"""Who goes on after a process, or the store, was lost.
+
+Assumption: a process that does not report itself within the grace time is dead, or will find out
+that it was left behind before it does any harm. The first to see all members, or the end of the
+grace time, decides who goes on; what it writes down first holds for all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from outlast.errors import CodingError, LeftBehindError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outlast.coding.protocol.board import Board
+    from outlast.coding.protocol.members import Members
+
+_LOOK_SECONDS = 0.02
+
+
+class Reunion:
+    """Brings the survivors together again.
+
+    Args:
+        board: Where they report themselves.
+        members: The group that has lost a member.
+        timeout_seconds: Longest wait for a decision.
+        grace_seconds: Longest wait for members to report themselves.
+
+    Attributes:
+        life: Changes when the store has been restarted empty.
+    """
+
+    def __init__(
+        self, board: Board, members: Members, timeout_seconds: float, grace_seconds: float
+    ) -> None:
+        self._board = board
+        self._members = members
+        self._timeout_seconds = timeout_seconds
+        self._grace_seconds = grace_seconds
+        self.life = self._board.publish("life", uuid.uuid4().hex[:8])
+
+    def after_loss(self, prefix: str, won: Iterable[int]) -> set[int]:
+        """Agree on who goes on, and make a process group of them.
+
+        Args:
+            prefix: The round in which a member was lost.
+            won: Chunks whose gradients this process keeps.
+
+        Returns:
+            Chunks whose gradients are kept by those who go on.
+
+        Raises:
+            LeftBehindError: When the others have decided without this process.
+        """
+        ranks = self._members.ranks
+        report = {rank: f"{prefix}/here{rank}" for rank in ranks}
+        self._board.publish(report[self._members.rank], json.dumps(list(won)))
+        decided = f"{prefix}/members"
+        deadline = time.monotonic() + self._grace_seconds
+        while not self._board.has(decided):
+            here = [rank for rank in ranks if self._board.has(report[rank])]
+            if len(here) == len(ranks) or time.monotonic() > deadline:
+                self._board.publish(decided, json.dumps(here))
+                break
+            time.sleep(_LOOK_SECONDS)
+        text = self._board.read(decided, self._timeout_seconds, "the decision on who goes on")
+        going_on = json.loads(text)
+        for rank in set(ranks) - set(going_on):
+            self._board.publish(f"left{rank}", prefix)
+        self.check_left_behind()
+        self._members.keep(going_on)
+        return {
+            chunk
+            for rank in going_on
+            for chunk in json.loads(self._board.read(report[rank], self._timeout_seconds, "chunks"))
+        }
+
+    def check_left_behind(self) -> None:
+        """Refuse to go on where the others have decided against it.
+
+        Raises:
+            LeftBehindError: Then.
+        """
+        rank = self._members.rank
+        if self._board.has(f"left{rank}"):
+            raise LeftBehindError(
+                f"rank {rank} was silent for more than grace_seconds = {self._grace_seconds:g} "
+                "after a process was lost, and the others have gone on without it; restart it "
+                "from a checkpoint"
+            )
+
+    def after_store_loss(self, round_number: int) -> bool:
+        """Meet again at a restarted store.
+
+        Args:
+            round_number: The step that this process was in when the store was lost.
+
+        Returns:
+            Whether the others have committed that step already, so that it need not be repeated.
+
+        Raises:
+            CodingError: When the store, or a member, does not come back.
+        """
+        self._board.reopen(self._timeout_seconds)
+        life = self._board.publish("life", uuid.uuid4().hex[:8])
+        self.life = life
+        keys = {rank: f"{life}/round{rank}" for rank in self._members.ranks}
+        self._board.publish(keys[self._members.rank], str(round_number))
+        rounds = [
+            int(self._board.read(key, self._timeout_seconds, f"rank {rank} to find the store"))
+            for rank, key in keys.items()
+        ]
+        if max(rounds) - min(rounds) > 1:
+            raise CodingError(
+                f"the processes are in steps {sorted(set(rounds))} after the store was restarted; "
+                "restart from a checkpoint"
+            )
+        return max(rounds) > round_number
