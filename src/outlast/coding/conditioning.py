@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from outlast.coding.certificate import roundoff
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from outlast.coding.code import GradientCode
 
 PATTERNS = 300
+_SPECTRA_OPERATIONS = 5e8
 TOLERANCE = 1e-2
 """Largest relative rounding error that a code is built with, where the caller says nothing."""
 
@@ -27,7 +30,10 @@ class Conditioning:
     """The worst of the examined sets of survivors.
 
     Attributes:
-        condition: Largest condition number of the survivors' rows of the encoding matrix.
+        condition: Largest condition number of the survivors' rows of the encoding matrix, over the
+            first `PATTERNS` sets, or as many as take about a second; NaN for codes too large for
+            one. It also counts directions that decoding does not use: what rounding costs is
+            `rounding`.
         amplification: Largest sum of the absolute decoding weights.
         largest_weight: Largest absolute decoding weight.
         rounding: Largest `Certificate.rounding`.
@@ -59,9 +65,10 @@ def straggler_patterns(
     generator = np.random.default_rng(seed)
     window = np.arange(stragglers)
     sets = [(first + window) % workers for first in range(min(workers, most))]
-    while len(sets) < most:
-        sets.append(generator.choice(workers, stragglers, replace=False))
-    return sets, False
+    # The smallest of random numbers are at a random set; row by row, so that a longer sample
+    # continues a shorter one.
+    drawn = generator.random((most - len(sets), workers))
+    return sets + list(np.argsort(drawn, axis=1)[:, :stragglers]), False
 
 
 def conditioning(
@@ -70,29 +77,77 @@ def conditioning(
     """Examine a code with `stragglers` workers gone (as many as it tolerates if None)."""
     gone = code.tolerance if stragglers is None else stragglers
     sets, every = straggler_patterns(code.workers, gone, patterns, seed)
-    rows = code.matrix.toarray()
-    condition = amplification = largest = rounding = 0.0
-    for each in sets:
-        alive = np.ones(code.workers, dtype=bool)
-        alive[each] = False
-        decoded = code.decode(alive)
-        values = np.linalg.svd(rows[alive], compute_uv=False)
-        # Rows may repeat (a repetition code's do): what counts is the span that they have.
-        kept = values[values > values[0] * 1e-13] if len(values) else np.ones(1)
-        condition = max(condition, float(kept[0] / kept[-1]))
-        amplification = max(amplification, decoded.certificate.amplification)
-        largest = max(largest, float(np.abs(decoded.weights).max(initial=0.0)))
-        rounding = max(rounding, decoded.certificate.rounding)
-    return Conditioning(condition, amplification, largest, rounding, len(sets), every)
+    weights = np.array([code.optimal_weights(_without(code.workers, each)) for each in sets])
+    return summary(code, sets, weights, exhaustive=every)
 
 
-def refuse_ill_conditioned(code: GradientCode, tolerance: float, *, advice: str) -> Conditioning:
+def summary(
+    code: GradientCode,
+    sets: Sequence[npt.NDArray[np.int64]],
+    weights: npt.NDArray[Any],
+    *,
+    exhaustive: bool,
+) -> Conditioning:
+    """The conditioning of a code from decoding weights that are known.
+
+    Args:
+        code: The code.
+        sets: Stragglers.
+        weights: (sets, workers) decoding weights for each set.
+        exhaustive: Whether these are all sets of so many stragglers.
+    """
+    spectra = min(int(_SPECTRA_OPERATIONS / (code.workers**2 * code.chunks)), PATTERNS)
+    condition = math.nan
+    if spectra:
+        rows = code.matrix.toarray()
+        kept = (rows[_without(code.workers, each)] for each in sets[:spectra])
+        condition = max(_condition(each) for each in kept)
+    magnitudes = np.abs(weights)
+    return Conditioning(
+        condition=condition,
+        amplification=float(magnitudes.sum(axis=1).max()),
+        largest_weight=float(magnitudes.max()),
+        rounding=roundoff(code.dtype)
+        * float((magnitudes @ code.message_norms).max())
+        / math.sqrt(code.chunks),
+        patterns=len(sets),
+        exhaustive=exhaustive,
+    )
+
+
+def _without(workers: int, stragglers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    alive = np.ones(workers, dtype=bool)
+    alive[stragglers] = False
+    return alive
+
+
+def _condition(rows: npt.NDArray[Any]) -> float:
+    """Largest over smallest singular value that is not 0.
+
+    Rows may repeat (a repetition code's do): what counts is the span that they have.
+    """
+    if not len(rows):
+        return 1.0
+    values = np.linalg.svd(rows, compute_uv=False)
+    kept = values[values > values[0] * 1e-13]
+    return float(kept[0] / kept[-1]) if len(kept) else 1.0
+
+
+def refuse_ill_conditioned(
+    code: GradientCode, tolerance: float, *, advice: str, found: Conditioning | None = None
+) -> Conditioning:
     """The conditioning of a code that rounds its messages to `code.dtype`, if it is good enough.
+
+    Args:
+        code: The code.
+        tolerance: Largest rounding error, as a share of the gradient.
+        advice: What to take instead.
+        found: The conditioning where it is known; else it is measured.
 
     Raises:
         CodingError: When rounding could exceed `tolerance`, with the figure and `advice`.
     """
-    found = conditioning(code)
+    found = conditioning(code) if found is None else found
     if not found.rounding <= tolerance:
         raise CodingError(
             f"{code.name} for {code.workers} workers and {code.tolerance} stragglers multiplies "

@@ -169,14 +169,22 @@ class BatchLoader:
             `microbatches` parts in the order of their global sample indices. A part may be empty
             when the share has fewer samples than parts, so that ranks stay in step.
         """
+        return [self.part(step, self.rank, number) for number in range(self.microbatches)]
+
+    def part(self, step: int, rank: int, number: int) -> MicroBatch:
+        """Gathers one micro-batch of any rank.
+
+        Args:
+            step: The step.
+            rank: Whose share of the global batch, in [0, ranks).
+            number: Which of its micro-batches, in [0, microbatches).
+        """
         start = step * self.batch_size
-        first, last = share(start, start + self.batch_size, self.rank, self.ranks)
-        parts = []
-        for low, high in microbatches(first, last, self.microbatches):
-            sample_ids = np.arange(low, high, dtype=np.int64)
-            inputs, targets = self.windows.gather(self.order.consecutive(low, high))
-            parts.append(MicroBatch(sample_ids, inputs, targets))
-        return parts
+        first, last = share(start, start + self.batch_size, rank, self.ranks)
+        low, high = microbatches(first, last, self.microbatches)[number]
+        sample_ids = np.arange(low, high, dtype=np.int64)
+        inputs, targets = self.windows.gather(self.order.consecutive(low, high))
+        return MicroBatch(sample_ids, inputs, targets)
 
     def prefetching(
         self, first_step: int, last_step: int

@@ -9,6 +9,7 @@ from outlast.job.identity import differences, fingerprint, identity
 from outlast.job.load import DEFAULT_JOB, default_job_text, job_from_text, load_job
 from outlast.job.sections import (
     CheckpointSection,
+    CodingSection,
     DataSection,
     EvaluateSection,
     ExportSection,
@@ -30,6 +31,7 @@ from outlast.job.template import to_toml
 __all__ = [
     "DEFAULT_JOB",
     "CheckpointSection",
+    "CodingSection",
     "DataSection",
     "EvaluateSection",
     "ExportSection",

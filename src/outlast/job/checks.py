@@ -22,6 +22,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_schedule, {"schedule", "train"}),
         (_parallel, {"parallel", "train"}),
         (_guard, {"guard"}),
+        (_coding, {"coding", "parallel"}),
     )
     return [
         problem for check, sections in checks if not sections & unsure for problem in check(job)
@@ -120,4 +121,31 @@ def _guard(job: Job) -> Iterator[str]:
         yield (
             f'guard.persistent = "drop" cannot be combined with parallel.{split[0]} > 1, where '
             'several processes make one gradient; set it to "raise"'
+        )
+
+
+def _coding(job: Job) -> Iterator[str]:
+    coding, parallel = job.coding, job.parallel
+    if coding.scheme == "off":
+        return
+    split = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
+    if split:
+        yield (
+            f'coding.scheme = "{coding.scheme}" cannot be combined with parallel.{split[0]} > 1 '
+            "yet; use parallel.shard"
+        )
+    if parallel.shard > 1 and coding.scheme != "coverage":
+        yield (
+            f'coding.scheme = "{coding.scheme}" cannot be combined with parallel.shard = '
+            f'{parallel.shard}; use "coverage", which can'
+        )
+    if coding.deadline_seconds and coding.lost != "commit":
+        yield (
+            f"coding.deadline_seconds = {coding.deadline_seconds:g} needs coding.lost = "
+            '"commit", which leaves out what is not finished by then'
+        )
+    if coding.deadline_seconds and coding.scheme != "coverage" and not coding.largest_error:
+        yield (
+            f"coding.deadline_seconds = {coding.deadline_seconds:g} needs coding.largest_error > "
+            f'0 with coding.scheme = "{coding.scheme}"'
         )

@@ -26,6 +26,9 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 GuardLevel = Literal["off", "light", "linear", "full"]
+CodingScheme = Literal[
+    "off", "coverage", "fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph"
+]
 
 TOML_VALUES = "text, a number, true, false, a list or a table of these"
 
@@ -346,6 +349,45 @@ class GuardSection(Section):
     )
 
 
+class CodingSection(Section):
+    """What data-parallel replicas do about slow and dead ones (gradient coding)."""
+
+    scheme: CodingScheme = setting(
+        "off",
+        "coverage: replicas that are done take over micro-batches of slow ones, exact and free "
+        "while nobody is slow; the others: every replica computes `copies` shares of the batch",
+        identity=False,
+    )
+    copies: Positive = setting(
+        3,
+        "replicas that may compute each micro-batch, its owner among them; a fixed code stands "
+        "copies - 1 stragglers",
+        identity=False,
+    )
+    chunks: Positive = setting(
+        4,
+        "coverage: micro-batches that each replica's share is divided into at least",
+        identity=False,
+    )
+    lost: Literal["recompute", "commit"] = setting(
+        "recompute",
+        "what to do about micro-batches that nobody has finished by the deadline, or that were "
+        "lost with a process: compute them again, or go on without, with a certified error",
+        identity=False,
+    )
+    deadline_seconds: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        'with coding.lost = "commit": longest time that a step may compute; 0: no limit',
+        identity=False,
+    )
+    largest_error: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        "fixed codes: a step is decoded as soon as the certified error is at most this share of "
+        "the number of chunks; 0: only when it is exact",
+        identity=False,
+    )
+
+
 class EvaluateSection(Section):
     """When to measure the validation loss."""
 
@@ -411,6 +453,7 @@ class Job(Section):
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
+    coding: CodingSection = CodingSection()
     evaluate: EvaluateSection = EvaluateSection()
     sample: SampleSection = SampleSection()
     export: ExportSection = ExportSection()

@@ -216,6 +216,38 @@ class Guarded(Event):
 
 
 @dataclass(frozen=True)
+class GradientsCoded(Event):
+    """How replicas stood in for slow ones, one entry per optimizer step.
+
+    Attributes:
+        step: Steps done so far.
+        scheme: The gradient code, as in ``coding.scheme``.
+        replicas: Number of data-parallel replicas.
+        stragglers: Replicas whose work others did, or whose messages were not waited for.
+        claims: Chunks computed by another replica than their owner.
+        duplicates: Chunks that were computed twice.
+        lost: Chunks that are missing in the gradient.
+        errors: Certified error: the gradient is off by at most its square root times the spectral
+            norm of the matrix of chunk gradients; 0 where it is exact.
+        coded_seconds: Time of the gradient's computation, all replicas together.
+        waiting_seconds: What waiting for every replica's own work would have taken at least, from
+            measured chunk times.
+    """
+
+    kind: ClassVar[str] = "gradients_coded"
+    step: int
+    scheme: str
+    replicas: int
+    stragglers: list[list[int]]
+    claims: list[int]
+    duplicates: list[int]
+    lost: list[int]
+    errors: list[float]
+    coded_seconds: list[float]
+    waiting_seconds: list[float]
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop at this step boundary."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from outlast.data import (
     microbatch_count,
     prepare,
 )
+from outlast.records import Warned
 from outlast.train.agreement import Agreement
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
+    from outlast.train.coding import CodingNotes
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
 
@@ -146,6 +148,13 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     setup.timed("parallelize", begun)
     called = engine.model if isinstance(engine, ReplicaEngine) else model
     data_rank = layout.data_rank(setup.ranks.rank)
+    loader = _loader(job, layout, data, data_rank)
+    notes = None
+    if mesh is not None and _coded(job, layout):
+        assert isinstance(engine, ReplicaEngine)
+        engine, notes = _coded_engine(setup, engine, loader, mesh)
+    elif job.coding.scheme != "off" and records is not None:
+        records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer)
     store = _store(setup)
     replay = None
@@ -158,19 +167,22 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         model=model,
         optimizers=optimizers,
         engine=engine,
-        loader=_loader(job, layout, data, data_rank),
+        loader=loader,
         evaluation=_evaluation(job, layout, data, data_rank),
         agreement=Agreement(layout, setup.ranks.rank, device),
         waits=waits,
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
         store=store,
         replay=replay,
+        coding=notes,
         guard=None if job.guard.policy == "off" else RunGuard(job, called, optimizers),
         cadence=cadence_of(job, setup.ranks, setup.directory),
         stop=setup.stop,
         records=records,
         # Only DDP reorders its sums, and two summands have no order.
-        settle_reduction_order=layout.replicate > 2 and layout.shard * layout.pipeline == 1,
+        settle_reduction_order=(
+            layout.replicate > 2 and layout.shard * layout.pipeline == 1 and notes is None
+        ),
     )
     return trainer, size
 
@@ -194,10 +206,12 @@ def _replica_engine(
         compile_blocks(model)
     bf16 = job.train.precision == "bf16"
     called = model
+    # Gradient coding sums over replicas itself.
+    summed_here = layout.replicate > 1 and not _coded(job, layout)
     if mesh is not None and layout.shard > 1:
-        axes = ("replicate", "shard") if layout.replicate > 1 else ("shard",)
+        axes = ("replicate", "shard") if summed_here else ("shard",)
         shard(model, mesh[axes], bf16=bf16)
-    elif mesh is not None and layout.replicate > 1:
+    elif mesh is not None and summed_here:
         called = replicate(model, mesh["replicate"])
         waits.watch_gradients(model)
     return ReplicaEngine(
@@ -209,6 +223,50 @@ def _replica_engine(
         data_ranks=layout.data_ranks,
         bf16_autocast=bf16 and layout.shard == 1,
     )
+
+
+def _coded(job: Job, layout: Layout) -> bool:
+    """Whether gradients are summed over replicas by [coding]."""
+    return job.coding.scheme != "off" and layout.replicate > 1
+
+
+def _coded_engine(
+    setup: SetUp, inner: ReplicaEngine, loader: BatchLoader, mesh: DeviceMesh
+) -> tuple[Engine, CodingNotes]:
+    """The engine of [coding] around the one that runs a replica's micro-batches."""
+    # Codes need scipy, which other runs need not load.
+    from outlast.coding.protocol import CodedAllReduce, Coverage
+    from outlast.train.coding import CodedEngine, CodingNotes, CoverageEngine, code_of
+
+    job, layout, rank = setup.job, setup.plan.layout, setup.ranks.rank
+    settings, timeout = job.coding, job.launch.timeout_seconds
+    replicas = mesh["replicate"].get_group()
+    replica, shard_rank = divmod(layout.data_rank(rank), layout.shard)
+    notes = CodingNotes(settings.scheme, replica, layout.replicate, speaks=shard_rank == 0)
+    if settings.scheme == "coverage":
+        coverage = Coverage(
+            inner.model,
+            chunks_per_rank=loader.microbatches,
+            copies=min(settings.copies, layout.replicate),
+            lost=settings.lost,
+            deadline_seconds=settings.deadline_seconds or None,
+            group=replicas,
+            team=mesh["shard"].get_group() if layout.shard > 1 else None,
+            seed=job.run.seed,
+            timeout_seconds=timeout,
+        )
+        return CoverageEngine(inner, coverage, loader, layout, shard_rank, notes), notes
+    code = code_of(job, layout.replicate)
+    coded = CodedAllReduce(
+        inner.model,
+        code,
+        group=replicas,
+        deadline_seconds=settings.deadline_seconds or None,
+        timeout_seconds=timeout,
+        on_lost="rescale" if settings.lost == "commit" else "raise",
+        largest_error=settings.largest_error * code.chunks,
+    )
+    return CodedEngine(inner, coded, replace(loader, rank=0, ranks=code.chunks), notes), notes
 
 
 def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:
@@ -290,6 +348,9 @@ def _store(setup: SetUp) -> CheckpointStore:
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:
     windows = SampleWindow(data.train, job.data.sequence_length)
     count = microbatch_count(job.train.batch_size, layout.data_ranks, job.train.micro_batch_size)
+    if job.coding.scheme == "coverage":
+        # There must be something to hand out, and no part may be empty.
+        count = max(count, min(job.coding.chunks, job.train.batch_size // layout.data_ranks))
     return BatchLoader(
         windows,
         SampleOrder(windows.samples, job.run.seed),

@@ -92,14 +92,18 @@ class ReplicaEngine:
         scale = self.data_ranks / global_tokens
         for batch in batches:
             last = batch is batches[-1]
-            inputs, targets, sample_ids = tensors(_never_empty(batch), self.device)
             with self._synchronise_gradients(last):
-                with self.dropout.for_samples(step, sample_ids), self._autocast():
-                    loss = loss_sum(logits_of(self.model(inputs)), targets)
+                loss = self.loss(batch, step)
                 with self.waits.backward() if last else contextlib.nullcontext():
                     (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / global_tokens
+
+    def loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
+        """Sum of the tokens' losses (nats) of one micro-batch in training, with its graph."""
+        inputs, targets, sample_ids = tensors(_never_empty(batch), self.device)
+        with self.dropout.for_samples(step, sample_ids), self._autocast():
+            return loss_sum(logits_of(self.model(inputs)), targets)
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """See `Engine`."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RecordWriter
     from outlast.train.agreement import Agreement
+    from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
     from outlast.train.guarding import RunGuard
@@ -94,6 +95,7 @@ class Trainer:
     pipeline_group: ProcessGroup | None
     store: CheckpointStore
     replay: ReplayLog | None
+    coding: CodingNotes | None
     guard: RunGuard | None
     cadence: SaveCadence
     stop: StopFlag
@@ -194,6 +196,7 @@ class Trainer:
                 )
                 if done % self.job.log.every_steps == 0 or stopping or done == steps:
                     self._record_steps(done, interval, norm, learning_rate)
+                    self._record_coding(done)
                     interval = Interval()
                 if stopping and done < steps:
                     self._record(StopRequested(done, self.stop.reason or "another rank"))
@@ -254,6 +257,10 @@ class Trainer:
     def _record_guard(self, step: int) -> None:
         if self.guard is not None and self.records is not None:
             self._record(self.guard.summary(step))
+
+    def _record_coding(self, done: int) -> None:
+        for event in self.coding.take(done) if self.coding is not None else ():
+            self._record(event)
 
     def _record_findings(self) -> None:
         assert self.guard is not None

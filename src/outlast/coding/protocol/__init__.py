@@ -1,1 +1,12 @@
-"""Gradient coding over torch.distributed."""
+"""Gradient coding over torch.distributed.
+
+from outlast.coding.protocol import Coverage
+coverage = Coverage(model, chunks_per_rank=8)
+outcome = coverage.step(step, lambda chunk: loss_of(model, batch(step, chunk)))
+optimizer.step()
+"""
+
+from outlast.coding.protocol.coded import CodedAllReduce, Outcome
+from outlast.coding.protocol.coverage import Coverage, Covered, Disagreement
+
+__all__ = ["CodedAllReduce", "Coverage", "Covered", "Disagreement", "Outcome"]

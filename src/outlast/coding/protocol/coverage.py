@@ -78,7 +78,9 @@ class Covered:
         disagreements: Chunks that two processes have computed with different results.
         ranks: Processes that take part after this step.
         seconds: Time from the begin of the step to its end.
-        own_seconds: Time that this process would have needed, had it done all its own chunks.
+        own_seconds: Time that this process would have needed at least for all its own chunks, from
+            the chunks that it has computed or begun.
+        waited_seconds: Of `seconds`: waiting for others, and summing.
     """
 
     loss: torch.Tensor
@@ -91,6 +93,7 @@ class Covered:
     ranks: tuple[int, ...]
     seconds: float
     own_seconds: float
+    waited_seconds: float
 
 
 @dataclass
@@ -102,6 +105,8 @@ class _Progress:
     won: list[int] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     duplicates: int = 0
+    waited_seconds: float = 0.0
+    slow_seconds: float = 0.0
     disagreements: list[Disagreement] = field(default_factory=list)
 
 
@@ -243,7 +248,10 @@ class Coverage:
             claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
             how = self._cover(claims, step, compute, progress) if wanted else COVERED
             self._made.append(claims.made)
-            if how == COVERED and self._summed(claims, progress):
+            summing = time.monotonic()
+            summed = how == COVERED and self._summed(claims, progress)
+            progress.waited_seconds += time.monotonic() - summing
+            if summed:
                 return
             won = self._reunion.after_loss(prefix, progress.won)
             wanted = set(range(self.chunks)) - won - progress.lost
@@ -308,11 +316,14 @@ class Coverage:
                 self._freeze(claims)
             pause = min(pause, max(left, 1e-3))
         chunk = claims.choose(patient=now - idle_since < pause)
-        if chunk is None and not self._watcher.wait(pause / 2):
+        if chunk is not None:
+            return chunk
+        if not self._watcher.wait(pause / 2):
             self._reunion.check_left_behind()
             if now - idle_since > self.timeout_seconds:
                 claims.close(BROKEN)
-        return chunk
+        progress.waited_seconds += time.monotonic() - now
+        return None
 
     def _freeze(self, claims: Claims) -> None:
         """Close all unfinished chunks; one process does it, for all."""
@@ -344,6 +355,7 @@ class Coverage:
         try:
             loss = self._run(step, chunk, compute)
         except Abandoned:
+            progress.slow_seconds = time.monotonic() - begun
             return
         self._chunk_seconds.append(time.monotonic() - begun)
         mine = self._fingerprints.take(self._scratch.buffers)
@@ -434,7 +446,8 @@ class Coverage:
         first = self._worker * self.spread.chunks_per_worker
         own = range(first, first + self.spread.chunks_per_worker)
         kept = sum(chunk in own for chunk in progress.won)
-        typical = statistics.median(self._chunk_seconds or [0.0])
+        # A chunk that was given up would have taken longer than it had when it was.
+        typical = max(statistics.median(self._chunk_seconds or [0.0]), progress.slow_seconds)
         return Covered(
             loss=progress.loss,
             certificate=certify(coefficients, workers, norms, dtype),
@@ -446,4 +459,5 @@ class Coverage:
             ranks=self.members.ranks,
             seconds=time.monotonic() - progress.begun,
             own_seconds=typical * len(own),
+            waited_seconds=progress.waited_seconds,
         )

@@ -1,0 +1,218 @@
+"""Random codes: Bernoulli, stochastic block model, and stochastic gradient coding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from outlast.coding.code import Bound, GradientCode
+from outlast.coding.codes.equal_weights import equal_weight_error, survivors_of
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+class StochasticBlock(GradientCode):
+    """A 0/1 code drawn from the stochastic block model.
+
+    Workers and chunks (as many) are divided into blocks. A worker holds a chunk of its own block
+    with one probability and any other one with a smaller one, so that it holds `load` chunks on
+    average, the share `inside` of them in its own block. One block is a Bernoulli code; inside = 1
+    with blocks of `load` workers is fractional repetition. Between them the code loses little to
+    random stragglers and hides its blocks from an adversary.
+
+    Random codes promise nothing: a chunk may be held by nobody. So `tolerance` is -1.
+
+    Args:
+        workers: n; chunks are as many.
+        load: Chunks per worker on average, d.
+        blocks: Number of blocks; sizes differ by at most one.
+        inside: Share of a worker's chunks in its own block, from 1 / blocks to 1.
+        seed: Of the draw.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: For settings that are out of range.
+    """
+
+    name: ClassVar[str] = "stochastic block code"
+    source: ClassVar[str] = "Charles and Papailiopoulos, ISIT 2018"
+
+    def __init__(
+        self,
+        workers: int,
+        load: float,
+        *,
+        blocks: int,
+        inside: float,
+        seed: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        _refuse_load(workers, load)
+        if not 1 <= blocks <= workers:
+            raise CodingError(f"blocks = {blocks} is not in [1, {workers}]")
+        most = min(1.0, workers // blocks / load)
+        if not 1.0 / blocks <= inside <= most + 1e-12:
+            if most * blocks < 1.0 - 1e-12:
+                raise CodingError(
+                    f"load = {load:g} does not fit {blocks} blocks of {workers} chunks"
+                )
+            raise CodingError(
+                f"inside = {inside:g} is not in [{1.0 / blocks:g}, {most:g}], as blocks of "
+                f"{workers // blocks} chunks allow"
+            )
+        generator = np.random.default_rng(seed)
+        bounds = np.linspace(0, workers, blocks + 1).round().astype(np.int64)
+        rows, columns = [], []
+        for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            size = stop - start
+            own = _bernoulli(size, size, inside * load / size, generator)
+            rest = workers - size
+            other = _bernoulli(size, rest, (1 - inside) * load / max(rest, 1), generator)
+            rows += [start + own[0], start + other[0]]
+            # Columns of other blocks are counted without the block's own.
+            columns += [start + own[1], np.where(other[1] < start, other[1], other[1] + size)]
+        places = (np.concatenate(rows), np.concatenate(columns))
+        self.matrix = csr_array((np.ones(len(places[0])), places), shape=(workers, workers))
+        self.nominal_load = load
+        self.tolerance = -1
+        self.dtype = dtype
+
+    def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """(workers,) n / (u d) for each of u survivors, d the load that was asked for."""
+        weight = self.workers / (max(int(alive.sum()), 1) * self.nominal_load)
+        return np.where(alive, weight, 0.0)
+
+    def expected_error(self, stragglers: int) -> Bound:
+        """Mean error of the fixed decoder for this draw of the code, so an upper bound here."""
+        survivors = survivors_of(self.workers, stragglers)
+        if not survivors:
+            return Bound(float(self.chunks), "exact", "weights of zero")
+        weight = self.workers / (survivors * self.nominal_load)
+        mean = equal_weight_error(self.assignment.copies, self.workers, survivors, weight)
+        return Bound(mean, "upper", "one-step decoder, from the copies of each chunk")
+
+
+class BernoulliCode(StochasticBlock):
+    """Every worker holds every chunk with probability load / workers (BGC).
+
+    The one-step decoder's error is n (n - d) / (u d) on average over codes and stragglers, see
+    `outlast.coding.codes.equal_weights.bernoulli_one_step_error`.
+
+    Args:
+        workers: n; chunks are as many.
+        load: Chunks per worker on average, d.
+        seed: Of the draw.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: For a load that is not in (0, workers].
+    """
+
+    name: ClassVar[str] = "Bernoulli gradient code"
+    source: ClassVar[str] = "Charles, Papailiopoulos and Ellenberg 2017"
+
+    def __init__(self, workers: int, load: float, *, seed: int = 0, dtype: str = "float32") -> None:
+        super().__init__(workers, load, blocks=1, inside=1.0, seed=seed, dtype=dtype)
+
+
+class StochasticCode(GradientCode):
+    """Stochastic gradient coding: workers send unbiased sums, nobody decodes.
+
+    Chunk i is given to d_i random workers, so two chunks share d_i d_j / n workers on average
+    (pair-wise balanced). A worker sends the sum of g_i / (d_i (1 - p)) over its chunks, and the
+    plain sum of the messages that arrive has the gradient as its mean when each worker straggles
+    with probability p, whichever they are.
+
+    Args:
+        workers: n.
+        copies: d_i, one number for all chunks or one for each.
+        straggler_probability: p.
+        chunks: Number of chunks, as many as workers if None; only where `copies` is one number.
+        seed: Of the draw.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: For copies that are not in [1, workers] or a probability not in [0, 1).
+    """
+
+    name: ClassVar[str] = "stochastic gradient code"
+    source: ClassVar[str] = "Bitar, Wootters and El Rouayheb, JSAIT 2020"
+
+    def __init__(
+        self,
+        workers: int,
+        copies: int | Sequence[int],
+        straggler_probability: float,
+        *,
+        chunks: int | None = None,
+        seed: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        if isinstance(copies, int):
+            held = np.full(workers if chunks is None else chunks, copies, dtype=np.int64)
+        elif chunks in (None, len(copies)):
+            held = np.asarray(copies, dtype=np.int64)
+        else:
+            raise CodingError(f"chunks = {chunks}, but copies are given for {len(copies)}")
+        if not len(held) or not 1 <= int(held.min()) <= int(held.max()) <= workers:
+            raise CodingError(f"copies = {copies} are not all in [1, {workers}]")
+        if not 0.0 <= straggler_probability < 1.0:
+            raise CodingError(f"straggler_probability = {straggler_probability} is not in [0, 1)")
+        generator = np.random.default_rng(seed)
+        draws = [generator.choice(workers, size=d, replace=False) for d in held.tolist()]
+        values = np.repeat(1.0 / (held * (1.0 - straggler_probability)), held)
+        places = (np.concatenate(draws), np.repeat(np.arange(len(held)), held))
+        self.matrix = csr_array((values, places), shape=(workers, len(held)))
+        self.straggler_probability = straggler_probability
+        self.tolerance = 0
+        self.dtype = dtype
+
+    def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """(workers,) 1 for each survivor: the weights are in the messages already."""
+        return alive.astype(np.float64)
+
+    @property
+    def mean_error(self) -> float:
+        """E of the fixed decoder's error when each worker straggles with probability p.
+
+        Coefficient i is a binomial share of d_i (1 - p), with variance p / (d_i (1 - p)); the
+        error is the sum of these variances.
+        """
+        p = self.straggler_probability
+        return float(np.sum(p / (self.assignment.copies * (1.0 - p))))
+
+    def expected_error(self, stragglers: int) -> Bound:
+        """Mean error with equal weights that are best for so many stragglers: an upper bound."""
+        survivors = survivors_of(self.workers, stragglers)
+        if stragglers == 0:
+            return Bound(0.0, "exact", self.source)
+        if not survivors:
+            return Bound(float(self.chunks), "exact", "weights of zero")
+        # With h of d copies left, h / d is hypergeometric: mean u / n, variance
+        # u s (n - d) / (n^2 (n - 1) d). Weights n (1 - p) / u are unbiased.
+        workers = self.workers
+        copies = self.assignment.copies
+        spread = stragglers * (workers - copies) / ((workers - 1) * copies * survivors)
+        return Bound(float(spread.sum()), "upper", "unbiased equal weights for so many stragglers")
+
+
+def _refuse_load(workers: int, load: float) -> None:
+    if workers < 1 or not 0.0 < load <= workers:
+        raise CodingError(f"load = {load:g} is not in (0, {max(workers, 1)}]")
+
+
+def _bernoulli(
+    rows: int, columns: int, probability: float, generator: np.random.Generator
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Places of the ones in a 0/1 matrix whose entries are 1 independently, in O(ones)."""
+    entries = rows * columns
+    count = int(generator.binomial(entries, min(probability, 1.0)))
+    if not count:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    found = np.sort(generator.choice(entries, size=count, replace=False, shuffle=False))
+    return found // columns, found % columns

@@ -1,0 +1,93 @@
+"""ByzShield: assignments in which any two workers share at most one chunk.
+
+Konstantinidis and Ramamoorthy, "ByzShield: An Efficient and Robust System for Distributed Training"
+(MLSys 2021). Adversaries distort a chunk only where (r + 1) / 2 of them hold it; the fewer chunks
+workers share, the fewer chunks a given set of adversaries can distort.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outlast.coding.assignment import Assignment
+from outlast.coding.codes.byzantine import Aggregate, ReplicatedVote
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class ByzShield(ReplicatedVote):
+    """Latin squares or a Ramanujan bigraph, majority for each chunk, and the median of chunks.
+
+    For a prime load l above the replication r: r mutually orthogonal Latin squares of order l, the
+    a-th with a i + j mod l in row i and column j (a = 1 .. r; r <= l - 1). The l^2 cells are the
+    chunks, and worker (a, v) holds those where the a-th square has v: n = r l workers. For a load
+    that is a multiple of a prime replication: the bigraph of array codes (Burnwal, Sinha and
+    Vidyasagar), worker (i, j) of n = r^2 holds chunk (b, i + b j mod r) for each b = 0 .. l - 1, of
+    l r chunks; two workers with l = r share at most one chunk, with l = m r at most m.
+
+    Args:
+        load: Chunks that each worker computes, l.
+        replication: Workers that compute each chunk, r; odd.
+        aggregate: See `ReplicatedVote`; the paper takes the median.
+
+    Raises:
+        CodingError: For numbers that neither construction has.
+    """
+
+    name = "ByzShield"
+    source = "Konstantinidis and Ramamoorthy (MLSys 2021)"
+
+    def __init__(self, load: int, replication: int, *, aggregate: Aggregate = "median") -> None:
+        if replication < 1 or replication % 2 == 0:
+            nearest = max(replication - replication % 2 - 1, 1)
+            raise CodingError(
+                f"replication = {replication} is not an odd number above 0; {nearest} or "
+                f"{nearest + 2} would do"
+            )
+        self.replication, self.aggregate = replication, aggregate
+        if _prime(load) and replication < load:
+            self.assignment = _latin_squares(load, replication)
+        elif _prime(replication) and load > 0 and load % replication == 0:
+            self.assignment = _bigraph(load, replication)
+        else:
+            raise CodingError(
+                f"load = {load} is neither a prime above replication = {replication} nor a "
+                f"multiple of a prime replication; {_nearest(load, replication)} would do"
+            )
+
+
+def _latin_squares(order: int, squares: int) -> Assignment:
+    held: list[Sequence[int]] = []
+    for square in range(1, squares + 1):
+        for value in range(order):
+            held.append([row * order + (value - square * row) % order for row in range(order)])
+    return Assignment.of(held, order * order)
+
+
+def _bigraph(load: int, prime: int) -> Assignment:
+    held = [
+        [block * prime + (first + block * second) % prime for block in range(load)]
+        for first in range(prime)
+        for second in range(prime)
+    ]
+    return Assignment.of(held, load * prime)
+
+
+def _prime(number: int) -> bool:
+    return number > 1 and all(number % each for each in range(2, int(number**0.5) + 1))
+
+
+def _nearest(load: int, replication: int) -> str:
+    """The loads around `load` that there is a construction for."""
+
+    def fits(value: int) -> bool:
+        squares = _prime(value) and replication < value
+        return squares or (_prime(replication) and value > 0 and value % replication == 0)
+
+    below = next((value for value in range(load - 1, 0, -1) if fits(value)), None)
+    above = next(
+        value for value in range(max(load + 1, 1), 4 * max(load, replication, 2)) if fits(value)
+    )
+    return f"{above}" if below is None else f"{below} or {above}"

@@ -1,0 +1,179 @@
+"""Cyclic codes: worker i computes the chunks i, i + 1, ..., i + s, modulo n."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+
+from outlast.coding.codes.nullspace import NullspaceCode, check_workers, exact_weights
+from outlast.coding.conditioning import TOLERANCE, straggler_patterns
+from outlast.errors import CodingError
+
+_ADVICE = (
+    "take RealReedSolomon, whose amplification does not grow with the workers, "
+    "FractionalRepetition, which amplifies nothing, or a wider dtype"
+)
+_SCORED = 3000
+"""Sets of stragglers on which random draws are compared."""
+
+
+class CyclicRepetition(NullspaceCode):
+    """Tandon's random code: any number of workers, exact for any s stragglers almost surely.
+
+    The rows of B span the null space of a random matrix H (s, n) with H 1 = 0, so that any n - s of
+    them have 1 in their span. Only the row space of H matters, not its scale. Random codes have
+    near-singular sets of survivors; the best of several draws is kept.
+
+    Args:
+        workers: Number of workers and of chunks, n.
+        stragglers: Any so many may be missing, s; every worker computes s + 1 chunks.
+        seed: Of the draws.
+        dtype: Type of the messages.
+        tolerance: Largest rounding error, as a share of the gradient, that is accepted.
+        draws: Random matrices that are compared.
+
+    Raises:
+        CodingError: For stragglers outside [0, workers), no draw, or too much rounding.
+    """
+
+    name = "cyclic repetition"
+    source = (
+        "Tandon, Lei, Dimakis and Karampatziakis, Gradient Coding: Avoiding Stragglers in "
+        "Distributed Learning (ICML 2017)"
+    )
+
+    def __init__(
+        self,
+        workers: int,
+        stragglers: int,
+        *,
+        seed: int = 0,
+        dtype: str = "float32",
+        tolerance: float = TOLERANCE,
+        draws: int = 16,
+    ) -> None:
+        check_workers(workers, stragglers)
+        if draws < 1:
+            raise CodingError(f"draws = {draws} is below 1, the smallest number")
+        self.tolerance = stragglers
+        self.dtype = dtype
+        generator = np.random.default_rng(seed)
+        gone = np.array(straggler_patterns(workers, stragglers, _SCORED)[0])
+        best = np.inf
+        for _ in range(draws if stragglers else 1):
+            rows = _random_rows(workers, stragglers, generator)
+            particular, kernel = _left_null_space(rows, stragglers)
+            norms = np.linalg.norm(rows, axis=1)
+            weights = exact_weights(particular, kernel, gone)
+            found = float((np.abs(weights) @ norms).max())
+            if found <= best:
+                best, dense, self.particular, self.kernel = found, rows, particular, kernel
+        self.matrix = csr_array(dense)
+        self.conditioning = self.accept(tolerance, _ADVICE)
+
+
+class CyclicMDS(NullspaceCode):
+    """The real cyclic code of Raviv et al.: no randomness, better conditioned than a random code.
+
+    B is the circulant matrix of g(x) / g(1) with g(x) the product of x - z over the s n-th roots of
+    unity z nearest to -1. These come in conjugate pairs, and g is real, if and only if one of n and
+    s is odd and the other even. All coefficients are positive.
+
+    Args:
+        workers: Number of workers and of chunks, n.
+        stragglers: Any so many may be missing, s; every worker computes s + 1 chunks.
+        dtype: Type of the messages.
+        tolerance: Largest rounding error, as a share of the gradient, that is accepted.
+
+    Raises:
+        CodingError: For stragglers outside [0, workers) or of the workers' parity, or too much
+            rounding.
+    """
+
+    name = "cyclic MDS"
+    source = (
+        "Raviv, Tamo, Tandon and Dimakis, Gradient Coding from Cyclic MDS Codes and Expander "
+        "Graphs (ICML 2018)"
+    )
+
+    def __init__(
+        self,
+        workers: int,
+        stragglers: int,
+        *,
+        dtype: str = "float32",
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        check_workers(workers, stragglers)
+        # Without stragglers there is no root, hence no pair to complete.
+        if stragglers and (workers - stragglers) % 2 == 0:
+            parity = "odd" if workers % 2 else "even"
+            raise CodingError(
+                f"workers = {workers} and stragglers = {stragglers} are both {parity}, but a real "
+                f"cyclic MDS code has one odd and one even; take stragglers = {stragglers + 1}, or "
+                f"workers = {workers - 1} or {workers + 1}"
+            )
+        self.tolerance = stragglers
+        self.dtype = dtype
+        generator = _generator(workers, stragglers)
+        rows = np.repeat(np.arange(workers), stragglers + 1)
+        columns = (np.arange(workers)[:, None] + np.arange(stragglers + 1)) % workers
+        entries = (np.tile(generator, workers), (rows, columns.ravel()))
+        self.matrix = csr_array(entries, shape=(workers, workers))
+        self.particular = np.ones(workers)
+        self.kernel = _highest_frequencies(workers, stragglers)
+        self.conditioning = self.accept(tolerance, _ADVICE)
+
+
+def _random_rows(
+    workers: int, stragglers: int, generator: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    """(n, n) rows with cyclic support that are orthogonal to a random H with H 1 = 0."""
+    checks = generator.standard_normal((stragglers, workers))
+    checks -= checks.mean(axis=1, keepdims=True)
+    support = (np.arange(workers)[:, None] + np.arange(stragglers + 1)) % workers
+    rows = np.zeros((workers, workers))
+    rows[np.arange(workers), support[:, 0]] = 1.0
+    if stragglers:
+        systems = checks[:, support[:, 1:]].transpose(1, 0, 2)
+        right = -checks[:, support[:, 0]].T[:, :, None]
+        solution = np.linalg.solve(systems, right)[:, :, 0]
+        np.put_along_axis(rows, support[:, 1:], solution, axis=1)
+    # The scale of a row is free; unit rows make the least squares below well scaled.
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True))
+
+
+def _left_null_space(
+    rows: npt.NDArray[np.float64], dimension: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The shortest a with B^T a = 1, and an orthonormal basis of all a with B^T a = 0."""
+    left, values, right = np.linalg.svd(rows)
+    rank = len(rows) - dimension
+    particular = left[:, :rank] @ (right[:rank].sum(axis=1) / values[:rank])
+    return particular, left[:, rank:]
+
+
+def _generator(workers: int, stragglers: int) -> npt.NDArray[np.float64]:
+    """(s + 1,) coefficients of g(x) / g(1).
+
+    By the q-binomial theorem coefficient j of the product of 1 + x q^(i - (s - 1) / 2), i < s, with
+    q = exp(2 pi i / n), is the product over i = 1..j of sin(pi (s - i + 1) / n) / sin(pi i / n): no
+    cancellation, unlike multiplying the factors out.
+    """
+    step = np.arange(1, stragglers + 1)
+    ratios = np.sin(np.pi * step[::-1] / workers) / np.sin(np.pi * step / workers)
+    coefficients = np.concatenate([[1.0], np.cumprod(ratios)])
+    return np.asarray(coefficients / coefficients.sum())
+
+
+def _highest_frequencies(workers: int, count: int) -> npt.NDArray[np.float64]:
+    """(n, count) orthonormal real basis of the `count` discrete frequencies nearest to n / 2."""
+    angle = 2.0 * np.pi * np.arange(workers) / workers
+    columns = []
+    for frequency in range((workers - count + 1) // 2, (workers + 1) // 2):
+        columns.append(np.sqrt(2.0 / workers) * np.cos(frequency * angle))
+        columns.append(np.sqrt(2.0 / workers) * np.sin(frequency * angle))
+    if count % 2:
+        columns.append(np.sqrt(1.0 / workers) * (-1.0) ** np.arange(workers))
+    return np.asarray(np.reshape(columns, (count, workers)).T, dtype=np.float64)

@@ -1,0 +1,247 @@
+"""How workers agree, on a board, on whose messages make a step and on whether it is done.
+
+Nobody is in charge. What must be equal everywhere is written once by compare-and-set, so any
+worker may write it and all read what the first one wrote:
+
+- the decision of a round: whose messages are added up;
+- its outcome: committed if every member's sum succeeded, broken as soon as one says that its own
+  did not. Without this vote a sum could be done for some members and lost for others;
+- the members of the next epoch, after a broken one.
+
+A *round* is one use of the protocol, a training step. An *epoch* is the time between two losses of
+members. Every wait ends at a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from outlast.coding.protocol.board import Board
+
+_WORD_BITS = 62
+_COMMITTED, _BROKEN = "committed", "broken"
+_GRACE = 1.25
+_POLL_SECONDS = 0.02
+
+
+class Marks:
+    """A growing set of workers: bits of counters, so that to join is to learn who is in.
+
+    Counters hold 63 bits, so n workers take n / 62 counters. Who is the last of some workers to
+    join sees all the others, since each reads the other counters after it has written its own.
+    """
+
+    def __init__(self, board: Board, workers: int) -> None:
+        self._board = board
+        self._words = -(-workers // _WORD_BITS)
+
+    def join(self, key: str, worker: int) -> frozenset[int]:
+        """Add a worker, at most once; returns who is in, with it."""
+        word, bit = divmod(worker, _WORD_BITS)
+        own = self._board.add(f"{key}/{word}", 1 << bit)
+        return self._read(key, {word: own})
+
+    def read(self, key: str) -> frozenset[int]:
+        """Who is in."""
+        return self._read(key, {})
+
+    def keys(self, key: str) -> list[str]:
+        """The board's keys that hold the set."""
+        return [f"{key}/{word}" for word in range(self._words)]
+
+    def _read(self, key: str, known: dict[int, int]) -> frozenset[int]:
+        total = 0
+        for word, name in enumerate(self.keys(key)):
+            value = known[word] if word in known else self._board.add(name, 0)
+            total |= value << (word * _WORD_BITS)
+        return _workers_in(total)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whose messages make a round.
+
+    Attributes:
+        step: The training step, as the one who decided counts it.
+        survivors: The workers whose messages are added up.
+    """
+
+    step: int
+    survivors: frozenset[int]
+
+    def written(self) -> str:
+        """As text for the board: the step, and the survivors as a hexadecimal mask."""
+        return f"{self.step} {_mask(self.survivors)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Decision:
+        """What `written` gave."""
+        step, mask = text.split()
+        return cls(int(step), _workers_in(int(mask, 16)))
+
+
+class Decider:
+    """One worker's view of the agreements.
+
+    Args:
+        board: Of this protocol's use alone.
+        worker: This worker's number, the same for the whole run.
+        workers: How many there were at the beginning.
+        timeout_seconds: How long a silent worker is waited for.
+    """
+
+    def __init__(self, board: Board, *, worker: int, workers: int, timeout_seconds: float) -> None:
+        self._board = board
+        self._worker = worker
+        self._timeout_seconds = timeout_seconds
+        self._marks = Marks(board, workers)
+
+    def announce(self, round_: int, epoch: int) -> frozenset[int]:
+        """Say that this worker's message is ready; returns whose are, with its own.
+
+        Whoever is first has time, and removes what nobody reads any more: all members have
+        committed the round before this one, so none looks at the one before that.
+        """
+        announced = self._marks.join(f"{round_}/announced", self._worker)
+        if announced == {self._worker}:
+            self._forget(round_ - 2, epoch)
+        return announced
+
+    def announced(self, round_: int) -> frozenset[int]:
+        """Whose messages are ready."""
+        return self._marks.read(f"{round_}/announced")
+
+    def decide(self, round_: int, epoch: int, decision: Decision) -> Decision:
+        """Publish a decision; returns the first that was published, which is the valid one."""
+        return Decision.parse(self._board.publish(f"{round_}/{epoch}/decision", decision.written()))
+
+    def is_decided(self, round_: int, epoch: int) -> bool:
+        """Whether there is a decision; one message to the store and back."""
+        return self._board.has(f"{round_}/{epoch}/decision")
+
+    def decision(self, round_: int, epoch: int, seconds: float) -> Decision | None:
+        """The decision, once there is one; None if there is none within `seconds`."""
+        key = f"{round_}/{epoch}/decision"
+        try:
+            return Decision.parse(self._board.read(key, seconds, f"the decision of round {round_}"))
+        except CodingError:
+            # The time is over on this worker's clock, which may have stood still (SIGSTOP).
+            if self._board.has(key):
+                return Decision.parse(self._board.read(key, self._timeout_seconds, "a decision"))
+            return None
+
+    def enter(self, round_: int, epoch: int) -> None:
+        """Say that this worker, which no decision names, takes part in the sum all the same."""
+        self._marks.join(f"{round_}/{epoch}/entered", self._worker)
+
+    def is_broken(self, round_: int, epoch: int) -> bool:
+        """Whether a member has lost a peer; to be asked before this worker's own vote."""
+        return self._board.has(f"{round_}/{epoch}/outcome")
+
+    def vote(self, round_: int, epoch: int, *, voters: int, well: bool) -> bool:
+        """Say whether this worker's sum succeeded; returns whether all of them did.
+
+        A round is committed when all voters say so, and broken when one does not or is silent for
+        longer than the timeout.
+        """
+        key = f"{round_}/{epoch}/outcome"
+        if not well:
+            return self._board.publish(key, _BROKEN) == _COMMITTED
+        if self._board.add(f"{round_}/{epoch}/well") == voters:
+            return self._board.publish(key, _COMMITTED) == _COMMITTED
+        try:
+            return self._board.read(key, self._timeout_seconds, "the members' votes") == _COMMITTED
+        except CodingError:
+            return self._board.publish(key, _BROKEN) == _COMMITTED
+
+    def roll_call(
+        self,
+        round_: int,
+        epoch: int,
+        *,
+        members: frozenset[int],
+        survivors: Collection[int],
+        begun: float,
+    ) -> frozenset[int]:
+        """Who is left after a broken round: those who answer in time.
+
+        The call ends when all members have answered. It also ends when all who took part in the sum
+        have and the others, which were silent during the whole sum, had the timeout to appear; and
+        at the latest one timeout (and a grace of a quarter) after this worker's answer, when every
+        sum that a living member is still in must have failed.
+
+        Args:
+            round_: The broken round.
+            epoch: In which it was broken.
+            members: Who took part in this epoch.
+            survivors: Who the decision of the round named.
+            begun: When this worker began the sum, on ``time.monotonic``.
+
+        Returns:
+            The members of the next epoch, as the first to end the call saw them. This worker is
+            not among them if it came too late.
+        """
+        key, call = members_key(epoch + 1), f"roll/{epoch}"
+        present = self._marks.join(call, self._worker) & members
+        last = time.monotonic() + _GRACE * self._timeout_seconds
+        while not self._board.has(key):
+            now = time.monotonic()
+            if present != members and now < last:
+                taking_part = self._marks.read(f"{round_}/{epoch}/entered") | set(survivors)
+                if now < begun + self._timeout_seconds or not taking_part & members <= present:
+                    time.sleep(_POLL_SECONDS)
+                    present = self._marks.read(call) & members
+                    continue
+            return Decision.parse(
+                self._board.publish(key, Decision(0, present).written())
+            ).survivors
+        return Decision.parse(self._board.read(key, self._timeout_seconds, "the roll")).survivors
+
+    def has_gone_on(self, epoch: int) -> bool:
+        """Whether a later epoch than this one has begun."""
+        return self._board.has(members_key(epoch + 1))
+
+    def publish_late(self, round_: int, seconds: float) -> None:
+        """Write for how long the others would have waited for this worker, by its estimate."""
+        self._board.publish(f"{round_}/late/{self._worker}", repr(seconds))
+
+    def read_late(self, round_: int, worker: int) -> float | None:
+        """What `worker` wrote with `publish_late`, if it did."""
+        key = f"{round_}/late/{worker}"
+        if not self._board.has(key):
+            return None
+        return float(self._board.read(key, self._timeout_seconds, "a late worker's estimate"))
+
+    def _forget(self, round_: int, epoch: int) -> None:
+        if round_ < 0:
+            return
+        prefix = f"{round_}/{epoch}"
+        late = [f"{round_}/late/{worker}" for worker in self._marks.read(f"{prefix}/entered")]
+        self._board.remove(
+            [
+                *self._marks.keys(f"{round_}/announced"),
+                *self._marks.keys(f"{prefix}/entered"),
+                *(f"{prefix}/{name}" for name in ("decision", "well", "outcome")),
+                *late,
+            ]
+        )
+
+
+def members_key(epoch: int) -> str:
+    """Where the members of an epoch are written; never removed, so that the late can read it."""
+    return f"members/{epoch}"
+
+
+def _mask(workers: frozenset[int]) -> str:
+    return f"{sum(1 << worker for worker in workers):x}"
+
+
+def _workers_in(mask: int) -> frozenset[int]:
+    return frozenset(place for place in range(mask.bit_length()) if mask >> place & 1)

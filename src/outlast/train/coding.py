@@ -1,0 +1,249 @@
+"""Engines whose gradients do not wait for slow replicas, and what they have to say about it.
+
+Both wrap a `ReplicaEngine`, which knows how to run a micro-batch. `CoverageEngine` hands out
+micro-batches dynamically (`outlast.coding.protocol.coverage`); `CodedEngine` gives every replica a
+fixed, larger load (`outlast.coding.protocol.coded`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from outlast.coding import (
+    CyclicMDS,
+    CyclicRepetition,
+    FractionalRepetition,
+    GradientCode,
+    GraphCode,
+)
+from outlast.coding.protocol import CodedAllReduce, Coverage, Covered, Outcome
+from outlast.errors import JobError
+from outlast.records import GradientsCoded, WrongNumbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from outlast.data import BatchLoader, MicroBatch
+    from outlast.job import Job
+    from outlast.train.engine import ReplicaEngine
+    from outlast.train.layout import Layout
+
+
+def code_of(job: Job, replicas: int) -> GradientCode:
+    """The fixed-load code of [coding] for so many replicas.
+
+    Raises:
+        CodingError: When the replicas do not fit the code, with the nearest that do.
+    """
+    copies = job.coding.copies
+    dtype = "float32"
+    match job.coding.scheme:
+        case "fractional_repetition":
+            return FractionalRepetition(workers=replicas, stragglers=copies - 1)
+        case "cyclic_repetition":
+            return CyclicRepetition(workers=replicas, stragglers=copies - 1, dtype=dtype)
+        case "cyclic_mds":
+            return CyclicMDS(workers=replicas, stragglers=copies - 1, dtype=dtype)
+        case "graph":
+            return GraphCode.random_regular(workers=replicas, degree=copies, seed=job.run.seed)
+    raise JobError([f'coding.scheme = "{job.coding.scheme}" has no encoding matrix'])
+
+
+@dataclass
+class _Step:
+    """One step as this replica has seen it."""
+
+    claims: int = 0
+    yielded: bool = False
+    late: tuple[int, ...] = ()
+    duplicates: int = 0
+    lost: int = 0
+    error: float = 0.0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+@dataclass
+class CodingNotes:
+    """What happened since the last record, put together from all ranks.
+
+    Args:
+        scheme: As in coding.scheme.
+        replica: This rank's replica.
+        replicas: Number of replicas.
+        speaks: Whether this rank's notes count: one rank of every replica.
+    """
+
+    scheme: str
+    replica: int
+    replicas: int
+    speaks: bool
+    _steps: list[_Step] = field(default_factory=list)
+    _wrong: list[WrongNumbers] = field(default_factory=list)
+
+    def covered(self, step: int, outcome: Covered) -> None:
+        """Note a step of coverage."""
+        self._steps.append(
+            _Step(
+                claims=outcome.taken_over,
+                yielded=outcome.yielded > 0,
+                duplicates=outcome.duplicates,
+                lost=len(outcome.lost),
+                error=0.0 if outcome.certificate.exact else outcome.certificate.error,
+                seconds=outcome.seconds,
+                waiting_seconds=outcome.own_seconds,
+            )
+        )
+        for each in outcome.disagreements:
+            self._wrong.append(
+                WrongNumbers(
+                    step=step,
+                    module=f"chunk {each.chunk}",
+                    operation="coding.duplicate",
+                    device=f"ranks {each.ranks[0]} and {each.ranks[1]}",
+                    found_on=each.ranks[1],
+                    rows=1,
+                    magnitude=each.difference,
+                    outcome="detected",
+                )
+            )
+
+    def decoded(self, outcome: Outcome, seconds: float) -> None:
+        """Note a step of a fixed code."""
+        self._steps.append(
+            _Step(
+                late=outcome.late,
+                error=0.0 if outcome.exact else outcome.certificate.error,
+                seconds=seconds,
+                waiting_seconds=seconds + (outcome.saved_seconds or 0.0),
+            )
+        )
+
+    def take(self, step: int) -> list[GradientsCoded | WrongNumbers]:
+        """All ranks' notes since the last call; all ranks call it together.
+
+        Args:
+            step: Steps done so far.
+
+        Returns:
+            Events on rank 0, nothing on the others.
+        """
+        mine = (self.replica, self._steps if self.speaks else [], self._wrong)
+        self._steps, self._wrong = [], []
+        everyone = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered: list[tuple[int, list[_Step], list[WrongNumbers]]] = [mine]
+            gathered *= dist.get_world_size()
+            dist.all_gather_object(gathered, mine)
+            everyone = gathered if dist.get_rank() == 0 else []
+        spoken = [(replica, steps) for replica, steps, _ in everyone if steps]
+        if not spoken:
+            return []
+        wrong = [event for _, _, events in everyone for event in events]
+        return [self._event(step, spoken), *wrong]
+
+    def _event(self, step: int, spoken: Sequence[tuple[int, list[_Step]]]) -> GradientsCoded:
+        rows = list(zip(*(steps for _, steps in spoken), strict=True))
+        names = [replica for replica, _ in spoken]
+        return GradientsCoded(
+            step=step,
+            scheme=self.scheme,
+            replicas=self.replicas,
+            stragglers=[_stragglers(names, row) for row in rows],
+            claims=[sum(each.claims for each in row) for row in rows],
+            duplicates=[sum(each.duplicates for each in row) for row in rows],
+            lost=[max(each.lost for each in row) for row in rows],
+            errors=[max(each.error for each in row) for row in rows],
+            coded_seconds=[round(max(each.seconds for each in row), 6) for row in rows],
+            waiting_seconds=[round(max(each.waiting_seconds for each in row), 6) for row in rows],
+        )
+
+
+def _stragglers(names: Sequence[int], row: Iterable[_Step]) -> list[int]:
+    found = {name for name, each in zip(names, row, strict=True) if each.yielded}
+    return sorted(found.union(*(each.late for each in row)))
+
+
+@dataclass
+class CoverageEngine:
+    """Replicas that take over one another's micro-batches.
+
+    Args:
+        inner: Runs one micro-batch.
+        coverage: Hands out chunks; chunk c is micro-batch c % k of replica c // k.
+        loader: Gathers any rank's micro-batches.
+        layout: The degrees of parallelism.
+        shard_rank: This rank's place in its replica.
+        notes: Where steps are noted.
+    """
+
+    inner: ReplicaEngine
+    coverage: Coverage
+    loader: BatchLoader
+    layout: Layout
+    shard_rank: int
+    notes: CodingNotes
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], step: int, global_tokens: int
+    ) -> torch.Tensor:
+        """See `Engine`; sums over replicas, and FSDP2 averages over the ranks of each."""
+        scale = self.layout.shard / global_tokens
+
+        def compute(chunk: int) -> torch.Tensor:
+            replica, number = divmod(chunk, self.loader.microbatches)
+            rank = replica * self.layout.shard + self.shard_rank
+            own = rank == self.loader.rank
+            batch = batches[number] if own else self.loader.part(step, rank, number)
+            return self.inner.loss(batch, step) * scale
+
+        outcome = self.coverage.step(step, compute)
+        self.inner.waits.add(outcome.waited_seconds)
+        self.notes.covered(step, outcome)
+        return outcome.loss / self.layout.shard
+
+    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+        """See `Engine`."""
+        return self.inner.evaluate(batch)
+
+
+@dataclass
+class CodedEngine:
+    """Replicas that each compute several shares of the batch and send one combination of them.
+
+    Args:
+        inner: Runs one micro-batch.
+        coded: Encodes, agrees on survivors, decodes.
+        loader: Gathers micro-batches; its `ranks` are the code's chunks.
+        notes: Where steps are noted.
+    """
+
+    inner: ReplicaEngine
+    coded: CodedAllReduce
+    loader: BatchLoader
+    notes: CodingNotes
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], step: int, global_tokens: int
+    ) -> torch.Tensor:
+        """See `Engine`; the losses are encoded and decoded like the gradients."""
+        begun = time.monotonic()
+        encoded = torch.zeros((), device=self.inner.device)
+        with self.coded.computing():
+            for chunk, weight in self.coded.chunks():
+                for number in range(self.loader.microbatches):
+                    loss = self.inner.loss(self.loader.part(step, chunk, number), step)
+                    (loss * (weight / global_tokens)).backward()  # type: ignore[no-untyped-call]
+                    encoded += weight * loss.detach()
+        outcome = self.coded.reduce(step)
+        self.notes.decoded(outcome, time.monotonic() - begun)
+        return encoded * float(outcome.weights[self.coded.worker]) / global_tokens
+
+    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+        """See `Engine`."""
+        return self.inner.evaluate(batch)

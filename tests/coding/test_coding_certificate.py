@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.coding.certificate import certify, roundoff
+from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
+from outlast.coding.codes.heterogeneous import HeterogeneityAware
+from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
+from outlast.errors import CodingError
+
+ANY = float("inf")
+CODES = {
+    "repetition": FractionalRepetition(12, 2, dtype="bfloat16"),
+    "random": CyclicRepetition(12, 2, dtype="bfloat16", tolerance=ANY),
+    "mds": CyclicMDS(12, 3, dtype="bfloat16", tolerance=ANY),
+    "roots": ReedSolomon(12, 2, dtype="bfloat16", tolerance=ANY),
+    "real roots": RealReedSolomon(12, 2, dtype="bfloat16", tolerance=ANY),
+    "speeds": HeterogeneityAware([1, 2, 3] * 4, 2, dtype="bfloat16", tolerance=ANY),
+}
+EVERY = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+
+
+def to_bfloat16(values):
+    """Round to nearest, ties to even, keeping 8 bits of the significand."""
+    bits = np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def to_float32(values):
+    return np.asarray(values, np.float32).astype(np.float64)
+
+
+def rounded(values, rounding):
+    if np.iscomplexobj(values):
+        return rounding(values.real) + 1j * rounding(values.imag)
+    return rounding(values)
+
+
+def orthogonal(chunks, size, generator):
+    return np.linalg.qr(generator.standard_normal((size, chunks)))[0].T
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float32", to_float32), ("bfloat16", to_bfloat16)]
+)
+def test_rounding_of_messages_stays_below_its_bound_for_orthogonal_gradients(code, dtype, rounding):
+    generator = np.random.default_rng(0)
+    gradients = orthogonal(code.chunks, 200, generator)
+    true = gradients.sum(axis=0)
+    messages = code.matrix @ gradients
+    sent = rounded(messages, rounding)
+    largest = 0.0
+    for _ in range(60):
+        alive = np.ones(code.workers, dtype=bool)
+        alive[generator.choice(code.workers, code.tolerance, replace=False)] = False
+        decoded = code.decode(alive)
+        bound = certify(decoded.coefficients, decoded.weights, code.message_norms, dtype).rounding
+        error = np.linalg.norm(decoded.weights @ sent - true) / np.linalg.norm(true)
+        assert error <= bound
+        largest = max(largest, error / bound)
+    # A bound that is far above what happens would say nothing.
+    assert largest > 0.03
+
+
+def test_the_rounding_bound_is_attained_where_every_message_rounds_by_half_a_unit():
+    code = FractionalRepetition(1, 0, dtype="bfloat16")
+    # Between 1 and the next bfloat16; ties go to the even 1.
+    gradient = np.full(64, 1.0 + 2.0**-8)
+    error = np.linalg.norm(to_bfloat16(gradient) - gradient) / np.linalg.norm(gradient)
+    assert error == pytest.approx(code.decode([0]).certificate.rounding, rel=0.01)
+
+
+@EVERY
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), alive_share=st.floats(0.1, 1.0))
+def test_no_gradients_break_the_error_bounds(code, seed, alive_share):
+    generator = np.random.default_rng(seed)
+    alive = generator.random(code.workers) < alive_share
+    gradients = generator.standard_normal((30, code.chunks)) + 3 * generator.standard_normal(
+        (30, 1)
+    )
+    true = gradients.sum(axis=1)
+    decoded = code.decode(alive)
+    certificate = decoded.certificate
+    found = gradients @ decoded.coefficients
+    slack = 1e-6 * np.linalg.norm(gradients)
+    assert np.linalg.norm(found - true) <= certificate.bound(np.linalg.norm(gradients, 2)) + slack
+    if np.isfinite(certificate.scale):
+        differences = gradients - gradients.mean(axis=1, keepdims=True)
+        off = np.linalg.norm(certificate.scale * found - true)
+        size = slack * certificate.scale
+        # The sum of complex coefficients need not be real; then only the first bound holds.
+        if not np.iscomplexobj(decoded.coefficients):
+            assert off <= certificate.centred_bound(np.linalg.norm(differences, 2)) + size
+
+
+def test_the_error_bound_is_attained_by_gradients_along_the_missing_coefficients():
+    decoded = FractionalRepetition(6, 1).decode([0, 1, 2])
+    missing = decoded.coefficients - 1.0
+    gradients = np.outer(np.ones(4), missing)
+    off = np.linalg.norm(gradients @ missing)
+    assert off == pytest.approx(decoded.certificate.bound(np.linalg.norm(gradients, 2)))
+
+
+def test_rescaling_removes_the_error_of_equal_gradients():
+    certificate = FractionalRepetition(6, 1).decode([0, 2]).certificate
+    assert not certificate.exact
+    assert certificate.scale == 1.5
+    assert certificate.error == 2.0
+    assert certificate.centred == pytest.approx(4 * 0.25 + 2)
+    assert certificate.centred_bound(0.0) == 0.0
+
+
+def test_without_survivors_there_is_no_scale():
+    decoded = FractionalRepetition(4, 1).decode([])
+    assert decoded.error == 4.0
+    assert decoded.certificate.scale == decoded.certificate.centred == float("inf")
+
+
+def test_the_error_of_an_exact_decoding_is_exactly_zero():
+    weights, error = CyclicMDS(12, 3).decode([0, 1, 2, 3, 4, 5, 6, 8, 11])
+    assert error == 0.0
+    assert weights.shape == (12,)
+
+
+def test_an_unknown_type_is_refused_with_the_known_ones():
+    with pytest.raises(CodingError, match="'int8' is not one of float64, float32"):
+        roundoff("int8")

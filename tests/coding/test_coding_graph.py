@@ -1,0 +1,235 @@
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from every_pattern import check_every_pattern, every_mask, least_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.coding.code import decode
+from outlast.coding.codes import graphs
+from outlast.coding.codes.graph import GraphCode
+from outlast.errors import CodingError
+
+TWO_TRIANGLES_AND_A_BRIDGE = [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (0, 3)]
+SMALL = {
+    "two vertices": graphs.complete(2),
+    "odd cycle": graphs.circulant(7, [1]),
+    "even cycle": graphs.circulant(8, [1]),
+    "complete on four": graphs.complete(4),
+    "complete on five": graphs.complete(5),
+    "complete bipartite": graphs.complete_bipartite(3),
+    "hypercube": graphs.hypercube(3),
+    "prism": graphs.random_regular(6, 3, seed=3),
+    "parallel edges": graphs.Graph(np.array([[0, 1], [0, 1], [1, 2], [2, 0], [2, 0]]), 3),
+    "not regular": graphs.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6),
+    "star": graphs.Graph(np.array([[0, 1], [0, 2], [0, 3]]), 4),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_pattern_has_the_least_error_and_keeps_the_bounds(name):
+    check_every_pattern(GraphCode.of(SMALL[name]))
+
+
+@pytest.mark.parametrize(
+    "name", ["even cycle", "complete on four", "complete on five", "complete bipartite", "prism"]
+)
+def test_the_tolerance_of_small_graphs_is_tight(name):
+    code = GraphCode.of(SMALL[name])
+    masks = every_mask(code.workers)
+    errors = code.errors(masks)
+    assert errors[code.workers - masks.sum(axis=1) == code.tolerance + 1].max() > 0.1
+    assert code.tolerance == code.degree - 1
+
+
+def test_a_bridge_lowers_the_tolerance():
+    # Two copies of K4 with one edge divided, the new vertices joined: cubic, with a bridge.
+    half = [(0, 1), (0, 2), (1, 3), (2, 3), (1, 2), (0, 4), (3, 4)]
+    edges = half + [(a + 5, b + 5) for a, b in half] + [(4, 9)]
+    code = GraphCode(np.array(edges), 10)
+    assert code.degree == 3
+    assert code.tolerance == 1
+
+
+def test_the_error_is_the_imbalance_of_bipartite_components():
+    path = GraphCode(np.array([[0, 1], [1, 2], [2, 3], [3, 4], [4, 0]]), 5)
+    decoded = path.decode([0, 1, 2, 3])  # the path 0-1-2-3-4: sides of 3 and 2
+    assert decoded.error == pytest.approx((3 - 2) ** 2 / 5)
+    np.testing.assert_allclose(decoded.coefficients, [0.8, 1.2, 0.8, 1.2, 0.8])
+    lonely = path.decode([0])  # 0-1 is balanced, three vertices are alone
+    np.testing.assert_allclose(lonely.coefficients, [1, 1, 0, 0, 0], atol=1e-12)
+
+
+@st.composite
+def regular_codes(draw):
+    degree = draw(st.integers(2, 6))
+    vertices = draw(st.integers(degree + 1, 40))
+    vertices += vertices * degree % 2
+    return GraphCode.of(graphs.random_regular(vertices, degree, draw(st.integers(0, 1000))))
+
+
+@settings(max_examples=50, deadline=None)
+@given(regular_codes(), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_decoding_is_optimal_for_random_graphs_and_stragglers(code, probability, seed):
+    masks = np.random.default_rng(seed).random((5, code.workers)) >= probability
+    errors = code.errors(masks)
+    for alive, error in zip(masks, errors, strict=True):
+        weights, single = decode(code, alive)
+        assert single == pytest.approx(least_error(code, alive), abs=1e-9)
+        assert error == pytest.approx(single, abs=1e-9)
+        np.testing.assert_allclose(
+            code.matrix.T @ weights, code.optimal_coefficients(alive[None])[0], atol=1e-9
+        )
+        bound = code.worst_error(int((~alive).sum()))
+        assert single <= bound.value + 1e-9
+
+
+def test_ten_thousand_workers_are_built_and_decoded_within_a_second():
+    begun = time.process_time()
+    code = GraphCode.random_regular(workers=9999, degree=3)
+    alive = np.random.default_rng(0).random(9999) >= 0.2
+    decoded = code.decode(alive)
+    assert time.process_time() - begun < 1.0
+    assert decoded.certificate.error == pytest.approx(code.errors(alive[None])[0])
+    assert decoded.certificate.error / code.chunks == pytest.approx(0.2**3, rel=0.5)
+
+
+def test_weights_do_not_amplify_rounding():
+    code = GraphCode.random_regular(workers=9999, degree=3)
+    alive = np.random.default_rng(0).random(9999) >= 0.1
+    # Every coefficient is about 1 and a message counts for two of them: k / 2 is the least.
+    assert code.decode(alive).certificate.amplification < 0.6 * code.chunks
+
+
+def test_long_paths_are_decoded_exactly_where_gradient_steps_do_not_reach():
+    code = GraphCode.of(graphs.circulant(4001, [1]))
+    decoded = code.decode(np.arange(4001) != 17)
+    assert decoded.certificate.error == pytest.approx(1 / 4001)
+    full = code.decode(np.ones(4001, dtype=bool))
+    assert full.error == 0.0
+
+
+def test_the_mean_coefficient_makes_a_transitive_graph_unbiased():
+    code = GraphCode.of(graphs.hypercube(3))
+    masks = every_mask(code.workers)
+    alive_counts = masks.sum(axis=1)
+    chances = 0.7**alive_counts * 0.3 ** (code.workers - alive_counts)
+    exact = chances @ code.optimal_coefficients(masks)
+    np.testing.assert_allclose(exact, exact[0])
+    assert code.mean_coefficient(0.3, draws=20_000) == pytest.approx(exact[0], abs=2e-3)
+
+
+def test_lost_chunks_are_a_lower_bound_that_random_stragglers_nearly_reach():
+    code = GraphCode.random_regular(workers=1500, degree=3, seed=1)
+    generator = np.random.default_rng(0)
+    masks = np.ones((400, 1500), dtype=bool)
+    for each in masks:
+        each[generator.choice(1500, 150, replace=False)] = False
+    mean = code.errors(masks).mean()
+    bound = code.expected_error(150)
+    assert bound.kind == "lower"
+    shares = math.comb(1497, 147) / math.comb(1500, 150)
+    assert bound.value == pytest.approx(code.chunks * shares)
+    assert bound.value * 0.9 < mean < bound.value * 1.3
+
+
+def test_permuted_chunks_change_places_and_nothing_else():
+    code = GraphCode.random_regular(workers=24, degree=3)
+    other = code.permuted(1)
+    masks = np.random.default_rng(0).random((50, 24)) >= 0.3
+    np.testing.assert_allclose(code.errors(masks), other.errors(masks), atol=1e-12)
+    assert (code.matrix != other.matrix).nnz
+    assert not (other.matrix != code.permuted(1).matrix).nnz
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 12), st.integers(0, 60), st.integers(0, 1000))
+def test_random_regular_graphs_are_simple_regular_and_connected(degree, more, seed):
+    vertices = degree + 1 + more
+    vertices += vertices * degree % 2
+    graph = graphs.random_regular(vertices, degree, seed)
+    assert set(graph.degrees) == {degree}
+    assert graph.connected
+    assert graph.adjacency.max() == 1
+    assert graph.adjacency.diagonal().max() == 0
+
+
+def test_the_ramanujan_graph_of_the_literature_has_its_size_and_its_gap():
+    graph = graphs.ramanujan(5, 13)
+    assert (graph.vertices, len(graph.edges), set(graph.degrees)) == (2184, 6552, {6})
+    assert graph.connected
+    assert graph.adjacency.max() == 1
+    assert graphs.second_eigenvalue(graph) <= 2 * math.sqrt(5) + 1e-6
+    assert GraphCode.of(graph).tolerance == 5  # bipartite
+
+
+def test_the_other_kind_of_ramanujan_graph_is_not_bipartite():
+    graph = graphs.ramanujan(5, 29)  # 5 is a square modulo 29
+    assert graph.vertices == (29**3 - 29) // 2
+    assert graph.connected
+    assert graphs.expansion(graph) <= 2 * math.sqrt(5) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("graph", "second", "smallest"),
+    [
+        (graphs.complete(6), -1, -1),
+        (graphs.hypercube(4), 2, -4),
+        (graphs.complete_bipartite(4), 0, -4),
+        (graphs.circulant(500, [1]), 2 * math.cos(2 * math.pi / 500), -2),
+        (graphs.circulant(6, [1, 3]), 1, -3),
+    ],
+)
+def test_spectra_are_those_of_textbooks(graph, second, smallest):
+    assert graphs.second_eigenvalue(graph) == pytest.approx(second, abs=1e-6)
+    assert graphs.smallest_eigenvalue(graph) == pytest.approx(smallest, abs=1e-6)
+
+
+def test_edge_connectivity_finds_the_bridge():
+    graph = graphs.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6)
+    assert graphs.edge_connectivity(graph) == 1
+    assert graphs.edge_connectivity(graphs.complete(5)) == 4
+
+
+REFUSED = {
+    "workers = 10 and degree = 3": lambda: GraphCode.random_regular(workers=10, degree=3),
+    "take degree = 4 or workers = 12": lambda: GraphCode.random_regular(workers=10, degree=3),
+    "workers = 6": lambda: GraphCode.random_regular(workers=5, degree=3),
+    "degree = 1": lambda: GraphCode.random_regular(workers=9, degree=1),
+    "both odd": lambda: graphs.random_regular(7, 3),
+    "take 2 to 3": lambda: graphs.random_regular(4, 4),
+    "has no edge": lambda: GraphCode(np.array([[0, 1]]), 3),
+    "with itself": lambda: GraphCode(np.array([[0, 0]]), 1),
+    "not in": lambda: GraphCode(np.array([[0, 4]]), 3),
+    "shape": lambda: GraphCode(np.array([0, 4]), 5),
+    "not a prime that is 1 mod 4; take 5": lambda: graphs.ramanujan(3, 13),
+    "above 2 sqrt": lambda: graphs.ramanujan(13, 5),
+    "offsets": lambda: graphs.circulant(8, [1, 5]),
+    "stragglers = 25": lambda: GraphCode.random_regular(workers=24, degree=3).worst_error(25),
+    "probability": lambda: GraphCode.of(graphs.complete(3)).mean_coefficient(1.0),
+    "not regular": lambda: GraphCode.of(SMALL["star"]).spectral_gap,
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_built_is_refused_with_the_reason(words):
+    with pytest.raises(CodingError, match=words):
+        REFUSED[words]()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 12))
+def test_advice_for_refused_degrees_can_be_followed(workers, degree):
+    try:
+        GraphCode.random_regular(workers=workers, degree=degree)
+    except CodingError as error:
+        words = str(error).split("take ")[-1].replace(",", "").split()
+        fewest = int(words[-1])
+        if degree >= 2:
+            GraphCode.random_regular(workers=fewest, degree=degree)
+        for word in itertools.takewhile(lambda word: word != "workers", words[2:]):
+            if word.isdigit():
+                GraphCode.random_regular(workers=workers, degree=int(word))
