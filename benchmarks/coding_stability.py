@@ -129,8 +129,13 @@ def stability_bars(quick: bool) -> Iterator[Bar]:
         code = case.build(case.workers, case.stragglers, dtype=case.dtype, **allowed)
         figure = worst_recovery(code, case.dtype, patterns)
         label = f"{code.name}, n = {case.workers}, s = {case.stragglers}, {case.dtype}, worst error"
-        yield at_most(
-            label, figure, "of the gradient", case.limit, f"{case.against}, first measured"
+        yield Bar(
+            label,
+            float(f"{figure:.3g}"),
+            "of the gradient",
+            f"<= {case.limit:g}",
+            figure <= case.limit,
+            f"{case.against}, first measured",
         )
     yield from refusal_bars()
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from outlast.errors import CodingError
+
 KILLED = "killed"
 
 
@@ -68,6 +70,14 @@ def _wake(target: int, seconds: float) -> None:
     time.sleep(seconds)
     os.kill(target, signal.SIGCONT)
     os._exit(0)
+
+
+def tried(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `work` returns, or the error's type, text and chunks."""
+    try:
+        return work(*args, **kwargs)
+    except CodingError as error:
+        return type(error).__name__, str(error), getattr(error, "chunks", None)
 
 
 def network() -> nn.Module:

@@ -96,9 +96,8 @@ def test_slow_workers_are_drawn_anew_in_each_step() -> None:
 def test_a_trace_is_replayed_round_after_round_for_the_same_workers() -> None:
     starts = Trace(TABLE).sample(20, 5, steps=9, seed=6).start_seconds
     for stretch in starts:
-        (row, *_), columns = np.nonzero(TABLE == stretch[0, 0])[0], []
-        for seconds in stretch[0]:
-            columns.append(int(np.nonzero(TABLE[row] == seconds)[0][0]))
+        row = int(np.nonzero(stretch[0, 0] == TABLE)[0][0])
+        columns = [int(np.nonzero(TABLE[row] == seconds)[0][0]) for seconds in stretch[0]]
         assert len(set(columns)) == 5
         rows = (row + np.arange(9)) % len(TABLE)
         assert np.array_equal(stretch, TABLE[rows][:, columns])
@@ -207,6 +206,11 @@ def test_slowness_of_chunks_looks_independent_from_step_to_step() -> None:
     found = fit(cost)
     assert found.persistence == pytest.approx(found.slow_share, abs=0.02)
     assert found.worker_share < 0.05
+
+
+def test_few_steps_do_not_make_chance_look_like_the_worker() -> None:
+    slowdown = ShiftedExponential(0.5).sample(1, 300, steps=5, seed=2).slowdown[0]
+    assert fit(slowdown).worker_share < 0.06
 
 
 def test_equal_seconds_hold_no_slow_ones() -> None:

@@ -42,7 +42,7 @@ def test_every_tolerated_pattern_is_exact(cls, speeds):
 
 
 @BOTH
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(speeds=speeds_of_workers, data=st.data())
 def test_any_speeds_are_exact_with_the_same_number_of_copies(cls, speeds, data):
     stragglers = data.draw(st.integers(0, min(len(speeds) - 1, 4)))
@@ -80,9 +80,8 @@ def test_groups_decode_exactly_whenever_linear_algebra_does():
 
 
 def test_a_path_may_go_back_over_chunks_that_it_counted():
-    code = GroupedBySpeed([2, 1, 1, 2, 1, 1, 1], 2, chunks=3)
-    spans = [code.assignment.chunks_of(worker).tolist() for worker in range(7)]
-    assert sorted(spans) == [[0], [0], [0, 1], [1], [1, 2], [2], [2]]
+    code = GroupedBySpeed([1, 2, 3, 2, 3, 4, 2, 4], 2, chunks=3)
+    spans = [code.assignment.chunks_of(worker).tolist() for worker in range(8)]
     forth, back, on = spans.index([0, 1]), spans.index([1]), spans.index([1, 2])
     weights, error = code.decode([forth, back, on])
     assert weights[[forth, back, on]].tolist() == [1.0, -1.0, 1.0]
@@ -97,13 +96,18 @@ def test_group_weights_are_signs_and_need_one_group_only():
     assert code.binary
 
 
+def test_coefficients_do_not_explode_where_speeds_differ():
+    speeds = np.random.default_rng(0).uniform(1.0, 4.0, 40)
+    assert HeterogeneityAware(speeds, 4).conditioning.rounding < 1e-5
+
+
 @BOTH
 def test_loads_follow_the_speeds(cls):
     speeds = np.random.default_rng(0).uniform(1.0, 4.0, 30)
-    code = cls(speeds, 2, chunks=3000)
+    code = cls(speeds, 2, chunks=600)
     seconds = code.assignment.loads / speeds
     assert seconds.max() / seconds.min() < 1.1
-    assert code.assignment.loads.sum() == 3 * 3000
+    assert code.assignment.loads.sum() == 3 * 600
 
 
 def test_a_worker_faster_than_all_others_together_computes_everything_once():

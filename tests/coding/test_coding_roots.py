@@ -44,10 +44,10 @@ def test_consecutive_holders_are_exact_too(workers, stragglers):
 
 
 @BOTH
-@settings(max_examples=50, deadline=None)
-@given(workers=st.integers(2, 24), data=st.data())
+@settings(max_examples=25, deadline=None)
+@given(workers=st.integers(2, 20), data=st.data())
 def test_any_size_is_exact_and_balanced(cls, workers, data):
-    stragglers = data.draw(st.integers(0, min(workers - 1, 7)))
+    stragglers = data.draw(st.integers(0, min(workers - 1, 5)))
     size = data.draw(st.integers(0, stragglers))
     gone = data.draw(st.permutations(range(workers)))[:size]
     code = cls(workers, stragglers)
@@ -96,12 +96,23 @@ def test_weights_stay_small_whoever_straggles():
         assert np.abs(weights).max() <= 2**6 / 40 + 1e-12
 
 
+def test_real_weights_stay_below_two_to_the_stragglers():
+    for workers, stragglers in ((17, 4), (18, 5), (9, 8), (12, 1)):
+        code = RealReedSolomon(workers, stragglers)
+        assert code.conditioning.exhaustive
+        assert code.conditioning.largest_weight <= 2.0**stragglers + 1e-9
+    code = RealReedSolomon(40, 6)
+    for first in range(40):
+        weights = code.decode(alive_without(40, (first + np.arange(6)) % 40)).weights
+        assert np.abs(weights).max() <= 2.0**6
+
+
 @BOTH
 def test_amplification_does_not_explode_with_the_workers_as_that_of_cyclic_codes_does(cls):
-    growth = cls(81, 4).conditioning.rounding / cls(21, 4).conditioning.rounding
-    cyclic = [CyclicMDS(n, 4, tolerance=ANY).conditioning.rounding for n in (21, 81)]
+    growth = cls(61, 4).conditioning.rounding / cls(21, 4).conditioning.rounding
+    cyclic = [CyclicMDS(n, 4, tolerance=ANY).conditioning.rounding for n in (21, 61)]
     assert growth < 5
-    assert cyclic[1] / cyclic[0] > 100
+    assert cyclic[1] / cyclic[0] > 30
 
 
 @BOTH

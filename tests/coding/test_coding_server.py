@@ -17,6 +17,7 @@ from server_ranks import (
     numbers,
     start,
     stop,
+    tried,
 )
 
 from outlast.coding.codes.communication import YeAbbe
@@ -127,14 +128,6 @@ def test_nobody_waits_for_a_slow_worker(ranks, code):
 def at(rank, step, position, action):
     """`action()` once, in one place."""
     return lambda *place: action() if place == (rank, step, position) else None
-
-
-def tried(work, *args, **kwargs):
-    """What `work` returns, or the error's type, text and chunks."""
-    try:
-        return work(*args, **kwargs)
-    except CodingError as error:
-        return type(error).__name__, str(error), getattr(error, "chunks", None)
 
 
 @pytest.mark.parametrize("code", [FractionalRepetition(4, 1), YeAbbe(4, 1, 2), PartialCode(4, 2)])

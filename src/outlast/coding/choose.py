@@ -113,13 +113,14 @@ def choose_code(
         cost_model: What a step consists of. Schemes that drop chunks are excluded where what they
             lose is not like the rest: with `CostModel.iid` false, or chunks of different costs, of
             which the dear ones would be lost.
-        exact: Take only schemes that never lose a sample. Coverage then computes the chunks again
-            whose holders are all dead; otherwise it goes on without them.
+        exact: Take only schemes that never lose a sample. If `exact`, or if chunks differ,
+            coverage computes the chunks again whose holders are all dead; otherwise it goes on
+            without them.
         memory_bytes: A worker has this much memory to spare.
         message_bytes: A worker sends this much per step at most.
         margin: See `MARGIN`; 0 to count simulated time per sample alone.
         stretches: Independent stretches of 10 steps to simulate. By default 200 up to 50 workers,
-            41 at 240, and 1 from 5000 on, which takes a second at 240 and half a minute at 10,000.
+            41 at 240, and 1 from 5000 on: a second of CPU time at 240, ten or so at 10,000.
         seed: Of all random numbers.
 
     Raises:
@@ -130,17 +131,15 @@ def choose_code(
     if stretches is None:
         stretches = min(max(_WORKER_STEPS // (_STRETCH * workers), 1), _MOST_STRETCHES)
     delays = sample(straggler_model, stretches, workers, steps=_STRETCH + 1, seed=seed)
-    found = Bench(delays, cost_model, seed).candidates(recompute=exact)
     uneven = bool((delays.chunk_cost != 1.0).any())
+    alike = cost_model.iid and not uneven
+    found = Bench(delays, cost_model, seed).candidates(recompute=exact or not alike)
     limits = (memory_bytes, message_bytes)
-    judged = [
-        replace(
-            each,
-            excluded=_exclusion(each, limits, exact=exact, alike=cost_model.iid and not uneven),
-        )
-        for each in found
-    ]
-    judged.sort(key=lambda each: (each.excluded != "", each.useful_seconds))
+    reasons_against = [_exclusion(each, limits, exact=exact, alike=alike) for each in found]
+    judged = sorted(
+        (replace(each, excluded=why) for each, why in zip(found, reasons_against, strict=True)),
+        key=lambda each: (each.excluded != "", each.useful_seconds),
+    )
     allowed = [each for each in judged if not each.excluded]
     if not allowed:
         reasons = "; ".join(f"{each.scheme}: {each.excluded}" for each in judged)
@@ -215,7 +214,9 @@ def _reason(best: Candidate, candidates: list[Candidate], costs: CostModel, *, u
         )
     elif dropping is not None and dropping.useful_seconds < best.useful_seconds:
         why = f"is excluded: {dropping.excluded}" if dropping.excluded else "is within the margin"
-        said.append(f"Dropping ({dropping.scheme}, {dropping.settings}) {_takes(dropping)}, but {why}.")
+        said.append(
+            f"Dropping ({dropping.scheme}, {dropping.settings}) {_takes(dropping)}, but {why}."
+        )
     return " ".join(said)
 
 

@@ -6,6 +6,7 @@ run.losses()[-1]                      # (1500, 1.43)
 run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
 """
 
+from outlast.records.coded import CodedStep, CodingTotals, Slowness, coding_totals
 from outlast.records.directory import RunDirectory, replace_file, sync_directory
 from outlast.records.events import (
     FORMAT_VERSION,
@@ -46,6 +47,8 @@ __all__ = [
     "CheckpointInterval",
     "CheckpointRestored",
     "CheckpointSaved",
+    "CodedStep",
+    "CodingTotals",
     "Evaluated",
     "Event",
     "GradientsCoded",
@@ -60,6 +63,7 @@ __all__ = [
     "RunDirectory",
     "Sampled",
     "Sink",
+    "Slowness",
     "StepsDone",
     "StopRequested",
     "Stopwatch",
@@ -67,6 +71,7 @@ __all__ = [
     "WandbSink",
     "Warned",
     "WrongNumbers",
+    "coding_totals",
     "event_file",
     "finite",
     "guard_totals",

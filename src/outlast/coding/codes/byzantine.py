@@ -10,6 +10,7 @@ spread over the workers decides how many chunks the worst set of q adversaries c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -153,13 +154,15 @@ class ReplicatedVote:
     def _copies(
         self, results: Mapping[tuple[int, int], npt.NDArray[np.float64]]
     ) -> list[dict[int, npt.NDArray[np.float64]]]:
-        """Copies of each chunk, by worker."""
+        """Copies of each chunk, by worker; what has another shape than most agrees with nothing."""
+        shapes = Counter(value.shape for value in results.values())
+        shape = shapes.most_common(1)[0][0] if shapes else ()
         copies: list[dict[int, npt.NDArray[np.float64]]] = [{} for _ in range(self.chunks)]
         owned = [set(self.assignment.chunks_of(worker).tolist()) for worker in range(self.workers)]
         for (worker, chunk), value in results.items():
             if not 0 <= worker < self.workers or chunk not in owned[worker]:
                 raise CodingError(f"chunk {chunk} is not one that worker {worker} computes")
-            copies[chunk][worker] = value
+            copies[chunk][worker] = value if value.shape == shape else np.full(shape, np.nan)
         lost = tuple(chunk for chunk, each in enumerate(copies) if not each)
         if lost:
             raise LostChunksError(f"there is no copy of chunks {list(lost)}", lost)
@@ -219,7 +222,8 @@ class Draco(ReplicatedVote):
             below = workers - workers % self.replication
             raise CodingError(
                 f"workers = {workers} is not a multiple of 2 adversaries + 1 = "
-                f"{self.replication}; {below} or {below + self.replication} would do, or DracoCyclic"
+                f"{self.replication}; {below} or {below + self.replication} would do, or "
+                "DracoCyclic"
             )
         groups = workers // self.replication
         self.assignment = Assignment.of(

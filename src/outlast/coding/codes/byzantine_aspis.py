@@ -34,15 +34,14 @@ if TYPE_CHECKING:
 _MOST_CHUNKS = 100_000
 
 
-def maximum_cliques(adjacency: npt.NDArray[np.bool_], most: int = 2) -> list[frozenset[int]]:
-    """The largest sets of vertices that are all joined to each other, at most `most` of them.
+def maximum_cliques(adjacency: npt.NDArray[np.bool_]) -> list[frozenset[int]]:
+    """All largest sets of vertices that are joined to each other.
 
     Branch and bound on bit sets (Bron and Kerbosch 1973, with Tomita's pivots): exponential at
     worst, milliseconds for tens of vertices where most pairs are joined.
 
     Args:
         adjacency: (vertices, vertices) symmetric.
-        most: Stop collecting after so many of the largest size.
     """
     vertices = len(adjacency)
     joined = [
@@ -51,29 +50,24 @@ def maximum_cliques(adjacency: npt.NDArray[np.bool_], most: int = 2) -> list[fro
     ]
     best: list[int] = [0]
 
-    def grow(clique: int, size: int, candidates: int, done: int) -> None:
+    def grow(clique: int, candidates: int, done: int) -> None:
         nonlocal best
-        largest = best[0].bit_count()
+        size, largest = clique.bit_count(), best[0].bit_count()
         if not candidates and not done:
-            if size > largest:
-                best = [clique]
-            elif size == largest and clique and len(best) < most:
-                best.append(clique)
+            best = [clique] if size > largest else [*best, clique] if size == largest else best
             return
-        # A branch that can at best tie matters only as long as ties are still wanted.
-        wanted = largest + (len(best) >= most)
-        if size + candidates.bit_count() < wanted:
+        if size + candidates.bit_count() < largest:
             return
         pivot = max(
             _bits(candidates | done), key=lambda each: (joined[each] & candidates).bit_count()
         )
         for vertex in _bits(candidates & ~joined[pivot]):
             bit = 1 << vertex
-            grow(clique | bit, size + 1, candidates & joined[vertex], done & joined[vertex])
+            grow(clique | bit, candidates & joined[vertex], done & joined[vertex])
             candidates &= ~bit
             done |= bit
 
-    grow(0, 0, (1 << vertices) - 1, 0)
+    grow(0, (1 << vertices) - 1, 0)
     return [frozenset(_bits(clique)) for clique in best]
 
 
@@ -90,23 +84,45 @@ class AgreementVote(ReplicatedVote):
     """Votes among workers that agree with each other wherever they share a chunk.
 
     Where one largest group agrees on everything, only its members' copies count. Where there are
-    several, those count that are in any of them. In both cases with `ReplicatedVote`'s guarantee:
-    a worker that sends a wrong copy disagrees with at least r - q > q honest workers, so no group
-    with it is as large as that of all honest workers.
+    several, those count that are in any of them. `ReplicatedVote`'s guarantee holds: a worker that
+    sends a wrong copy disagrees with at least r - q > q honest workers, so no group with it is as
+    large as that of all honest workers. With more adversaries, but less than half of the workers,
+    those that disagree with all honest ones are still found; those that disagree with few may
+    instead make these look guilty.
     """
 
     def vote(
         self,
         results: Mapping[tuple[int, int], npt.NDArray[np.float64]],
         tolerance: float = 0.0,
+        *,
+        agreement: npt.NDArray[np.bool_] | None = None,
     ) -> ByzantineOutcome:
         """Find the largest group that agrees, and decide all chunks; see `ReplicatedVote.vote`.
 
         Suspects are the workers outside of every largest group. A chunk of which none inside has
         a copy is undecided.
+
+        Args:
+            results: See `ReplicatedVote.vote`.
+            tolerance: See `agree`.
+            agreement: (workers, workers) who agreed with whom in earlier steps, all true before the
+                first; disagreements of this step are noted in it. Without it steps stand alone.
+
+        Raises:
+            LostChunksError: When no copy of a chunk is there.
+            CodingError: For results of a worker for a chunk that is not its own, or an agreement of
+                another shape.
         """
+        if agreement is None:
+            agreement = np.ones((self.workers, self.workers), dtype=bool)
+        if agreement.shape != (self.workers, self.workers):
+            raise CodingError(
+                f"agreement has shape {agreement.shape}, but there are {self.workers} workers"
+            )
         copies = self._copies(results)
-        trusted = frozenset[int]().union(*maximum_cliques(self.agreement(copies, tolerance)))
+        _note_disagreements(copies, tolerance, agreement)
+        trusted = frozenset[int]().union(*maximum_cliques(agreement))
         votes = []
         undecided = set()
         for chunk, held in enumerate(copies):
@@ -129,16 +145,17 @@ class AgreementVote(ReplicatedVote):
         """Whether nothing came from a worker: a straggler is no adversary."""
         return not any((worker, int(each)) in results for each in self.assignment.chunks_of(worker))
 
-    def agreement(
-        self, copies: list[dict[int, npt.NDArray[np.float64]]], tolerance: float = 0.0
-    ) -> npt.NDArray[np.bool_]:
-        """(workers, workers) whether two agree on every chunk of which both sent a copy."""
-        joined = np.ones((self.workers, self.workers), dtype=bool)
-        for held in copies:
-            for one, other in itertools.combinations(held, 2):
-                if joined[one, other] and not agree(held[one], held[other], tolerance):
-                    joined[one, other] = joined[other, one] = False
-        return joined
+
+def _note_disagreements(
+    copies: list[dict[int, npt.NDArray[np.float64]]],
+    tolerance: float,
+    agreement: npt.NDArray[np.bool_],
+) -> None:
+    """Make `agreement` false for all pairs whose copies of any chunk differ."""
+    for held in copies:
+        for one, other in itertools.combinations(held, 2):
+            if agreement[one, other] and not agree(held[one], held[other], tolerance):
+                agreement[one, other] = agreement[other, one] = False
 
 
 class Aspis(AgreementVote):
@@ -199,7 +216,7 @@ class AspisPlus(AgreementVote):
 
     n (n - 1) / 6 chunks of 3 copies, (n - 1) / 2 for each worker: far fewer than Aspis has. Two
     workers meet once in a step, so a single step detects less; the paper permutes the workers
-    between steps (`seed`) and gathers disagreements over several.
+    between steps (`seed`) and gathers disagreements over several (`agreement`).
 
     Args:
         workers: n = 3 modulo 6, at least 9 (Bose's construction).
@@ -219,7 +236,8 @@ class AspisPlus(AgreementVote):
         if workers < 9 or workers % 6 != 3:
             below = max(workers - (workers - 3) % 6, 9)
             raise CodingError(
-                f"workers = {workers} is not 3 modulo 6, at least 9; {below} or {below + 6} would do"
+                f"workers = {workers} is not 3 modulo 6, at least 9; {below} or {below + 6} would "
+                "do"
             )
         order = list(range(workers))
         if seed is not None:

@@ -9,6 +9,7 @@ in the same places in every coordinate: one random combination of coordinates sh
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,18 +83,25 @@ class DracoCyclic:
             seed: Of the projection. Adversaries must not know it, so None takes a fresh one.
 
         Raises:
-            CodingError: When no q workers explain what the messages contradict.
+            CodingError: When no q workers explain what the messages contradict, or for messages of
+                workers that do not exist.
         """
-        shape = next((each.shape for each in messages.values()), (0,))
-        received = np.zeros((self.workers, *shape), dtype=complex)
+        strange = sorted(each for each in messages if not 0 <= each < self.workers)
+        if strange:
+            raise CodingError(f"workers {strange} are not in 0 to {self.workers - 1}")
+        lengths = Counter(len(each) for each in messages.values())
+        length = lengths.most_common(1)[0][0] if lengths else 0
+        received = np.zeros((self.workers, length), dtype=complex)
         for worker, message in messages.items():
-            received[worker] = message
+            if len(message) == length:
+                received[worker] = message
         received[~np.isfinite(received).all(axis=1)] = 0.0
         sizes = np.abs(received).max(axis=1, initial=0.0)
         received[sizes > _OUTRAGEOUS * np.median(sizes)] = 0.0
 
         generator = np.random.default_rng(seed)
-        projected = received @ generator.standard_normal(received.shape[1])
+        directions = generator.standard_normal(received.shape[1])
+        projected = np.asarray(received @ directions, dtype=np.complex128)
         doubtful = self._locate(projected)
         clean = np.ones(self.workers, dtype=bool)
         clean[doubtful] = False

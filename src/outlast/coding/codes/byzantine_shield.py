@@ -7,14 +7,9 @@ workers share, the fewer chunks a given set of adversaries can distort.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from outlast.coding.assignment import Assignment
 from outlast.coding.codes.byzantine import Aggregate, ReplicatedVote
 from outlast.errors import CodingError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class ByzShield(ReplicatedVote):
@@ -59,10 +54,11 @@ class ByzShield(ReplicatedVote):
 
 
 def _latin_squares(order: int, squares: int) -> Assignment:
-    held: list[Sequence[int]] = []
-    for square in range(1, squares + 1):
-        for value in range(order):
-            held.append([row * order + (value - square * row) % order for row in range(order)])
+    held = [
+        [row * order + (value - square * row) % order for row in range(order)]
+        for square in range(1, squares + 1)
+        for value in range(order)
+    ]
     return Assignment.of(held, order * order)
 
 

@@ -14,7 +14,7 @@ _ADVICE = (
     "take RealReedSolomon, whose amplification does not grow with the workers, "
     "FractionalRepetition, which amplifies nothing, or a wider dtype"
 )
-_SCORED = 3000
+_SCORED = 10_000
 """Sets of stragglers on which random draws are compared."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BATCH_ENTRIES = 2_000_000
-_FLOW_VERTICES = 256
+_EXAMINED_VERTICES = 256
 
 
 class GraphCode(GradientCode):
@@ -94,15 +94,7 @@ class GraphCode(GradientCode):
             CodingError: Where no such graph exists.
         """
         if degree < 2 or 2 * workers % degree or 2 * workers // degree <= degree:
-            fits = [d for d in range(2, workers) if not 2 * workers % d and 2 * workers // d > d]
-            near = sorted(fits, key=lambda d: abs(d - degree))[:2]
-            step = degree // math.gcd(degree, 2) if degree >= 2 else 1
-            least = -(-max(workers, degree * (degree + 1) // 2, 3) // step) * step
-            raise CodingError(
-                f"workers = {workers} and degree = {degree} make no regular graph, which needs "
-                f"2 workers / degree vertices, more than degree; take degree = "
-                f"{' or '.join(map(str, sorted(near))) or 2} or workers = {least}"
-            )
+            raise CodingError(_no_regular_graph(workers, degree))
         return cls.of(graphs.random_regular(2 * workers // degree, degree, seed), dtype=dtype)
 
     def permuted(self, seed: int) -> GraphCode:
@@ -220,6 +212,8 @@ class GraphCode(GradientCode):
             return (degree - 1) // 2
         if degree % 2 or vertices % 2 == 0:
             return degree - 1
+        if vertices > _EXAMINED_VERTICES:
+            return (degree - 1) // 2
         smallest = graphs.smallest_eigenvalue(self.graph)
         inside = math.ceil((degree + smallest) * vertices / 4.0 - 1e-6)
         return max((degree - 1) // 2, min(degree, inside) - 1)
@@ -233,4 +227,24 @@ class GraphCode(GradientCode):
             return False
         if self.graph.transitive:
             return True
-        return self.chunks <= _FLOW_VERTICES and graphs.edge_connectivity(self.graph) == self.degree
+        return (
+            self.chunks <= _EXAMINED_VERTICES
+            and graphs.edge_connectivity(self.graph) == self.degree
+        )
+
+
+def _no_regular_graph(workers: int, degree: int) -> str:
+    """Why a graph with so many edges and this degree does not exist, and which would."""
+    fitting = [d for d in range(2, workers) if not 2 * workers % d and 2 * workers // d > d]
+    near = sorted(sorted(fitting, key=lambda d: abs(d - degree))[:2])
+    nearest = max(degree, 2)
+    # Vertices times degree is twice the edges, and there are more vertices than the degree.
+    step = nearest // math.gcd(nearest, 2)
+    fewest = -(-max(workers, nearest * (nearest + 1) // 2) // step) * step
+    options = [f"degree = {' or '.join(map(str, near))}"] if near else []
+    if fewest != workers:
+        options.append(f"workers = {fewest}" + (f" with degree = {nearest}" * (degree < 2)))
+    return (
+        f"workers = {workers} and degree = {degree} make no regular graph, which needs "
+        f"2 workers / degree vertices, more than degree of them; take {', or '.join(options)}"
+    )

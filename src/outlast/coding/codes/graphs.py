@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, maximum_flow
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
 from outlast.errors import CodingError
 
@@ -56,7 +56,10 @@ class Graph:
 
 
 def second_eigenvalue(graph: Graph) -> float:
-    """The second largest eigenvalue of the adjacency matrix (of a connected graph)."""
+    """The second largest eigenvalue of the adjacency matrix (of a connected graph).
+
+    An upper bound, the largest degree, where it is too close to others to be computed.
+    """
     return float(_extreme_eigenvalues(graph)[1])
 
 
@@ -86,8 +89,13 @@ def _extreme_eigenvalues(graph: Graph) -> tuple[float, float]:
         return float(values[0]), float(values[-2] if len(values) > 1 else values[0])
     # A fixed start makes the Lanczos iteration, and so a code's stated bounds, reproducible.
     start = np.random.default_rng(0).standard_normal(graph.vertices)
-    top = eigsh(adjacency, k=2, which="LA", v0=start, tol=1e-6, return_eigenvectors=False)
-    low = eigsh(adjacency, k=1, which="SA", v0=start, tol=1e-6, return_eigenvectors=False)
+    settings = {"v0": start, "tol": 1e-6, "maxiter": 500, "return_eigenvectors": False}
+    try:
+        top = eigsh(adjacency, k=2, which="LA", **settings)
+        low = eigsh(adjacency, k=1, which="SA", **settings)
+    except ArpackNoConvergence:
+        # Eigenvalues as close as those of long cycles. All are within the largest degree.
+        return -float(graph.degrees.max()), float(graph.degrees.max())
     return float(low[0]), float(np.min(top))
 
 

@@ -13,14 +13,14 @@ from scipy.sparse.linalg import spsolve
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.code import Bound, GradientCode
+from outlast.coding.codes.circle import angles_of, best_phase, exchanged, trigonometric_rows
 from outlast.coding.codes.nullspace import (
     NullspaceCode,
     affine,
     check_workers,
     encoding,
-    exact_weights,
 )
-from outlast.coding.conditioning import TOLERANCE, straggler_patterns
+from outlast.coding.conditioning import TOLERANCE
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -29,30 +29,28 @@ if TYPE_CHECKING:
 _ADVICE = "take GroupedBySpeed, which amplifies nothing, fewer stragglers or a wider dtype"
 _CHUNKS_PER_WORKER = 4
 _RIDGE = 1e-10
-_SCORED = 3000
-"""Sets of stragglers on which random draws are compared."""
 
 
 class HeterogeneityAware(NullspaceCode):
     """Wang et al.: each chunk at s + 1 workers, as many chunks per worker as its speed earns.
 
     Workers take chunks one after the other around the circle of chunks until each has s + 1
-    holders. Column c of B solves C_holders b = 1 for a random matrix C (s + 1, workers), so that
-    every combination of the rows of C whose weights sum to 1 decodes; the one that vanishes at the
-    stragglers is taken.
+    holders, one per lap. Column c of B solves C_holders b = z for a matrix C (s + 1, workers), so
+    that every combination of the rows of C with z as in `outlast.coding.codes.circle` decodes; the
+    one that vanishes at the stragglers is taken. The paper draws C at random, which leaves some
+    sets of stragglers nearly singular; here C and the exchanges of holders are that module's.
 
     Args:
         speeds: (workers,) chunks per second of each worker, in any unit.
         stragglers: Any so many may be missing, s.
         chunks: Parts of a batch; more follow the speeds more finely. 4 per worker if None.
-        seed: Of the draws.
+        seed: Of the exchanges of holders.
         dtype: Type of the messages.
         tolerance: Largest rounding error, as a share of the gradient, that is accepted.
-        draws: Random matrices of which the best conditioned is kept.
 
     Raises:
         CodingError: For speeds that are not positive, stragglers outside [0, workers), fewer than
-            one chunk or draw, or too much rounding.
+            one chunk, or too much rounding.
     """
 
     name = "heterogeneity-aware"
@@ -70,11 +68,8 @@ class HeterogeneityAware(NullspaceCode):
         seed: int = 0,
         dtype: str = "float32",
         tolerance: float = TOLERANCE,
-        draws: int = 16,
     ) -> None:
         rates, parts = _checked(speeds, stragglers, chunks)
-        if draws < 1:
-            raise CodingError(f"draws = {draws} is below 1, the smallest number")
         workers = len(rates)
         self.tolerance = stragglers
         self.dtype = dtype
@@ -82,22 +77,13 @@ class HeterogeneityAware(NullspaceCode):
         loads = shares(rates, parts * (stragglers + 1), most=parts)
         # Laid end to end around the circle, the loads give each chunk one holder per lap.
         holders = np.repeat(np.arange(workers), loads).reshape(stragglers + 1, parts).T
-        gone = np.array(straggler_patterns(workers, stragglers, _SCORED)[0])
-        ones = np.ones(stragglers + 1)
-        generator = np.random.default_rng(seed)
-        best = np.inf
-        for _ in range(draws if stragglers else 1):
-            rows = generator.standard_normal((stragglers + 1, workers))
-            # One row alone is C b = 1 with a single holder: its weight need not be random.
-            rows = rows if stragglers else np.ones((1, workers))
-            matrix = encoding(rows, ones, holders)
-            particular, kernel = affine(rows, ones)
-            norms = np.sqrt(np.asarray(matrix.power(2).sum(axis=1), np.float64).ravel())
-            weights = exact_weights(particular, kernel, gone)
-            found = float((np.abs(weights) @ norms).max())
-            if found <= best:
-                best, self.matrix = found, matrix
-                self.particular, self.kernel = particular, kernel
+        angles = angles_of(workers)
+        phase = best_phase(angles, holders)
+        holders = exchanged(angles, holders, phase, seed)
+        rows = trigonometric_rows(angles, stragglers, phase)
+        leading = np.eye(stragglers + 1)[0]
+        self.matrix = encoding(rows, leading, holders)
+        self.particular, self.kernel = affine(rows, leading)
         self.conditioning = self.accept(tolerance, _ADVICE)
 
 

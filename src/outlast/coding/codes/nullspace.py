@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _PATTERNS = 50_000
-_ENTRIES = 4_000_000
+_ENTRIES = 2_000_000
 
 
 def check_workers(workers: int, stragglers: int) -> None:
@@ -119,7 +119,7 @@ def exact_weights(
         cancel = np.linalg.solve(kernel[gone], -particular[gone][:, :, None])[:, :, 0]
     except np.linalg.LinAlgError:
         return np.full((len(gone), len(particular)), np.inf)
-    weights = particular + cancel @ kernel.T
+    weights: npt.NDArray[Any] = particular + cancel @ kernel.T
     np.put_along_axis(weights, gone, 0.0, axis=1)
     return weights
 

@@ -66,8 +66,6 @@ class Scheduler(ABC):
     def _begin(self, workers: int, jobs: int | None) -> None:
         self.workers, self.jobs, self.round = workers, jobs, 0
         self._parts: dict[int, dict[int, dict[int, Task]]] = {}
-        # Every job is asked about several times, and most jobs lack the same few workers.
-        self._solve = functools.lru_cache(256)(_exact_weights)
 
     @abstractmethod
     def admits(self, history: npt.NDArray[np.bool_]) -> bool:
@@ -83,7 +81,8 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def _part_count(self) -> int: ...
+    def _part_count(self) -> int:
+        """Parts that a job's gradient is the sum of."""
 
     def tasks(self, round: int) -> list[list[Task]]:
         """(workers,) lists of what each worker is to deliver in this round, oldest job first.
@@ -152,7 +151,7 @@ class Scheduler(ABC):
         code = self._code(part)
         if code is None:
             return dict.fromkeys(tasks, 1.0) if tasks else None
-        solved = self._solve(code, frozenset(tasks))
+        solved = _exact_weights(code, frozenset(tasks))
         return None if solved is None else {worker: solved[worker].item() for worker in tasks}
 
     def _active(self) -> range:
@@ -175,6 +174,8 @@ class Scheduler(ABC):
         return 0
 
 
+@functools.lru_cache(1024)
 def _exact_weights(code: GradientCode, alive: frozenset[int]) -> npt.NDArray[Any] | None:
+    """Decoding weights, remembered: each job is asked about often, and most lack the same few."""
     decoded = code.decode(alive)
     return decoded.weights if decoded.certificate.exact else None

@@ -63,18 +63,26 @@ class Board:
             CodingError: When there is none within `seconds`.
         """
         deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self._store = self._open()
-                self._store.add("reopened", 1)
-            except RuntimeError as error:
-                if time.monotonic() > deadline:
-                    raise CodingError(
-                        f"the store of the process group has been gone for {seconds:g} s: {error}"
-                    ) from None
-                time.sleep(_RETRY_SECONDS)
-            else:
-                return
+        usual: datetime.timedelta = self._below.timeout  # type: ignore[attr-defined]
+        # Opening a connection takes as long as the store's own timeout where nobody answers.
+        self._below.set_timeout(datetime.timedelta(seconds=seconds))
+        try:
+            while True:
+                try:
+                    self._store = self._open()
+                    self._store.add("reopened", 1)
+                except RuntimeError as error:
+                    if time.monotonic() > deadline:
+                        raise CodingError(
+                            f"the store of the process group has been gone for {seconds:g} s: "
+                            f"{error}"
+                        ) from None
+                    time.sleep(_RETRY_SECONDS)
+                else:
+                    self._store.set_timeout(usual)
+                    return
+        finally:
+            self._below.set_timeout(usual)
 
     def _open(self) -> Store:
         return dist.PrefixStore(f"outlast/{self.name}", self._below.clone())  # type: ignore[attr-defined]

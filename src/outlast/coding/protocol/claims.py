@@ -50,6 +50,9 @@ class Claims:
         worker: This process's place in the spread.
         spread: Owners and holders.
         wanted: Chunks that are to be covered in this round.
+
+    Attributes:
+        made: Keys that this process may have brought into being, to be removed after the round.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Claims:
         self._per_owner = Counter(chunk // spread.chunks_per_worker for chunk in self.wanted)
         self._size = spread.chunks_per_worker
         self._spread = spread
-        self.made: list[str] = []
+        self.made: set[str] = set()
 
     def key(self, name: str) -> str:
         """A key of this round."""
@@ -85,7 +88,7 @@ class Claims:
 
     def begin(self, chunk: int) -> int:
         """Announce that this worker begins another's chunk; returns how many have, with it."""
-        self.made.append(self.key(f"b{chunk}"))
+        self.made.add(self.key(f"b{chunk}"))
         return self._board.add(self.key(f"b{chunk}"))
 
     def claim(self, chunk: int, fingerprint: str = "", *, by: int | None = None) -> Claim:
@@ -102,16 +105,16 @@ class Claims:
         winner, _, found = there.partition(":")
         if there != mine:
             return Claim(False, int(winner), found)
-        self.made.append(key)
+        self.made.add(key)
         self._count(chunk)
         return Claim(True, int(winner), found)
 
     def _count(self, chunk: int) -> None:
         owner = chunk // self._size
         if self._board.add(self.key(f"o{owner}")) == self._per_owner[owner]:
-            self.made.append(self.key(f"o{owner}"))
+            self.made.add(self.key(f"o{owner}"))
             if self._board.add(self.key("n")) == len(self._per_owner):
-                self.made += [self.key("n"), self.key("done")]
+                self.made |= {self.key("n"), self.key("done")}
                 self.close(COVERED)
 
     def close(self, how: str) -> str:
@@ -132,10 +135,10 @@ class Claims:
         for chunk in held:
             owner = chunk // self._size
             if owner not in progress:
-                progress[owner] = self._board.add(self.key(f"o{owner}"), 0)
+                progress[owner] = self._count_at(self.key(f"o{owner}"))
             if progress[owner] >= self._per_owner[owner] or self.finished(chunk):
                 continue
-            begun = self._board.add(self.key(f"b{chunk}"), 0) + self._owner_is_at(chunk)
+            begun = self._count_at(self.key(f"b{chunk}")) + self._owner_is_at(chunk)
             if begun == 0 or not patient:
                 behind.append((begun, progress[owner], chunk))
         for begun, _, chunk in sorted(behind):
@@ -143,6 +146,11 @@ class Claims:
             if before <= begun or not patient:
                 return chunk
         return None
+
+    def _count_at(self, key: str) -> int:
+        # Reading a counter writes it where it was not there.
+        self.made.add(key)
+        return self._board.add(key, 0)
 
     def _owner_is_at(self, chunk: int) -> int:
         """1 where the owner works on this chunk now: all its earlier ones are finished."""

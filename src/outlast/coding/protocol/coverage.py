@@ -175,7 +175,8 @@ class Coverage:
             )
         self.members = Members(group, timeout_seconds)
         workers = len(self.members)
-        self.spread = spread(workers, chunks_per_rank, copies or min(3, workers), seed=seed)
+        copies = min(3, workers) if copies is None else copies
+        self.spread = spread(workers, chunks_per_rank, copies, seed=seed)
         self.lost, self.deadline_seconds, self.rescale = lost, deadline_seconds, rescale
         if deadline_seconds is not None and lost != "commit":
             raise CodingError(
@@ -199,7 +200,7 @@ class Coverage:
         self._reunion = Reunion(board, self.members, timeout_seconds, grace_seconds)
         self._alone = len(self.members) == 1
         self._round = 0
-        self._made: list[list[str]] = []
+        self._made: list[set[str]] = []
         interruptible = self._team.size == 1 and not self._alone
         self._interrupt = Interrupt(model, self._decided) if interruptible else None
 
@@ -221,13 +222,14 @@ class Coverage:
             LeftBehindError: When the others have gone on without this process.
             CodingError: When the others do not answer, or a process of a team is lost.
         """
+        self._round += 1
         while True:
             progress = _Progress(torch.zeros((), device=self._device))
             try:
                 self._gather(step, compute, progress)
                 break
             except StoreLostError:
-                if self._reunion.after_store_loss(self._round):
+                if self._committed_meanwhile():
                     break
         return self._finish(progress)
 
@@ -237,12 +239,28 @@ class Coverage:
             self._interrupt.remove()
         self._watcher.stop()
 
+    def _committed_meanwhile(self) -> bool:
+        """Go on at a restarted store; whether the others have committed this step already."""
+        self._watcher.stop()
+        self._watcher = Watcher(self._board)
+        while True:
+            try:
+                meeting = self._reunion.after_store_loss(self._round)
+                break
+            except StoreLostError:
+                continue
+        for _ in range(meeting.sums_behind):
+            # Takes part in what others have given up: the next sum of all must meet its like.
+            with contextlib.suppress(PeerLostError):
+                self.members.sum_(FlatGradients(self._sums.parameters).buffers)
+        return meeting.committed
+
     def _gather(
         self, step: int, compute: Callable[[int], torch.Tensor], progress: _Progress
     ) -> None:
         """Rounds of covering and summing until all members have the sum."""
         wanted = set(range(self.chunks))
-        self._round += 1
+        wanted -= self._given_up(self._orphaned(wanted), progress)
         for attempt in itertools.count():
             prefix = f"{self._reunion.life}/{self._round}/{attempt}"
             claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
@@ -255,23 +273,25 @@ class Coverage:
                 return
             won = self._reunion.after_loss(prefix, progress.won)
             wanted = set(range(self.chunks)) - won - progress.lost
-            wanted -= self._given_up(wanted, progress)
+            again = self._orphaned(wanted) if self.lost == "recompute" else wanted
+            wanted -= self._given_up(again, progress)
 
-    def _given_up(self, wanted: set[int], progress: _Progress) -> set[int]:
-        """Chunks that were lost with their owners and will not be computed again."""
+    def _orphaned(self, wanted: set[int]) -> set[int]:
+        """Chunks that no living process holds."""
+        if len(self.members) == self.spread.workers:
+            return set()
         living = {self._origin.index(rank) for rank in self.members.ranks}
-        gone = wanted
-        if self.lost == "recompute":
-            gone = {
-                chunk for chunk in wanted if living.isdisjoint(self.spread.holders(chunk).tolist())
-            }
-            if gone:
-                raise LostChunksError(
-                    f"all {self.spread.copies} holders of chunks {sorted(gone)} are gone; "
-                    "restart from a checkpoint, or allow a certified error with lost = 'commit', "
-                    "or more copies",
-                    tuple(sorted(gone)),
-                )
+        return {chunk for chunk in wanted if living.isdisjoint(self.spread.holders(chunk).tolist())}
+
+    def _given_up(self, gone: set[int], progress: _Progress) -> set[int]:
+        """Do without these chunks, or refuse to."""
+        if gone and self.lost == "recompute":
+            raise LostChunksError(
+                f"all {self.spread.copies} holders of chunks {sorted(gone)} are gone; "
+                "restart from a checkpoint, or allow a certified error with lost = 'commit', "
+                "or more copies",
+                tuple(sorted(gone)),
+            )
         progress.lost |= gone
         return gone
 
@@ -287,7 +307,7 @@ class Coverage:
             for chunk in claims.own:
                 self._add(chunk, self._run(step, chunk, compute), progress)
             return COVERED
-        obsolete = self._made.pop(0) if len(self._made) > 1 else []
+        obsolete = self._made.pop(0) if len(self._made) > 1 else set()
         if self._team.leads:
             self._watcher.watch(claims.key("done"), obsolete)
         for chunk in claims.own:
@@ -321,7 +341,7 @@ class Coverage:
         if not self._watcher.wait(pause / 2):
             self._reunion.check_left_behind()
             if now - idle_since > self.timeout_seconds:
-                claims.close(BROKEN)
+                self._watcher.tell(claims.close(BROKEN))
         progress.waited_seconds += time.monotonic() - now
         return None
 
@@ -329,6 +349,7 @@ class Coverage:
         """Close all unfinished chunks; one process does it, for all."""
         if self._board.publish(claims.key("freezer"), str(self._worker)) != str(self._worker):
             return
+        claims.made |= {claims.key("freezer"), claims.key("frozen")}
         closed = [
             chunk
             for chunk in sorted(claims.wanted)
@@ -364,7 +385,8 @@ class Coverage:
             self._add(chunk, loss, progress)
             return
         progress.duplicates += 1
-        if claim.by != NOBODY and claim.fingerprint:
+        # The fingerprint is that of the leader's share of a replica's gradient.
+        if claim.by != NOBODY and self._team.leads:
             difference = mine.difference(Fingerprint.read(claim.fingerprint))
             if not difference <= self.tolerance:
                 ranks = (self._origin[claim.by], self.members.rank)
@@ -405,15 +427,17 @@ class Coverage:
         verdict = claims.key("verdict")
         try:
             self.members.sum_(self._scratch.buffers, broken=lambda: self._board.has(verdict))
-        except PeerLostError:
+        except (PeerLostError, StoreLostError) as error:
             # What was given up may still be written to.
             self._scratch = FlatGradients(self._sums.parameters)
+            if isinstance(error, StoreLostError):
+                raise
             self._board.publish(verdict, BROKEN)
             if self._team.size > 1:
                 raise
             return self._verdict(verdict)
         if self._board.add(claims.key("summed")) == len(self.members) * self._team.size:
-            claims.made += [claims.key("summed"), verdict]
+            claims.made |= {claims.key("summed"), verdict}
             self._board.publish(verdict, _COMMITTED)
         return self._verdict(verdict)
 

@@ -35,14 +35,23 @@ class Members:
     Attributes:
         ranks: Global ranks of the members, ascending.
         epoch: How often members were lost.
+        sums: Sums begun in this epoch.
+
+    Raises:
+        CodingError: When there is no process group.
     """
 
     def __init__(self, group: ProcessGroup | None = None, timeout_seconds: float = 60.0) -> None:
+        if not dist.is_initialized():
+            raise CodingError(
+                "there is no process group yet: call torch.distributed.init_process_group first"
+            )
         self.group: ProcessGroup | None = dist.group.WORLD if group is None else group
         self.timeout_seconds = timeout_seconds
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank = dist.get_rank()
         self.epoch = 0
+        self.sums = 0
 
     @property
     def index(self) -> int:
@@ -65,6 +74,7 @@ class Members:
                 collective that was given up may still write to them (torch, gloo).
         """
         deadline = time.monotonic() + self.timeout_seconds
+        self.sums += 1
         try:
             works = [dist.all_reduce(each, group=self.group, async_op=True) for each in tensors]
             for work in works:
@@ -84,6 +94,7 @@ class Members:
             raise CodingError(f"rank {self.rank} is not among the members {sorted(ranks)} to keep")
         self.ranks = tuple(sorted(ranks))
         self.epoch += 1
+        self.sums = 0
         self.group = dist.new_group(
             list(self.ranks),
             timeout=datetime.timedelta(seconds=self.timeout_seconds),

@@ -114,8 +114,13 @@ class Letter:
 
     @property
     def key(self) -> tuple[int, int]:
-        """An unsent letter is replaced by a newer one of the same key."""
-        return int(self.header.kind), self.header.chunk
+        """An unsent letter is replaced by a newer one of the same key.
+
+        In gossip a rank may be one step ahead of a neighbour that has yet to get the last one.
+        """
+        chunk = self.header.chunk
+        mixing = self.header.kind == Kind.MIX
+        return int(self.header.kind), 2 * chunk + self.header.step % 2 if mixing else chunk
 
 
 class Buffers:
@@ -216,18 +221,18 @@ def _aligned(size: int) -> int:
 def write_parameters(gradients: FlatGradients, layout: Layout, letter: Letter) -> None:
     """Copy the parameters that `gradients` belong to into a letter."""
     with torch.no_grad():
-        for place, parameter in _places(gradients, layout, letter):
+        for place, parameter in places(gradients, layout, letter):
             place.copy_(parameter.reshape(-1))
 
 
 def read_parameters(gradients: FlatGradients, layout: Layout, letter: Letter) -> None:
     """Copy a letter's numbers into the parameters that `gradients` belong to."""
     with torch.no_grad():
-        for place, parameter in _places(gradients, layout, letter):
+        for place, parameter in places(gradients, layout, letter):
             parameter.copy_(place.view_as(parameter))
 
 
-def _places(
+def places(
     gradients: FlatGradients, layout: Layout, letter: Letter
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter with its place in a letter, which is its gradient's in the flat tensors."""

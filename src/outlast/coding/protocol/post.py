@@ -29,7 +29,7 @@ _FOREVER = datetime.timedelta(days=365)
 _LETTERS = 1
 _PULSE = 2
 _FAILURES = 20
-_GRACE_SECONDS = 0.05
+_GRACE_SECONDS = 0.1
 
 
 class Post:
@@ -61,7 +61,7 @@ class Post:
         self.received_bytes = 0
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._arrived: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
-        self._boxes = {rank: _Outbox(self, rank) for rank in sorted(self.peers)}
+        self._boxes: dict[int, _Outbox] = {}
         for rank in self.peers:
             _start(self._watch, rank)
         for _ in range(slots if self.peers else 0):
@@ -74,10 +74,13 @@ class Post:
     def send(self, letter: Letter, ranks: Iterable[int]) -> None:
         """Hand a letter over, once; returns at once, and the letter is not to be changed any more.
 
-        A letter to the same rank that was not sent yet and has the same key is forgotten.
+        A letter to the same rank that was not sent yet and has the same key is forgotten. Letters
+        to one rank are handed over by one thread at a time.
         """
         for rank in ranks:
             self.buffers.hold(letter)
+            if rank not in self._boxes:
+                self._boxes[rank] = _Outbox(self, rank)
             self._boxes[rank].put(letter)
         self.buffers.release(letter)
 
@@ -94,7 +97,7 @@ class Post:
     def flush(self, seconds: float) -> bool:
         """Wait until all letters are sent, or their receivers gone; whether that is so."""
         deadline = time.monotonic() + seconds
-        return all(box.empty(deadline - time.monotonic()) for box in self._boxes.values())
+        return all(box.empty(deadline - time.monotonic()) for box in list(self._boxes.values()))
 
     def transmit(self, letter: Letter, rank: int) -> bool:
         """Send and wait; False if the connection is closed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.errors import CodingError, LeftBehindError
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
     from outlast.coding.protocol.members import Members
 
 _LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a process learns when all have found the restarted store.
+
+    Attributes:
+        committed: Whether the others have committed its step already, so that it need not be
+            repeated.
+        sums_behind: Sums that others have begun, and perhaps given up, but this process has not.
+    """
+
+    committed: bool
+    sums_behind: int
 
 
 class Reunion:
@@ -95,30 +110,29 @@ class Reunion:
                 "from a checkpoint"
             )
 
-    def after_store_loss(self, round_number: int) -> bool:
+    def after_store_loss(self, round_number: int) -> Meeting:
         """Meet again at a restarted store.
 
         Args:
             round_number: The step that this process was in when the store was lost.
 
-        Returns:
-            Whether the others have committed that step already, so that it need not be repeated.
-
         Raises:
+            StoreLostError: When the store is lost again meanwhile.
             CodingError: When the store, or a member, does not come back.
         """
         self._board.reopen(self._timeout_seconds)
-        life = self._board.publish("life", uuid.uuid4().hex[:8])
-        self.life = life
-        keys = {rank: f"{life}/round{rank}" for rank in self._members.ranks}
-        self._board.publish(keys[self._members.rank], str(round_number))
-        rounds = [
-            int(self._board.read(key, self._timeout_seconds, f"rank {rank} to find the store"))
+        self.life = self._board.publish("life", uuid.uuid4().hex[:8])
+        keys = {rank: f"{self.life}/round{rank}" for rank in self._members.ranks}
+        mine = json.dumps([round_number, self._members.sums])
+        self._board.publish(keys[self._members.rank], mine)
+        reports = [
+            json.loads(self._board.read(key, self._timeout_seconds, f"rank {rank} to come back"))
             for rank, key in keys.items()
         ]
+        rounds, sums = zip(*reports, strict=True)
         if max(rounds) - min(rounds) > 1:
             raise CodingError(
                 f"the processes are in steps {sorted(set(rounds))} after the store was restarted; "
                 "restart from a checkpoint"
             )
-        return max(rounds) > round_number
+        return Meeting(max(rounds) > round_number, max(sums) - self._members.sums)

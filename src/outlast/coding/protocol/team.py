@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from outlast.errors import CodingError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,9 +28,20 @@ class Team:
         self.leads = self.rank == 0
 
     def told(self, answer: Callable[[], Any]) -> Any:
-        """What the leader's `answer` is; the others wait for it and do not ask themselves."""
+        """What the leader's `answer` is; the others wait for it and do not ask themselves.
+
+        Raises:
+            CodingError: On all of them, when the leader's `answer` raises one.
+        """
         if self.size == 1:
             return answer()
-        box = [answer() if self.leads else None]
+        box: list[Any] = [None]
+        if self.leads:
+            try:
+                box = [answer()]
+            except CodingError as error:
+                box = [error]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
+        if isinstance(box[0], CodingError):
+            raise box[0]
         return box[0]

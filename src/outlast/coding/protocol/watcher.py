@@ -11,7 +11,7 @@ from outlast.coding.protocol.board import StoreLostError
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from outlast.coding.protocol.board import Board
 
@@ -29,13 +29,13 @@ class Watcher:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._orders: queue.SimpleQueue[tuple[str, Sequence[str], int] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[str, Iterable[str], int] | None] = queue.SimpleQueue()
         self._written = threading.Event()
         self._turn = 0
         self._value = ""
         self._thread: threading.Thread | None = None
 
-    def watch(self, key: str, obsolete: Sequence[str] = ()) -> None:
+    def watch(self, key: str, obsolete: Iterable[str] = ()) -> None:
         """Wait for `key` from now on, after removing the `obsolete` keys."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="outlast-coding", daemon=True)
@@ -44,6 +44,11 @@ class Watcher:
         self._value = ""
         self._written.clear()
         self._orders.put((key, obsolete, self._turn))
+
+    def tell(self, value: str) -> None:
+        """Take over what is known to be written under the watched key."""
+        self._value = value
+        self._written.set()
 
     @property
     def value(self) -> str:

@@ -102,12 +102,8 @@ def slow_ones(chunk_seconds: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.b
     below = np.cumsum(logarithms)[:-1]
     above = logarithms.sum() - below
     between = (below / count - above / count[::-1]) ** 2 * count * count[::-1]
-    # Equal values cannot be told apart, so a class cannot end between them.
-    between[np.diff(logarithms) <= 0.0] = -1.0
-    best = int(np.argmax(between))
-    if between[best] < 0.0:
-        return np.zeros(chunk_seconds.shape, dtype=bool)
-    return np.asarray(np.log(chunk_seconds) > logarithms[best])
+    # Between-class variance is largest at an end of a run of equal values, so none is divided.
+    return np.asarray(np.log(chunk_seconds) > logarithms[int(np.argmax(between))])
 
 
 def _persistence(slow: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float | None:

@@ -1,0 +1,247 @@
+"""What gradient coding did over all attempts of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from outlast.records.events import GradientsCoded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outlast.records.reader import Run
+
+_MOSTLY_SLOW = 0.5
+_FEWEST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class CodedStep:
+    """One optimizer step.
+
+    Attributes:
+        step: Steps done after it.
+        scheme: As in coding.scheme.
+        replicas: Number of data-parallel replicas.
+        stragglers: Those that were not waited for.
+        claims: Chunks computed by another replica than their owner.
+        duplicates: Chunks computed twice.
+        lost: Chunks that the gradient lacks.
+        error: Certified error, 0 where the gradient is exact.
+        seconds: Time that the gradient took.
+        waiting_seconds: What waiting for every replica would have taken at least.
+    """
+
+    step: int
+    scheme: str
+    replicas: int
+    stragglers: tuple[int, ...]
+    claims: int
+    duplicates: int
+    lost: int
+    error: float
+    seconds: float
+    waiting_seconds: float
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """How often a replica was slow.
+
+    Attributes:
+        steps: Steps in which it took part.
+        slow_steps: Those in which it was a straggler.
+        persistence: Share of its slow steps among the steps that follow a slow one of its own;
+            None where no step follows one.
+    """
+
+    steps: int
+    slow_steps: int
+    persistence: float | None
+
+    @property
+    def share(self) -> float:
+        """Share of its steps in which it was slow."""
+        return self.slow_steps / self.steps
+
+
+@dataclass(frozen=True)
+class CodingTotals:
+    """All steps that count, each as it was done the last time.
+
+    Attributes:
+        steps: In order.
+    """
+
+    steps: tuple[CodedStep, ...]
+
+    @property
+    def scheme(self) -> str:
+        """The code of the last step."""
+        return self.steps[-1].scheme
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the last step."""
+        return self.steps[-1].replicas
+
+    @cached_property
+    def slow_steps(self) -> tuple[CodedStep, ...]:
+        """Steps with a straggler."""
+        return tuple(each for each in self.steps if each.stragglers)
+
+    @cached_property
+    def inexact(self) -> tuple[CodedStep, ...]:
+        """Steps whose gradient is not exact."""
+        return tuple(each for each in self.steps if each.lost or each.error > 0)
+
+    @property
+    def claims(self) -> int:
+        """Chunks computed by another replica than their owner."""
+        return sum(each.claims for each in self.steps)
+
+    @property
+    def duplicates(self) -> int:
+        """Chunks computed twice."""
+        return sum(each.duplicates for each in self.steps)
+
+    @property
+    def lost(self) -> int:
+        """Chunks that are in no gradient."""
+        return sum(each.lost for each in self.steps)
+
+    @property
+    def worst_error(self) -> float:
+        """Largest certified error of a step."""
+        return max(each.error for each in self.steps)
+
+    @property
+    def mean_error(self) -> float:
+        """Certified error, mean over all steps."""
+        return math.fsum(each.error for each in self.steps) / len(self.steps)
+
+    @property
+    def coded_seconds(self) -> float:
+        """Time that the gradients took."""
+        return math.fsum(each.seconds for each in self.steps)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """What waiting for every replica would have taken at least.
+
+        Where nobody was slow, coding waits as any training does, and takes what it took.
+        """
+        return self.coded_seconds + self._difference_seconds
+
+    @property
+    def saved_seconds(self) -> float:
+        """Time saved against waiting at least; 0 where no gain is certain.
+
+        Both times are measured: for a fixed code waiting is that for all replicas under the same
+        code, whose larger load is not held against it.
+        """
+        return max(self._difference_seconds, 0.0)
+
+    @property
+    def _difference_seconds(self) -> float:
+        # Steps are chosen by who was slow, not by how they went, or noise would add up to a gain.
+        return math.fsum(each.waiting_seconds - each.seconds for each in self.slow_steps)
+
+    @cached_property
+    def by_replica(self) -> dict[int, Slowness]:
+        """How often each replica was slow, by its number."""
+        return {
+            replica: self._slowness(replica)
+            for replica in range(max(each.replicas for each in self.steps))
+        }
+
+    def _slowness(self, replica: int) -> Slowness:
+        there = [each for each in self.steps if replica < each.replicas]
+        slow = {each.step for each in there if replica in each.stragglers}
+        followers = [each.step for each in there if each.step - 1 in slow]
+        again = sum(step in slow for step in followers)
+        persistence = again / len(followers) if followers else None
+        return Slowness(len(there), len(slow), persistence)
+
+    @property
+    def advice(self) -> str | None:
+        """What a person should do, in a sentence for each reason; None where all is well."""
+        said = " ".join(self._advice())
+        return said or None
+
+    def _advice(self) -> Iterator[str]:
+        if len(self.steps) >= _FEWEST_STEPS:
+            for replica, each in self.by_replica.items():
+                if replica < self.replicas and each.share > _MOSTLY_SLOW:
+                    yield (
+                        f"replica {replica} was slow in {each.share:.0%} of the steps: give it "
+                        "less work or replace it, coding hides it but does not remove it."
+                    ).replace("%", " %")
+            if not self.slow_steps:
+                yield self._without_stragglers()
+            elif not self.saved_seconds:
+                yield (
+                    "coding saved no time against waiting for all, as far as can be said: with "
+                    'such short delays coding.scheme = "off" does as well.'
+                )
+        if self.inexact:
+            yield (
+                f"{_steps(len(self.inexact))} made with an inexact gradient, with a certified "
+                f"error of up to {self.worst_error:.3g}: allow more time "
+                "(coding.deadline_seconds) or more copies (coding.copies) if the loss suffers."
+            )
+
+    def _without_stragglers(self) -> str:
+        if self.scheme == "coverage":
+            return (
+                "no replica was slow: coverage has cost next to nothing and saved nothing, and "
+                'coding.scheme = "off" would do as well.'
+            )
+        return (
+            f"no replica was slow, while {self.scheme} lets every replica compute several shares: "
+            'take coding.scheme = "coverage", which does that only when it pays, or "off".'
+        )
+
+
+def coding_totals(run: Run) -> CodingTotals | None:
+    """Gradient coding in `run`, or None where nothing of it is recorded.
+
+    An attempt that was killed counts up to its last record. Steps that a later attempt has done
+    again, or has still to do, count as in `Run.steps`: not as the earlier one did them.
+    """
+    began = [
+        (each.number, each.first_step) for each in run.attempts if each.first_step is not None
+    ]
+    steps: dict[int, CodedStep] = {}
+    for record, event in run.of(GradientsCoded):
+        until = min((step for number, step in began if number > record.attempt), default=math.inf)
+        for each in _each_step(event):
+            if each.step <= until:
+                steps[each.step] = each
+    if not steps:
+        return None
+    return CodingTotals(tuple(steps[step] for step in sorted(steps)))
+
+
+def _each_step(event: GradientsCoded) -> Iterator[CodedStep]:
+    first = event.step - len(event.errors) + 1
+    rows = zip(
+        event.stragglers,
+        event.claims,
+        event.duplicates,
+        event.lost,
+        event.errors,
+        event.coded_seconds,
+        event.waiting_seconds,
+        strict=False,
+    )
+    for step, (stragglers, *counts) in enumerate(rows, start=first):
+        yield CodedStep(step, event.scheme, event.replicas, tuple(stragglers), *counts)
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step was" if count == 1 else f"{count:,} steps were"
