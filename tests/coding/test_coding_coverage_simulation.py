@@ -223,13 +223,14 @@ def test_one_copy_is_training_without_coverage() -> None:
 def test_two_ranks_share_the_work_of_a_slow_one_by_hand() -> None:
     # Rank 1 takes 10 s per chunk: rank 0 finishes its two at 2 s, then rank 1's last at 3 s, waits
     # one chunk's time for the other, and has it at 5 s.
-    covered = cover(spread(2, 2, 2), Fixed((1.0, 10.0)).sample(1, 2), 1.0)
+    held = spread(2, 2, 2)
+    covered = cover(held, Fixed((1.0, 10.0)).sample(1, 2), 1.0, patience=1.0)
     assert covered.seconds[0] == pytest.approx(5.0)
     assert covered.finished[0].tolist() == [4, 0]
     assert covered.helped[0] == 2
     assert covered.duplicates[0] == 1
     assert covered.shares[0].tolist() == [1.0, 0.0]
-    hurried = cover(spread(2, 2, 2), Fixed((1.0, 10.0)).sample(1, 2), 1.0, patience=0.0)
+    hurried = cover(held, Fixed((1.0, 10.0)).sample(1, 2), 1.0, patience=0.0)
     assert hurried.seconds[0] == pytest.approx(4.0)
 
 
@@ -282,7 +283,7 @@ def test_the_bar_holds_with_the_default_patience_and_few_duplicates() -> None:
     delays = Slow(0.05, 10.0).sample(60, 240, seed=1)
     covered = cover(spread(240, 8, 3), delays, 0.125)
     assert np.median(covered.seconds) <= 1.28
-    assert covered.duplicates.mean() < 0.02 * 240 * 8
+    assert covered.duplicates.mean() < 0.04 * 240 * 8
     hurried = cover(spread(240, 8, 3), delays, 0.125, patience=0.0)
     assert hurried.duplicates.mean() > 3 * covered.duplicates.mean()
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array, eye_array
+from scipy.linalg import solveh_banded
+from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order
-from scipy.sparse.linalg import spsolve
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.code import Bound, GradientCode
@@ -148,8 +148,9 @@ class GroupedBySpeed(GradientCode):
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
         """(workers,) 1 for the members of a complete group, else +-1 along the shortest path.
 
-        Where nothing is exact, least squares by sparse normal equations: the chunks of a worker
-        overlap with those of few others, and a ridge of 1e-10 chooses among dependent messages.
+        Where nothing is exact, least squares by normal equations: in the order of their first chunks
+        the workers overlap with few others around them, so these have few diagonals, and a ridge
+        chooses among dependent messages.
         """
         exact = self._exact(alive)
         if exact is not None:
@@ -157,11 +158,11 @@ class GroupedBySpeed(GradientCode):
         weights = np.zeros(self.workers)
         usable = np.flatnonzero(alive & (self._starts < self._stops))
         if usable.size:
-            messages = self.matrix[usable]
-            overlaps = messages @ messages.T + _RIDGE * eye_array(len(usable))
-            weights[usable] = spsolve(
-                overlaps.tocsc(), messages.sum(axis=1), permc_spec="MMD_AT_PLUS_A"
-            )
+            usable = usable[np.argsort(self._starts[usable], kind="stable")]
+            overlaps = self._overlaps(usable)
+            overlaps[0] += _RIDGE
+            lengths = (self._stops - self._starts)[usable].astype(np.float64)
+            weights[usable] = solveh_banded(overlaps, lengths, lower=True)
         return weights
 
     def worst_error(self, stragglers: int) -> Bound:
@@ -183,6 +184,21 @@ class GroupedBySpeed(GradientCode):
             return sum(int(np.searchsorted(sums, lost)) + 1 for sums in by_group)
 
         return bisect.bisect_right(range(1, self.chunks + 1), stragglers, key=needed)
+
+    def _overlaps(self, workers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """(diagonals, workers) chunks that each worker shares with those after it.
+
+        Args:
+            workers: In the order of their first chunks.
+        """
+        starts, stops = self._starts[workers], self._stops[workers]
+        reach = np.searchsorted(starts, stops) - np.arange(len(workers))
+        diagonals = np.zeros((int(reach.max()), len(workers)))
+        for distance in range(len(diagonals)):
+            kept = len(workers) - distance
+            first_stops = np.minimum(stops[:kept], stops[distance:])
+            diagonals[distance, :kept] = np.maximum(first_stops - starts[distance:], 0)
+        return diagonals
 
     def _exact(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64] | None:
         needed = self._starts < self._stops

@@ -163,7 +163,7 @@ class Coverage:
         team: ProcessGroup | None = None,
         store: Store | None = None,
         seed: int = 0,
-        patience: float = 1.0,
+        patience: float = 0.25,
         tolerance: float = 1e-3,
         timeout_seconds: float = 300.0,
         grace_seconds: float = 10.0,

@@ -67,7 +67,7 @@ def cover(
     delays: Delays,
     chunk_seconds: float,
     *,
-    patience: float = 1.0,
+    patience: float = 0.25,
     granularity: float = 0.0,
     deadline_seconds: float = math.inf,
 ) -> Covered:
