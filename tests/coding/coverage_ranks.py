@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -249,10 +250,20 @@ def store_process() -> Iterator[StoreProcess]:
     if keeper == 0:
         _keep(port)
     try:
+        _wait_for(port)
         yield StoreProcess(port, keeper)
     finally:
         os.kill(keeper, signal.SIGTERM)
         os.waitpid(keeper, 0)
+
+
+def _wait_for(port: int) -> None:
+    # A client that comes too early tries again after seconds.
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.01)
 
 
 def _keep(port: int) -> None:

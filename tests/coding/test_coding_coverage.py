@@ -65,7 +65,7 @@ def test_with_nobody_slow_everybody_does_its_own_chunks_and_the_gradient_is_the_
 def test_the_losses_of_all_ranks_add_up_to_the_loss_of_the_batch(ranks):
     outcomes = run(ranks, 3, Plan({"chunks_per_rank": 2}, steps=1, seconds=lambda rank: 0.01))
     model = network()
-    expected = sum(float(loss_of(model, 0, chunk)) for chunk in range(6))
+    expected = sum(loss_of(model, 0, chunk).item() for chunk in range(6))
     assert sum(steps[0].outcome.loss for steps in outcomes) == pytest.approx(expected, rel=1e-6)
 
 

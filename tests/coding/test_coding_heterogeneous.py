@@ -79,6 +79,25 @@ def test_groups_decode_exactly_whenever_linear_algebra_does():
     assert luck > 10
 
 
+@settings(max_examples=50, deadline=None)
+@given(speeds_of_workers, st.integers(1, 60), st.data())
+def test_groups_have_the_least_squares_error_for_any_survivors(speeds, chunks, data):
+    code = GroupedBySpeed(speeds, data.draw(st.integers(0, len(speeds) - 1)), chunks=chunks)
+    mask = st.lists(st.booleans(), min_size=len(speeds), max_size=len(speeds))
+    alive = np.array(data.draw(mask))
+    least = GradientCode.optimal_weights(code, alive)
+    expected = np.sum((code.matrix.T @ least - 1.0) ** 2)
+    assert code.error(alive) == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_worker_that_overlaps_with_thousands_needs_no_dense_matrix():
+    code = GroupedBySpeed([1.0] * 4000 + [3000.0], 1, chunks=8002)
+    others = np.flatnonzero(code.groups == code.groups[4000])
+    gone = [others[0], np.flatnonzero(code.groups != code.groups[4000])[0]]
+    lost = code.assignment.loads[gone].min()
+    assert 0.0 < code.error(alive_without(4001, gone)) <= lost + 1e-6
+
+
 def test_a_path_may_go_back_over_chunks_that_it_counted():
     code = GroupedBySpeed([1, 2, 3, 2, 3, 4, 2, 4], 2, chunks=3)
     spans = [code.assignment.chunks_of(worker).tolist() for worker in range(8)]

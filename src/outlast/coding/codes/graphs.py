@@ -158,17 +158,36 @@ def _simple_pairing(
     edges = np.sort(stubs.reshape(-1, 2), axis=1)
     for _ in range(_REPAIRS):
         bad = _bad_edges(edges, vertices)
-        count = int(bad.sum())
-        if not count:
+        if not bad.any():
             return edges
-        others = generator.choice(len(edges), size=min(2 * count + 2, len(edges)), replace=False)
-        chosen = np.union1d(np.flatnonzero(bad), others)
-        again = generator.permutation(edges[chosen].ravel())
-        repaired = edges.copy()
-        repaired[chosen] = np.sort(again.reshape(-1, 2), axis=1)
-        if int(_bad_edges(repaired, vertices).sum()) <= count:
-            edges = repaired
+        _switch(edges, bad, vertices, generator)
     return None
+
+
+def _switch(
+    edges: npt.NDArray[np.int64],
+    bad: npt.NDArray[np.bool_],
+    vertices: int,
+    generator: np.random.Generator,
+) -> None:
+    """Replace bad edges uv and random other edges xy by ux and vy, where these are new; in place.
+
+    Every exchange leaves one bad edge less.
+    """
+    wrong, right = np.flatnonzero(bad), np.flatnonzero(~bad)
+    count = min(len(wrong), len(right))
+    wrong, other = wrong[:count], generator.choice(right, size=count, replace=False)
+    turned = generator.random(count) < 0.5
+    partners = np.where(turned[:, None], edges[other][:, ::-1], edges[other])
+    # (2, count, 2): the edges ux and the edges vy.
+    offered = np.sort(np.stack([edges[wrong], partners], axis=2).transpose(1, 0, 2), axis=2)
+    keys = offered[..., 0] * vertices + offered[..., 1]
+    found, inverse, times = np.unique(keys, return_inverse=True, return_counts=True)
+    known = np.isin(found, edges[:, 0] * vertices + edges[:, 1])
+    new = ((times == 1) & ~known)[inverse.reshape(keys.shape)] & (offered[..., 0] < offered[..., 1])
+    accepted = new.all(axis=0)
+    edges[wrong[accepted]] = offered[0, accepted]
+    edges[other[accepted]] = offered[1, accepted]
 
 
 def _bad_edges(edges: npt.NDArray[np.int64], vertices: int) -> npt.NDArray[np.bool_]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _ADVICE = "take GroupedBySpeed, which amplifies nothing, fewer stragglers or a wider dtype"
 _CHUNKS_PER_WORKER = 4
 _RIDGE = 1e-10
+_BAND_ENTRIES = 5_000_000
 
 
 class HeterogeneityAware(NullspaceCode):
@@ -148,21 +149,26 @@ class GroupedBySpeed(GradientCode):
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
         """(workers,) 1 for the members of a complete group, else +-1 along the shortest path.
 
-        Where nothing is exact, least squares by normal equations: in the order of their first chunks
-        the workers overlap with few others around them, so these have few diagonals, and a ridge
-        chooses among dependent messages.
+        Where nothing is exact, least squares by normal equations: in the order of their first
+        chunks the workers overlap with few others around them, so these have few diagonals, and a
+        ridge chooses among dependent messages.
         """
         exact = self._exact(alive)
         if exact is not None:
             return exact
         weights = np.zeros(self.workers)
         usable = np.flatnonzero(alive & (self._starts < self._stops))
-        if usable.size:
-            usable = usable[np.argsort(self._starts[usable], kind="stable")]
-            overlaps = self._overlaps(usable)
-            overlaps[0] += _RIDGE
-            lengths = (self._stops - self._starts)[usable].astype(np.float64)
-            weights[usable] = solveh_banded(overlaps, lengths, lower=True)
+        if usable.size == 0:
+            return weights
+        usable = usable[np.argsort(self._starts[usable], kind="stable")]
+        starts, stops = self._starts[usable], self._stops[usable]
+        diagonals = int((np.searchsorted(starts, stops) - np.arange(len(usable))).max())
+        if diagonals * len(usable) > _BAND_ENTRIES:
+            return super().optimal_weights(alive)
+        overlaps = _overlaps(starts, stops, diagonals)
+        lengths = overlaps[0].copy()
+        overlaps[0] += _RIDGE * lengths.max()
+        weights[usable] = solveh_banded(overlaps, lengths, lower=True)
         return weights
 
     def worst_error(self, stragglers: int) -> Bound:
@@ -184,21 +190,6 @@ class GroupedBySpeed(GradientCode):
             return sum(int(np.searchsorted(sums, lost)) + 1 for sums in by_group)
 
         return bisect.bisect_right(range(1, self.chunks + 1), stragglers, key=needed)
-
-    def _overlaps(self, workers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """(diagonals, workers) chunks that each worker shares with those after it.
-
-        Args:
-            workers: In the order of their first chunks.
-        """
-        starts, stops = self._starts[workers], self._stops[workers]
-        reach = np.searchsorted(starts, stops) - np.arange(len(workers))
-        diagonals = np.zeros((int(reach.max()), len(workers)))
-        for distance in range(len(diagonals)):
-            kept = len(workers) - distance
-            first_stops = np.minimum(stops[:kept], stops[distance:])
-            diagonals[distance, :kept] = np.maximum(first_stops - starts[distance:], 0)
-        return diagonals
 
     def _exact(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64] | None:
         needed = self._starts < self._stops
@@ -252,6 +243,21 @@ def shares(speeds: npt.NDArray[np.float64], total: int, *, most: int) -> npt.NDA
     remainders = np.where(whole < most, exact - whole, -np.inf)
     whole[np.argsort(-remainders, kind="stable")[: total - int(whole.sum())]] += 1
     return whole
+
+
+def _overlaps(
+    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], diagonals: int
+) -> npt.NDArray[np.float64]:
+    """(diagonals, workers) chunks that each worker shares with the next ones in order of `starts`.
+
+    The lower diagonals of a symmetric matrix, as LAPACK's band storage has them.
+    """
+    overlaps = np.zeros((diagonals, len(starts)))
+    for distance in range(diagonals):
+        kept = len(starts) - distance
+        common = np.minimum(stops[:kept], stops[distance:]) - starts[distance:]
+        overlaps[distance, :kept] = np.maximum(common, 0)
+    return overlaps
 
 
 def _balanced_groups(speeds: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.int64]:

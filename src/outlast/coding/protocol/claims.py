@@ -121,6 +121,16 @@ class Claims:
         """End the round; returns how it has ended, which the first to end it decides."""
         return self._board.publish(self.key("done"), how)
 
+    def closed(self) -> set[int]:
+        """Chunks that were closed without a result; only after all are claimed."""
+        chunks = sorted(self.wanted)
+        texts = self._board.read_all([self.key(f"c{chunk}") for chunk in chunks])
+        return {
+            chunk
+            for chunk, text in zip(chunks, texts, strict=True)
+            if text.startswith(f"{NOBODY}:")
+        }
+
     def choose(self, *, patient: bool) -> int | None:
         """Take on a chunk of another worker, or None where nothing is to be taken.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections import deque
@@ -101,7 +102,7 @@ class _Progress:
     """What this process has done in the step so far."""
 
     loss: torch.Tensor
-    begun: float = field(default_factory=time.monotonic)
+    begun: float
     won: list[int] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     duplicates: int = 0
@@ -190,6 +191,8 @@ class Coverage:
         self._worker = self.members.index
         self._origin = self.members.ranks
         self._sums = FlatGradients(model.parameters())
+        if not self._sums.buffers:
+            raise CodingError("the model has no parameter that requires a gradient")
         self._scratch = FlatGradients(model.parameters())
         self._fingerprints = Fingerprints()
         self._device = self._sums.buffers[0].device
@@ -201,8 +204,9 @@ class Coverage:
         self._alone = len(self.members) == 1
         self._round = 0
         self._made: list[set[str]] = []
-        interruptible = self._team.size == 1 and not self._alone
-        self._interrupt = Interrupt(model, self._decided) if interruptible else None
+        self._ends = math.inf
+        interruptible = self._team.size == 1
+        self._interrupt = Interrupt(model, self._unwanted) if interruptible else None
 
     @property
     def chunks(self) -> int:
@@ -223,8 +227,11 @@ class Coverage:
             CodingError: When the others do not answer, or a process of a team is lost.
         """
         self._round += 1
+        begun = time.monotonic()
         while True:
-            progress = _Progress(torch.zeros((), device=self._device))
+            if self.deadline_seconds is not None:
+                self._ends = time.monotonic() + self.deadline_seconds
+            progress = _Progress(torch.zeros((), device=self._device), begun)
             try:
                 self._gather(step, compute, progress)
                 break
@@ -305,18 +312,18 @@ class Coverage:
         """Compute and claim chunks until all are claimed; returns how the round has ended."""
         if self._alone:
             for chunk in claims.own:
-                self._add(chunk, self._run(step, chunk, compute), progress)
+                self._try_alone(chunk, step, compute, progress)
             return COVERED
         obsolete = self._made.pop(0) if len(self._made) > 1 else set()
         if self._team.leads:
             self._watcher.watch(claims.key("done"), obsolete)
         for chunk in claims.own:
-            if self._team.told(self._decided):
+            if self._team.told(functools.partial(self._over, claims)):
                 break
             if not self._team.told(functools.partial(claims.finished, chunk)):
                 self._try(claims, chunk, step, compute, progress)
         idle_since = time.monotonic()
-        while not self._team.told(self._decided):
+        while not self._team.told(functools.partial(self._over, claims)):
             chosen = self._team.told(functools.partial(self._next, claims, idle_since, progress))
             if chosen is not None:
                 self._try(claims, chosen, step, compute, progress)
@@ -330,14 +337,11 @@ class Coverage:
         """A chunk to take over; None after a short wait for the end of the round."""
         now = time.monotonic()
         pause = max(statistics.median(self._chunk_seconds or [0.01]) * self.patience, 1e-3)
-        if self.deadline_seconds is not None:
-            left = progress.begun + self.deadline_seconds - now
-            if left <= 0:
-                self._freeze(claims)
-            pause = min(pause, max(left, 1e-3))
-        chunk = claims.choose(patient=now - idle_since < pause)
-        if chunk is not None:
-            return chunk
+        if now < self._ends:
+            pause = min(pause, max(self._ends - now, 1e-3))
+            chunk = claims.choose(patient=now - idle_since < pause)
+            if chunk is not None:
+                return chunk
         if not self._watcher.wait(pause / 2):
             self._reunion.check_left_behind()
             if now - idle_since > self.timeout_seconds:
@@ -345,23 +349,37 @@ class Coverage:
         progress.waited_seconds += time.monotonic() - now
         return None
 
+    def _over(self, claims: Claims) -> bool:
+        """Whether the round has ended, which it does soon after the deadline."""
+        if not self._decided() and time.monotonic() > self._ends:
+            self._freeze(claims)
+        return self._decided()
+
     def _freeze(self, claims: Claims) -> None:
         """Close all unfinished chunks; one process does it, for all."""
         if self._board.publish(claims.key("freezer"), str(self._worker)) != str(self._worker):
             return
-        claims.made |= {claims.key("freezer"), claims.key("frozen")}
-        closed = [
-            chunk
-            for chunk in sorted(claims.wanted)
-            if not claims.finished(chunk) and claims.claim(chunk, by=NOBODY).won
-        ]
-        self._board.publish(claims.key("frozen"), ",".join(map(str, closed)) or "-")
+        claims.made.add(claims.key("freezer"))
+        for chunk in sorted(claims.wanted):
+            if not claims.finished(chunk):
+                claims.claim(chunk, by=NOBODY)
 
     def _frozen(self, claims: Claims) -> set[int]:
-        if not self._board.has(claims.key("freezer")):
-            return set()
-        text = self._board.read(claims.key("frozen"), self.timeout_seconds, "the chunks left out")
-        return set() if text == "-" else {int(each) for each in text.split(",")}
+        return claims.closed() if self._board.has(claims.key("freezer")) else set()
+
+    def _try_alone(
+        self,
+        chunk: int,
+        step: int,
+        compute: Callable[[int], torch.Tensor],
+        progress: _Progress,
+    ) -> None:
+        """Compute a chunk that nobody else could, if there is time."""
+        if not self._team.told(lambda: time.monotonic() > self._ends):
+            with contextlib.suppress(Abandoned):
+                self._add(chunk, self._run(step, chunk, compute), progress)
+                return
+        progress.lost.add(chunk)
 
     def _try(
         self,
@@ -415,6 +433,10 @@ class Coverage:
 
     def _decided(self) -> bool:
         return bool(self._watcher.value)
+
+    def _unwanted(self) -> bool:
+        """Whether a chunk that is being computed would come too late."""
+        return self._decided() or time.monotonic() > self._ends
 
     def _summed(self, claims: Claims, progress: _Progress) -> bool:
         """Add up all members' sums; whether all of them have the result."""

@@ -18,8 +18,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.errors import CodingError
-
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -28,7 +26,9 @@ if TYPE_CHECKING:
 _WORD_BITS = 62
 _COMMITTED, _BROKEN = "committed", "broken"
 _GRACE = 1.25
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
+_SHORTEST_POLL_SECONDS = 0.001
+_POLL_SHARE = 0.02
 
 
 class Marks:
@@ -128,14 +128,8 @@ class Decider:
 
     def decision(self, round_: int, epoch: int, seconds: float) -> Decision | None:
         """The decision, once there is one; None if there is none within `seconds`."""
-        key = f"{round_}/{epoch}/decision"
-        try:
-            return Decision.parse(self._board.read(key, seconds, f"the decision of round {round_}"))
-        except CodingError:
-            # The time is over on this worker's clock, which may have stood still (SIGSTOP).
-            if self._board.has(key):
-                return Decision.parse(self._board.read(key, self._timeout_seconds, "a decision"))
-            return None
+        text = self._await(f"{round_}/{epoch}/decision", seconds)
+        return Decision.parse(text) if text is not None else None
 
     def enter(self, round_: int, epoch: int) -> None:
         """Say that this worker, which no decision names, takes part in the sum all the same."""
@@ -156,10 +150,8 @@ class Decider:
             return self._board.publish(key, _BROKEN) == _COMMITTED
         if self._board.add(f"{round_}/{epoch}/well") == voters:
             return self._board.publish(key, _COMMITTED) == _COMMITTED
-        try:
-            return self._board.read(key, self._timeout_seconds, "the members' votes") == _COMMITTED
-        except CodingError:
-            return self._board.publish(key, _BROKEN) == _COMMITTED
+        outcome = self._await(key, self._timeout_seconds) or self._board.publish(key, _BROKEN)
+        return outcome == _COMMITTED
 
     def roll_call(
         self,
@@ -218,6 +210,22 @@ class Decider:
         if not self._board.has(key):
             return None
         return float(self._board.read(key, self._timeout_seconds, "a late worker's estimate"))
+
+    def _await(self, key: str, seconds: float) -> str | None:
+        """What is written under `key`; None if nothing is within `seconds`.
+
+        It asks again and again, after 2 % of the time that has passed, since a wait in torch's
+        TCPStore lasts five seconds longer when the key is written just as its time runs out
+        (measured with torch 2.13), and that is when deadlines make workers write.
+        """
+        begun = time.monotonic()
+        while not self._board.has(key):
+            waited = time.monotonic() - begun
+            if waited >= seconds:
+                return None
+            pause = min(max(waited * _POLL_SHARE, _SHORTEST_POLL_SECONDS), _POLL_SECONDS)
+            time.sleep(min(pause, seconds - waited))
+        return self._board.read(key, self._timeout_seconds, key)
 
     def _forget(self, round_: int, epoch: int) -> None:
         if round_ < 0:

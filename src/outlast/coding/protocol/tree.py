@@ -92,12 +92,13 @@ class _Group:
         self.plan = plan
         self.step = step
         self.letters: dict[int, Letter] = {}
+        self.closed = False
         self.weights: npt.NDArray[Any] | None = None if plan.children else np.zeros(0)
 
     def take(self, letter: Letter) -> bool:
         """Keep a child's message of this step; False for any other."""
         header = letter.header
-        wanted = header.kind == Kind.UP and header.step == self.step
+        wanted = header.kind == Kind.UP and header.step == self.step and not self.closed
         if not wanted or header.worker in self.letters:
             return False
         self.letters[header.worker] = letter
@@ -372,6 +373,8 @@ class TreeNode(_Node):
                 ),
                 self.patience_seconds,
             )
+            # What comes later must not change the messages while they are added up.
+            group.closed = True
         if not came:
             missing = [each for each in self.plan.children if each not in group.letters]
             raise CodingError(
