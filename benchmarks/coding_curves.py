@@ -209,10 +209,12 @@ def draw(folder: Path) -> None:
         figure.savefig(folder / f"coding-{name}.svg", metadata={"Date": None})
 
 
-def label(axes: Any, x: float, y: float, words: str, colour: str, **settings: Any) -> None:
-    """A line's name, beside the line."""
-    placed = {"fontsize": 8.5, "va": "center", "ha": "left", **settings}
-    axes.annotate(words, (x, y), color=colour, **placed)
+def label(axes: Any, x: float, y: float, words: str, colour: str, *, points: float = 0.0) -> None:
+    """A line's name beside its end, moved up by so many points where lines end close by."""
+    axes.annotate(
+        words, (x, y), (0, points), textcoords="offset points",
+        color=colour, fontsize=8.5, va="center", ha="left",
+    )  # fmt: skip
 
 
 def panels() -> tuple[Any, Any]:
@@ -246,8 +248,8 @@ def graph_figure() -> Any:
         end = 0.315
         label(axes, end, uncoded[-1], "no code", GREY)
         label(axes, end, fixed[-1], "any code, fixed weights", ORANGE)
-        label(axes, end, found[-1], "graph code, simulated", BLUE, va="bottom")
-        label(axes, end, bound[-1], "lower bound, repetition", BLACK, va="top")
+        label(axes, end, found[-1], "graph code, simulated", BLUE, points=6)
+        label(axes, end, bound[-1], "lower bound, repetition", BLACK, points=-6)
         axes.set_title(title)
         axes.set_ylim(lowest, 1)
         axes.set_xlim(0.035, 0.46)
@@ -319,11 +321,10 @@ def expander_figure() -> Any:
          [worst_case_lower_bound(3, x) ** 0.5 for x in STRAGGLERS]),
         ("\u221a(s/d), as published", GREY, ":", list((s / 3.0) ** 0.5)),
     )  # fmt: skip
+    apart = {lines[2][0]: 4.0, lines[5][0]: -4.0}
     for name, colour, style, values in lines:
         axes.plot(s, values, linestyle=style, marker="o", markersize=4, color=colour)
-        # Three lines end close to each other.
-        apart = {"fixed weights, mean": 0.05, "any code, worst \u2265 \u221a\u230as/d\u230b": -0.04}
-        label(axes, 7.1, values[-1] + apart.get(name, 0.0), name, colour)
+        label(axes, 7.1, values[-1], name, colour, points=apart.get(name, 0.0))
     axes.set_title("n = 50 workers, d = 3")
     axes.set_xlim(2.9, 9.4)
     axes.set_ylim(bottom=0)

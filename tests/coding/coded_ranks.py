@@ -96,26 +96,29 @@ def start(timeout_seconds=60.0):
     return dist.get_rank()
 
 
-def work(code, steps, *, pause=None, at=None, after=None, dtype=torch.float64, **settings):
+def work(code, steps, *, pause=None, at=None, after=None, patient=False, **settings):
     """Train for some steps on the same weights; the record ends at the first CodingError.
 
     Args:
         pause: (worker, step, chunk) -> seconds that the chunk takes.
         at: (worker, step) -> None, called before the worker's last chunk.
         after: (worker, step) -> None, called between `reduce` and the use of the gradient.
+        patient: Whether workers finish their chunks when the others need them no more.
     """
     rank = start()
-    model = model_of(dtype)
+    model = model_of()
     coded = CodedAllReduce(model, code, **settings)
     record = Record()
+    chunks = code.assignment.chunks_of(rank).tolist()
+    every = [(chunk, float(code.matrix[rank, chunk])) for chunk in chunks]
+    dist.barrier()
     for step in range(steps):
         begun = time.monotonic()
-        chunks = list(code.assignment.chunks_of(rank))
         try:
-            for chunk, weight in coded.chunks():
-                if at is not None and chunk == chunks[-1]:
+            for chunk, weight in every if patient else coded.chunks():
+                if at is not None and chunk == every[-1][0]:
                     at(rank, step)
-                (weight * losses_of(model, samples_of(step, chunk, dtype)).sum()).backward()
+                (weight * losses_of(model, samples_of(step, chunk)).sum()).backward()
                 if pause is not None:
                     time.sleep(pause(rank, step, chunk))
             outcome = coded.reduce(step)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # noqa: F401 - optimizers import it, slowly: forked ranks find it done
+import torch._dynamo  # optimizers import it, slowly: forked ranks find it done
 import torch.distributed as dist
 from forked import free_port
 from torch import nn

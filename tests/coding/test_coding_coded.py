@@ -233,7 +233,7 @@ def dying_in_the_sum(victim, code, steps, **settings):
 @processes
 def test_a_survivor_that_dies_before_it_has_sent_is_decoded_around(workers):
     records = workers(4)(
-        functools.partial(dying_in_the_sum, 1, cyclic(4, 1), 2, timeout_seconds=1.0)
+        functools.partial(dying_in_the_sum, 1, cyclic(4, 1), 2, patient=True, timeout_seconds=1.0)
     )
     left = [each for each in records if each is not None]
     assert len(left) == 3
@@ -304,13 +304,17 @@ def test_a_message_of_an_old_step_changes_no_later_gradient(workers):
         # The first step's gradient is used after the stopped worker has gone on.
         time.sleep(3.0 if step == 0 else 0.2)
 
+    def pause(worker, step, chunk):
+        return 0.3 if worker == 2 else 0.0
+
     records = workers(3)(
         functools.partial(
             stopping_in_the_sum,
             2,
             0,
-            repetition(3, 2),
+            cyclic(3, 1),
             4,
+            pause=pause,
             after=after,
             timeout_seconds=1.0,
         )
@@ -318,6 +322,21 @@ def test_a_message_of_an_old_step_changes_no_later_gradient(workers):
     assert isinstance(records[2].error, LeftBehindError)
     for step in range(4):
         assert_equal_and_right(records[:2], step)
+
+
+@processes
+def test_a_lone_survivor_that_dies_takes_the_step_with_it_and_the_others_are_told(workers):
+    def pause(worker, step, chunk):
+        return 0.0 if worker == 0 else 0.2
+
+    records = workers(3)(
+        functools.partial(
+            dying_in_the_sum, 0, repetition(3, 2), 1, pause=pause, timeout_seconds=1.0
+        )
+    )
+    for record in records[1:]:
+        assert isinstance(record.error, LostChunksError)
+        assert record.error.chunks == (0, 1, 2)
 
 
 def both_of_a_group_die(worker, step):
@@ -361,11 +380,11 @@ def test_lost_chunks_are_rescaled_away_with_a_certificate_where_asked_for(worker
 @processes
 def test_a_deadline_drops_and_rescales_a_worker_that_is_merely_slow(workers):
     def pause(worker, step, chunk):
-        return 0.8 if (worker, step) == (1, 0) else 0.0
+        return 1.2 if (worker, step) == (1, 0) else 0.0
 
     records = workers(3)(
         functools.partial(
-            work, repetition(3, 0), 2, pause=pause, deadline_seconds=0.2, on_lost="rescale"
+            work, repetition(3, 0), 2, pause=pause, deadline_seconds=0.4, on_lost="rescale"
         )
     )
     assert_equal_and_right(records, 0, coefficients=[1.5, 0.0, 1.5])

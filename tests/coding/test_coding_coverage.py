@@ -372,7 +372,7 @@ def test_settings_that_cannot_be_are_refused_with_the_nearest_right_ones(ranks):
     assert "copies = 3" in found["many"]
     assert "from 1 to 2" in found["many"]
     assert "copies = 0" in found["none"]
-    assert "chunks_per_rank = 0" in found["empty"].replace("chunks_per_worker", "chunks_per_rank")
+    assert "chunks_per_rank = 0 is below 1" in found["empty"]
     assert "model.module" in found["ddp"]
     assert "no parameter" in found["frozen"]
 

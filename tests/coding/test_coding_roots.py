@@ -144,3 +144,12 @@ def test_sixty_workers_take_less_than_a_second(cls):
     begun = time.process_time()
     cls(60, 5)
     assert time.process_time() - begun < 1.0
+
+
+def test_ten_thousand_workers_are_decoded_to_single_precision():
+    code = ReedSolomon(10_000, 5)
+    assert code.conditioning.rounding < 1e-4
+    alive = alive_without(10_000, [0, 1, 2, 3, 9_000])
+    decoded = code.decode(alive)
+    assert decoded.error == 0.0
+    assert np.abs(decoded.coefficients - 1.0).max() < 1e-10

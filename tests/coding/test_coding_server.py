@@ -7,6 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from server_ranks import (
     KILLED,
     chunk_loss,
@@ -24,6 +26,8 @@ from outlast.coding.codes.communication import YeAbbe
 from outlast.coding.codes.partial import PartialCode
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.codes.roots import ReedSolomon
+from outlast.coding.protocol.encoding import encode_, recombine_
+from outlast.coding.protocol.messages import Buffers, Header, Kind, Layout
 from outlast.coding.protocol.server import Hub
 from outlast.coding.protocol.worker import Worker
 from outlast.errors import CodingError
@@ -31,7 +35,7 @@ from outlast.errors import CodingError
 pytestmark = pytest.mark.distributed
 
 
-def serve(code, steps, *, slow=None, pause=0.0, learning_rate=0.01, **settings):
+def serve(code, steps, *, slow=None, pause=0.0, learning_rate=0.01, **limits):
     """Train; `slow(rank, step, position)` is called before each chunk.
 
     Returns on the hub the outcomes, the gradients' largest relative errors and the parameters; on
@@ -54,8 +58,8 @@ def serve(code, steps, *, slow=None, pause=0.0, learning_rate=0.01, **settings):
             if wanted and worker.send(step):
                 taken.append(step)
         return taken
-    settings.setdefault("deadline_seconds", 20.0)
-    hub = Hub(model, code, **settings)
+    limits.setdefault("deadline_seconds", 20.0)
+    hub = Hub(model, code, **limits)
     outcomes, errors = [], []
     for step in range(steps):
         expected = full_gradient(model, step, code.chunks)
@@ -164,7 +168,7 @@ def test_a_stopped_worker_comes_back_to_the_newest_step(ranks):
 def test_a_late_message_is_dropped_in_the_next_step_and_changes_nothing(ranks):
     code = FractionalRepetition(4, 1)
     slow = sleeper({2}, 0.1)
-    outcomes, errors, _ = ranks(5)(lambda: serve(code, 4, slow=slow, pause=0.5))[0]
+    outcomes, errors, _ = ranks(5)(lambda: serve(code, 4, slow=slow, pause=0.35))[0]
     # Its message of each step comes in the pause after it; that of a faster replica may as well.
     assert outcomes[0].late == 0
     assert all(1 <= outcome.late <= 2 for outcome in outcomes[1:])
@@ -265,6 +269,27 @@ def test_another_plan_is_made_when_a_worker_does_not_answer(ranks):
     assert outcome.seconds < 2.0
 
 
+def test_a_worker_that_does_not_answer_the_last_plan_does_not_take_the_others_with_it(ranks):
+    # The plan at the deadline counts on rank 2's first chunk; rank 4's are lost anyway.
+    code = PartialCode(4, 2)
+
+    def slow(rank, step, position):
+        if rank == 4:
+            die()
+        if position == 1:
+            time.sleep(0.1)
+            if rank == 2:
+                stop(2.0)
+            time.sleep(1.7)
+
+    limits = {"deadline_seconds": 0.6, "answer_seconds": 0.6, "on_loss": "rescale"}
+    (outcome,), _, _ = ranks(5)(lambda: mortal(lambda: serve(code, 1, slow=slow, **limits)))[0]
+    assert outcome.survivors == (0, 2)
+    assert outcome.error == pytest.approx(2.0)
+    assert outcome.scale == pytest.approx(2.0)
+    assert outcome.seconds < 1.7
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_worker_is_a_parameter_server_too(ranks, size):
     outcomes, errors, parameters = ranks(size)(serve, FractionalRepetition(1, 0), 3)[0]
@@ -303,14 +328,14 @@ def test_a_wrong_size_of_job_and_wrong_settings_are_refused(ranks):
         start()
         model = network()
         texts = []
-        for settings in (
+        for wrong in (
             {"deadline_seconds": 0.0},
             {"deadline_seconds": 1.0, "largest_error": -1.0},
             {"deadline_seconds": 1.0, "on_loss": "hope"},
             {"deadline_seconds": 1.0},
         ):
             try:
-                Hub(model, FractionalRepetition(6, 1), **settings)
+                Hub(model, FractionalRepetition(6, 1), **wrong)
             except CodingError as error:
                 texts.append(str(error))
         return texts
@@ -348,3 +373,59 @@ def test_misuse_of_a_step_is_refused(ranks):
     assert "step 2 cannot be collected" in texts[1]
     assert "chunk 1 is not among" in texts[2]
     assert "chunk 0 was added" in texts[3]
+
+
+def test_a_buffer_is_not_written_while_somebody_holds_it():
+    buffers = Buffers(128)
+    header = Header(Kind.CODED, 1, worker=2, payload_bytes=128)
+    first = buffers.letter(header)
+    first.payload.fill_(7)
+    buffers.hold(first)
+    buffers.release(first)
+    second = buffers.letter(header)
+    second.payload.fill_(9)
+    assert bool((first.payload == 7).all())
+    buffers.release(first)
+    third = buffers.letter(header)
+    assert third.buffer.data_ptr() == first.buffer.data_ptr()
+    assert buffers.made == 2
+    with pytest.raises(CodingError, match="200 bytes is longer than the 128"):
+        buffers.letter(Header(Kind.CODED, 1, payload_bytes=200))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    workers=st.integers(2, 6),
+    spare=st.integers(0, 3),
+    parts=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    seed=st.integers(0, 2**31),
+)
+def test_messages_through_letters_decode_to_the_sum(workers, spare, parts, sizes, seed):
+    parts = min(parts, workers)
+    stragglers = min(spare, workers - parts)
+    code = YeAbbe(workers, stragglers, parts, dtype="float64", tolerance=float("inf"))
+    generator = np.random.default_rng(seed)
+    # One flat tensor for each type or device that a model has.
+    gradients = [
+        [torch.from_numpy(generator.standard_normal(n)) for n in sizes] for _ in range(workers)
+    ]
+    layout = Layout(gradients[0], parts)
+    buffers = Buffers(layout.payload_bytes)
+    survivors = generator.choice(workers, workers - stragglers, replace=False)
+    weights = code.decode(survivors).weights
+    found = [torch.zeros(n, dtype=torch.float64) for n in sizes]
+    for worker in survivors:
+        header = Header(Kind.CODED, 0, payload_bytes=layout.payload_bytes)
+        letter = buffers.letter(header)
+        for view in layout.views(letter.payload):
+            view.zero_()
+        chunks = code.assignment.chunks_of(worker)
+        for chunk, row in zip(chunks, code.coefficients(worker), strict=True):
+            encode_(layout.views(letter.payload), gradients[chunk], row)
+        recombine_(found, layout.views(letter.payload), weights[:, worker])
+        assert Header.unpack(letter.buffer[:64].numpy().tobytes()) == header
+    scale = float(np.abs(weights).sum())
+    for total, number in zip(found, range(len(sizes)), strict=True):
+        expected = sum(each[number] for each in gradients)
+        np.testing.assert_allclose(total, expected, atol=1e-9 * max(scale, 1.0))

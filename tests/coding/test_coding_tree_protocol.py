@@ -106,9 +106,9 @@ def test_a_stopped_node_comes_back(ranks):
 
     def slow(rank, step, position):
         if rank == 2 and step == 1 and position == 0:
-            stop(3.0)
+            stop(1.5)
 
-    outcomes, errors = (results := ranks(7)(lambda: climb(tree, 12, slow, pause=0.4)))[0]
+    outcomes, errors = (results := ranks(7)(lambda: climb(tree, 12, slow, pause=0.25)))[0]
     assert max(errors) < 2e-5
     assert max(outcome.seconds for outcome in outcomes) < 2.0
     assert sum(2 not in outcome.delivered for outcome in outcomes) >= 5
@@ -135,7 +135,7 @@ def test_more_stragglers_than_the_tree_survives_are_reported(ranks):
 
 def test_the_deadline_ends_the_wait_for_slow_children(ranks):
     tree = CodedReduce(2, 1, 0)
-    slow = lambda rank, step, position: time.sleep(2.0 if rank == 2 else 0.0)  # noqa: E731
+    slow = lambda rank, step, position: time.sleep(1.0 if rank == 2 else 0.0)  # noqa: E731
     result = ranks(3)(lambda: mortal(lambda: tried(climb, tree, 1, slow, deadline=0.5)))[0]
     assert result[0] == "LostChunksError"
     assert "waited 0.5" in result[1]

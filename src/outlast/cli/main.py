@@ -14,6 +14,7 @@ import typer
 
 from outlast import __version__
 from outlast.cli.ckpt import ckpt
+from outlast.cli.coding import coding
 from outlast.cli.doctor import doctor
 from outlast.cli.drill import drill
 from outlast.cli.export import export
@@ -39,6 +40,7 @@ app.command(cls=TrainCommand)(train)
 for command in (init, export, report, doctor, drill):
     app.command()(command)
 app.add_typer(ckpt)
+app.add_typer(coding)
 
 
 def _print_version(wanted: bool) -> None:

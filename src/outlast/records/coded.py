@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -178,9 +177,9 @@ class CodingTotals:
             for replica, each in self.by_replica.items():
                 if replica < self.replicas and each.share > _MOSTLY_SLOW:
                     yield (
-                        f"replica {replica} was slow in {each.share:.0%} of the steps: give it "
-                        "less work or replace it, coding hides it but does not remove it."
-                    ).replace("%", " %")
+                        f"replica {replica} was slow in {100 * each.share:.0f} % of the steps: "
+                        "give it less work or replace it, coding hides it but does not remove it."
+                    )
             if not self.slow_steps:
                 yield self._without_stragglers()
             elif not self.saved_seconds:

@@ -6,16 +6,19 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from outlast.coding.codes.nullspace import NullspaceCode, check_workers, exact_weights
-from outlast.coding.conditioning import TOLERANCE, straggler_patterns
+from outlast.coding.codes.nullspace import (
+    NullspaceCode,
+    check_workers,
+    exact_weights,
+    examined_sets,
+)
+from outlast.coding.conditioning import TOLERANCE
 from outlast.errors import CodingError
 
 _ADVICE = (
     "take RealReedSolomon, whose amplification does not grow with the workers, "
     "FractionalRepetition, which amplifies nothing, or a wider dtype"
 )
-_SCORED = 10_000
-"""Sets of stragglers on which random draws are compared."""
 
 
 class CyclicRepetition(NullspaceCode):
@@ -51,7 +54,7 @@ class CyclicRepetition(NullspaceCode):
         seed: int = 0,
         dtype: str = "float32",
         tolerance: float = TOLERANCE,
-        draws: int = 16,
+        draws: int = 8,
     ) -> None:
         check_workers(workers, stragglers)
         if draws < 1:
@@ -59,7 +62,7 @@ class CyclicRepetition(NullspaceCode):
         self.tolerance = stragglers
         self.dtype = dtype
         generator = np.random.default_rng(seed)
-        gone = np.array(straggler_patterns(workers, stragglers, _SCORED)[0])
+        gone = examined_sets(workers, stragglers)[0]
         best = np.inf
         for _ in range(draws if stragglers else 1):
             rows = _random_rows(workers, stragglers, generator)

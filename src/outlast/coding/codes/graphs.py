@@ -103,8 +103,8 @@ def random_regular(vertices: int, degree: int, seed: int = 0) -> Graph:
     """A connected random regular graph without loops and parallel edges.
 
     The pairing model: every vertex has `degree` stubs, and stubs are matched at random. Loops and
-    parallel edges are then repaired by matching their stubs anew with those of random other edges,
-    so the distribution is close to uniform, not exactly so.
+    parallel edges then exchange ends with random other edges, so the distribution is close to
+    uniform, not exactly so.
 
     Raises:
         CodingError: Where no such graph exists.

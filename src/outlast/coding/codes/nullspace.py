@@ -71,10 +71,9 @@ class NullspaceCode(GradientCode):
         Raises:
             CodingError: When rounding could exceed `tolerance`; see `refuse_ill_conditioned`.
         """
-        most = max(min(_PATTERNS, _ENTRIES // self.workers), PATTERNS)
-        sets, every = straggler_patterns(self.workers, self.tolerance, most)
-        weights = exact_weights(self.particular, self.kernel, np.array(sets))
-        found = summary(self, sets, weights, exhaustive=every)
+        sets, every = examined_sets(self.workers, self.tolerance)
+        weights = exact_weights(self.particular, self.kernel, sets)
+        found = summary(self, list(sets), weights, exhaustive=every)
         return refuse_ill_conditioned(self, tolerance, advice=advice, found=found)
 
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
@@ -100,6 +99,13 @@ class NullspaceCode(GradientCode):
         if beyond.any():
             errors[beyond] = super().errors(alive[beyond])
         return errors
+
+
+def examined_sets(workers: int, stragglers: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """(sets, stragglers) that a construction looks at, and whether they are all."""
+    most = max(min(_PATTERNS, _ENTRIES // workers), PATTERNS)
+    sets, every = straggler_patterns(workers, stragglers, most)
+    return np.array(sets), every
 
 
 def exact_weights(

@@ -137,17 +137,12 @@ class Claims:
         Chunks that nobody works on come first, of the owner that is furthest behind; chunks that
         somebody works on only without patience. What is chosen is announced.
         """
-        held = self.backups
-        if not held or self.finished(*held):
-            return None
         behind: list[tuple[int, int, int]] = []
         progress: dict[int, int] = {}
-        for chunk in held:
+        for chunk in self._unfinished(self.backups):
             owner = chunk // self._size
             if owner not in progress:
                 progress[owner] = self._count_at(self.key(f"o{owner}"))
-            if progress[owner] >= self._per_owner[owner] or self.finished(chunk):
-                continue
             begun = self._count_at(self.key(f"b{chunk}")) + self._owner_is_at(chunk)
             if begun == 0 or not patient:
                 behind.append((begun, progress[owner], chunk))
@@ -156,6 +151,15 @@ class Claims:
             if before <= begun or not patient:
                 return chunk
         return None
+
+    def _unfinished(self, chunks: list[int]) -> list[int]:
+        """Those of `chunks` that are not finished: few questions where they are few."""
+        if self.finished(*chunks):
+            return []
+        if len(chunks) == 1:
+            return chunks
+        half = len(chunks) // 2
+        return self._unfinished(chunks[:half]) + self._unfinished(chunks[half:])
 
     def _count_at(self, key: str) -> int:
         # Reading a counter writes it where it was not there.

@@ -253,7 +253,9 @@ class CodedAllReduce:
 
         Raises:
             LostChunksError: On all members alike, when the survivors do not decode well enough and
-                `on_lost` is ``raise``. The step can be computed again.
+                `on_lost` is ``raise``, or when there are none. It is also what is left when a
+                survivor dies before the sum, after others have dropped their work because of it.
+                The step can be computed again, from gradients of zero.
             LeftBehindError: When the others have gone on without this process.
             CodingError: When members disagree about the step, or the board does not answer.
         """

@@ -107,6 +107,7 @@ class _Progress:
     lost: set[int] = field(default_factory=set)
     duplicates: int = 0
     waited_seconds: float = 0.0
+    chunk_seconds: list[float] = field(default_factory=list)
     slow_seconds: float = 0.0
     disagreements: list[Disagreement] = field(default_factory=list)
 
@@ -176,6 +177,8 @@ class Coverage:
             )
         self.members = Members(group, timeout_seconds)
         workers = len(self.members)
+        if chunks_per_rank < 1:
+            raise CodingError(f"chunks_per_rank = {chunks_per_rank} is below 1")
         copies = min(3, workers) if copies is None else copies
         self.spread = spread(workers, chunks_per_rank, copies, seed=seed)
         self.lost, self.deadline_seconds, self.rescale = lost, deadline_seconds, rescale
@@ -342,7 +345,9 @@ class Coverage:
             chunk = claims.choose(patient=now - idle_since < pause)
             if chunk is not None:
                 return chunk
-        if not self._watcher.wait(pause / 2):
+        # Nothing changes for this process before its patience ends.
+        idle = now - idle_since
+        if not self._watcher.wait(pause - idle if idle < pause else pause):
             self._reunion.check_left_behind()
             if now - idle_since > self.timeout_seconds:
                 self._watcher.tell(claims.close(BROKEN))
@@ -396,7 +401,8 @@ class Coverage:
         except Abandoned:
             progress.slow_seconds = time.monotonic() - begun
             return
-        self._chunk_seconds.append(time.monotonic() - begun)
+        progress.chunk_seconds.append(time.monotonic() - begun)
+        self._chunk_seconds.append(progress.chunk_seconds[-1])
         mine = self._fingerprints.take(self._scratch.buffers)
         claim = self._team.told(lambda: claims.claim(chunk, mine.text()))
         if claim.won:
@@ -492,8 +498,9 @@ class Coverage:
         first = self._worker * self.spread.chunks_per_worker
         own = range(first, first + self.spread.chunks_per_worker)
         kept = sum(chunk in own for chunk in progress.won)
-        # A chunk that was given up would have taken longer than it had when it was.
-        typical = max(statistics.median(self._chunk_seconds or [0.0]), progress.slow_seconds)
+        # Of this step alone: a process that was slow once has not stayed so. A chunk that was given
+        # up would have taken longer than it had when it was.
+        typical = min(progress.chunk_seconds, default=progress.slow_seconds)
         return Covered(
             loss=progress.loss,
             certificate=certify(coefficients, workers, norms, dtype),

@@ -23,22 +23,17 @@ buckets. Where it is not known in time who survives, `outlast.coding.protocol.co
 the backward pass.
 """
 
-from __future__ import annotations
+# No annotations as strings in this module: DDP examines those of a hook.
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from outlast.coding.certificate import Certificate
+from outlast.coding.code import Decoder, GradientCode, Survivors
 from outlast.coding.protocol.weighting import LossWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import ProcessGroup
-
-    from outlast.coding.certificate import Certificate
-    from outlast.coding.code import Decoder, GradientCode, Survivors
 
 
 class DecodingState:

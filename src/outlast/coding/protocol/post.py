@@ -57,8 +57,9 @@ class Post:
         self.buffers = Buffers(capacity)
         self.rank = dist.get_rank()
         self.peers = frozenset(peers) - {self.rank}
-        self.gone: set[int] = set()
+        self.gone: frozenset[int] = frozenset()
         self.received_bytes = 0
+        self._lock = threading.Lock()
         self._group: ProcessGroup = dist.new_group(backend="gloo")
         self._arrived: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._boxes: dict[int, _Outbox] = {}
@@ -74,13 +75,13 @@ class Post:
     def send(self, letter: Letter, ranks: Iterable[int]) -> None:
         """Hand a letter over, once; returns at once, and the letter is not to be changed any more.
 
-        A letter to the same rank that was not sent yet and has the same key is forgotten. Letters
-        to one rank are handed over by one thread at a time.
+        A letter to the same rank that was not sent yet and has the same key is forgotten.
         """
         for rank in ranks:
             self.buffers.hold(letter)
-            if rank not in self._boxes:
-                self._boxes[rank] = _Outbox(self, rank)
+            with self._lock:
+                if rank not in self._boxes:
+                    self._boxes[rank] = _Outbox(self, rank)
             self._boxes[rank].put(letter)
         self.buffers.release(letter)
 
@@ -111,7 +112,8 @@ class Post:
         return True
 
     def _lose(self, rank: int) -> None:
-        self.gone.add(rank)
+        with self._lock:
+            self.gone |= {rank}
         self._arrived.put(None)
 
     def _watch(self, rank: int) -> None:
@@ -136,7 +138,8 @@ class Post:
                 time.sleep(0.01 * failures)
                 continue
             failures = 0
-            self.received_bytes += letter.sent.numel()
+            with self._lock:
+                self.received_bytes += letter.sent.numel()
             if letter.header.payload_bytes == 0:
                 short = Letter(letter.header, buffer[:HEADER_BYTES].clone())
                 self.buffers.release(letter)

@@ -187,6 +187,7 @@ class PartialRound(Round):
         self._plan: PartialDecoding | None = None
         self._asked = 0.0
         self._planned = False
+        self._final = False
 
     def code(self) -> BlockCode:
         """The block code of the plan in force, or of no finished chunks."""
@@ -208,6 +209,7 @@ class PartialRound(Round):
     def finish(self, worker: int, chunk: int) -> None:
         """A worker has finished a chunk."""
         self._finished[worker, chunk] = True
+        self._silent.discard(worker)
         self._planned = False
 
     @property
@@ -221,10 +223,10 @@ class PartialRound(Round):
         """See `Round.settled`; announces plans."""
         if self._plan is not None:
             missing = self._missing()
-            if not missing:
-                return True
             lost = missing & set(gone) if self.patience > 0 else missing
-            if not lost:
+            if lost == missing and (self._final or not missing):
+                return True
+            if not lost or self._final:
                 return False
             self._silent |= lost
             self._plan, self._planned = None, False
@@ -236,15 +238,22 @@ class PartialRound(Round):
             if self._error(plan) <= self.largest_error:
                 self._adopt(plan)
                 return not self._missing()
-        return self._exhausted(gone) and not self._incomplete
+        if self._exhausted(gone):
+            return not self._conclude(gone)
+        return False
 
     def extension(self, gone: Collection[int]) -> float:
         """Announce what there is, if that is wanted, and wait for it once."""
+        self._conclude(gone)
+        return 0.0 if self._plan is None else self.patience
+
+    def _conclude(self, gone: Collection[int]) -> bool:
+        """Make the last plan, decoded as far as it is answered; whether there is one to wait for."""
+        self._final = True
         usable = self._usable(gone)
         if self._plan is None and self._incomplete and usable.any():
             self._adopt(self._partial.plan(usable))
-            return self._answer_seconds
-        return 0.0 if self._plan is None else self.patience
+        return self._plan is not None and bool(self._missing())
 
     def _adopt(self, plan: PartialDecoding) -> None:
         self._plan = plan

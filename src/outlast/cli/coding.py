@@ -1,0 +1,247 @@
+"""``outlast coding``: which gradient code, if any, and what a code guarantees.
+
+Needs neither torch nor a run: everything is computed from what the command is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from outlast.coding import Bound, GradientCode
+
+coding = typer.Typer(
+    name="coding",
+    help="Gradient codes against slow and dead workers: choose one, or see what one guarantees.",
+    no_args_is_help=True,
+)
+
+CODES = (
+    "FractionalRepetition",
+    "CyclicRepetition",
+    "CyclicMDS",
+    "ReedSolomon",
+    "RealReedSolomon",
+    "GraphCode",
+    "Expander",
+    "SymmetricDesign",
+    "SoftDesign",
+    "BernoulliCode",
+)
+"""Codes that a few numbers make; the others are for Python (`outlast.coding`)."""
+
+_SIGNS = {"exact": "", "upper": "<= ", "lower": ">= ", "estimate": "~ "}
+_BEYOND = 3
+
+Workers = Annotated[
+    int, typer.Option(min=1, help="Data-parallel replicas (processes, or groups that share one).")
+]
+
+
+@coding.command()
+def choose(
+    *,
+    workers: Workers,
+    slow_share: Annotated[
+        float, typer.Option(help="Share of the steps in which a worker is slow, 0 to 1.")
+    ],
+    slow_factor: Annotated[
+        float, typer.Option(help="How many times longer a slow worker's micro-batches take.")
+    ],
+    persistence: Annotated[
+        float | None,
+        typer.Option(
+            help="Probability that a worker which is slow stays so in the next step; default: the "
+            "steps are independent. Runs with [coding] measure it: see the report."
+        ),
+    ] = None,
+    chunk_seconds: Annotated[
+        float, typer.Option(help="Forward and backward of one micro-batch on a fast worker.")
+    ] = 1.0,
+    chunks: Annotated[int, typer.Option(help="Micro-batches per worker and step.")] = 8,
+    reduction_seconds: Annotated[
+        float, typer.Option(help="Sum of the gradients over all workers, once per step.")
+    ] = 0.0,
+    approximate: Annotated[
+        bool,
+        typer.Option(
+            "--approximate",
+            help="Also allow what loses samples of a step or leaves an error in the gradient. "
+            "Assumes that any part of the data is like any other.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 0,
+) -> None:
+    """Simulate all schemes under the same delays and say which to take, or to take none.
+
+    Times are simulated, not measured. They are per batch: a step that drops a tenth of the samples
+    counts for nine tenths of a step.
+    """
+    from outlast.coding.choose import choose_code
+    from outlast.coding.cost import CostModel
+    from outlast.coding.simulate.delays import Markov, Slow
+
+    delays = (
+        Slow(slow_share, slow_factor)
+        if persistence is None
+        else Markov(slow_share, persistence, slow_factor)
+    )
+    costs = CostModel(chunk_seconds, chunks, reduction_seconds)
+    found = choose_code(workers, delays, costs, exact=not approximate, seed=seed)
+    print(found.table())
+    print(
+        f"\nsimulated; no scheme that keeps all samples can be faster than "
+        f"{found.bound_seconds:.4g} s on average"
+    )
+    print(found.reason)
+
+
+@coding.command()
+def show(
+    code: Annotated[str, typer.Argument(metavar="CODE", help=f"One of: {', '.join(CODES)}.")],
+    *,
+    workers: Workers,
+    stragglers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Stragglers that an exact code must stand."),
+    ] = None,
+    degree: Annotated[
+        int | None, typer.Option(min=1, help="Of the graph (GraphCode, Expander).")
+    ] = None,
+    copies: Annotated[int | None, typer.Option(min=1, help="Of each chunk (SoftDesign).")] = None,
+    load: Annotated[
+        float | None, typer.Option(help="Mean chunks per worker (BernoulliCode).")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Type of the messages: float32, bfloat16, float16 or float64.")
+    ] = "float32",
+    seed: Annotated[int | None, typer.Option(help="Of a random construction.")] = None,
+) -> None:
+    """Show what a code costs and guarantees: load, exactness, error bounds, rounding.
+
+    An error of e says that the gradient is off by at most sqrt(e) times the spectral norm of the
+    matrix of the chunks' gradients; 0 is exact, and the number of chunks is as bad as no gradient.
+    """
+    given = {
+        "stragglers": stragglers,
+        "degree": degree,
+        "copies": copies,
+        "load": load,
+        "seed": seed,
+    }
+    made = _made(code, {"workers": workers, "dtype": dtype, **given})
+    _print_code(made)
+
+
+def _made(name: str, given: dict[str, Any]) -> GradientCode:
+    """The code of this name from those of the options that are not None.
+
+    Raises:
+        CodingError: For an unknown name, an option that the code does not have or that is missing,
+            and whatever the code itself refuses.
+    """
+    import outlast.coding
+
+    plain = {each.lower(): each for each in CODES}
+    known = plain.get(name.replace("_", "").replace("-", "").lower())
+    if known is None:
+        known = plain.get(f"{name.lower()}code")
+    if known is None:
+        raise CodingError(f"code = {name} is not known; take one of {', '.join(CODES)}")
+    build: Callable[..., GradientCode] = getattr(outlast.coding, known)
+    if known == "GraphCode":
+        build = outlast.coding.GraphCode.random_regular
+    accepted = inspect.signature(build).parameters
+    settings = {key: value for key, value in given.items() if value is not None}
+    superfluous = [key for key in settings if key not in accepted]
+    if superfluous:
+        raise CodingError(f"{known} has no --{superfluous[0]}; {_wanted(known, accepted, given)}")
+    missing = [
+        key
+        for key, each in accepted.items()
+        if each.default is inspect.Parameter.empty and key not in settings
+    ]
+    if missing:
+        raise CodingError(f"{known} needs --{missing[0]}; {_wanted(known, accepted, given)}")
+    return build(**settings)
+
+
+def _wanted(name: str, accepted: Any, given: dict[str, Any]) -> str:
+    return f"{name} takes {', '.join(f'--{key}' for key in given if key in accepted)}"
+
+
+def _print_code(code: GradientCode) -> None:
+    from outlast.cli.figures import Column, output, print_table
+
+    console = output()
+    rows = [[name, value] for name, value in _properties(code)]
+    title = f"{code.name}: {code.workers} workers, {code.chunks} chunks"
+    print_table(console, [Column("", number=False), Column("", number=False)], rows, title)
+    console.print()
+    _print_guarantee(console, code)
+
+
+def _properties(code: GradientCode) -> list[tuple[str, str]]:
+    from outlast.coding.conditioning import conditioning
+
+    loads, found = code.assignment.loads, conditioning(code)
+    smallest, largest = int(loads.min()), int(loads.max())
+    chunks = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+    kind = "all" if found.exhaustive else "a sample of"
+    over = f"{kind} {found.patterns:,} sets of {code.tolerance} stragglers"
+    return [
+        ("construction", code.source),
+        ("chunks per worker", chunks),
+        ("load", f"{code.load:.4g} times that without a code"),
+        (
+            "exact",
+            f"with any {code.tolerance} stragglers" if code.tolerance else "with all workers",
+        ),
+        ("coefficients", "0 and 1" if code.binary else "real" if _real(code) else "complex"),
+        ("condition number", f"{found.condition:.3g} at worst, over {over}"),
+        ("sum of |weights|", f"{found.amplification:.3g} at worst"),
+        (
+            "rounding error",
+            f"{found.rounding:.2g} of the gradient at most, with messages in {code.dtype}",
+        ),
+    ]
+
+
+def _real(code: GradientCode) -> bool:
+    return bool(code.matrix.dtype.kind != "c")
+
+
+def _print_guarantee(console: Console, code: GradientCode) -> None:
+    from outlast.cli.figures import Column, print_table
+
+    last = min(code.tolerance + _BEYOND, code.workers - 1)
+    rows = [
+        [
+            str(stragglers),
+            _bound(worst := code.worst_error(stragglers)),
+            _bound(mean := code.expected_error(stragglers)),
+            worst.source if mean is None or mean.source == worst.source
+            else f"worst: {worst.source}; mean: {mean.source}",
+        ]
+        for stragglers in range(code.tolerance, last + 1)
+    ]  # fmt: skip
+    columns = [
+        Column("stragglers"),
+        Column("worst error"),
+        Column("mean error, random stragglers"),
+        Column("source", number=False, least=30),
+    ]
+    print_table(console, columns, rows)
+
+
+def _bound(bound: Bound | None) -> str:
+    return "unknown" if bound is None else f"{_SIGNS[bound.kind]}{bound.value:.4g}"

@@ -1,0 +1,420 @@
+import time
+
+import numpy as np
+import pytest
+from coverage_ranks import (
+    KILLED,
+    Plan,
+    Step,
+    die,
+    distance,
+    mortal,
+    pause,
+    store_process,
+    train,
+)
+
+from outlast.coding.protocol.board import StoreLostError
+from outlast.coding.spread import spread
+from outlast.errors import CodingError, LeftBehindError, LostChunksError
+
+ROUNDING = 1e-6
+SOON = {"timeout_seconds": 20.0, "grace_seconds": 0.5}
+
+pytestmark = pytest.mark.distributed
+
+
+def run(ranks, size, plan):
+    with store_process() as store:
+        return ranks(size)(mortal, train, store.port, plan)
+
+
+def check_equal_and_exact(outcomes):
+    for steps in zip(*outcomes, strict=True):
+        for step in steps:
+            assert isinstance(step, Step), step
+            assert step.error < ROUNDING
+            assert step.outcome.certificate.exact
+            assert np.array_equal(step.gradient, steps[0].gradient)
+            assert np.array_equal(step.parameters, steps[0].parameters)
+
+
+def at_sum(rank, number, act):
+    """Call `act` with the real sum, in place of one rank's `number`-th sum."""
+
+    def prepare(coverage):
+        members = coverage.members
+        if members.rank != rank:
+            return
+        real, counted = members.sum_, []
+
+        def sum_(tensors, broken=None):
+            counted.append(len(tensors))
+            if len(counted) == number:
+                act(lambda: real(tensors, broken))
+            else:
+                real(tensors, broken)
+
+        members.sum_ = sum_
+
+    return prepare
+
+
+def at_chunk(rank, step, act, *, number=0):
+    """Call `act` in one rank's `number`-th pass of one step."""
+    begun = []
+
+    def during(coverage, at_step, chunk):
+        if (coverage.members.rank, at_step) == (rank, step):
+            begun.append(chunk)
+            if len(begun) == number + 1:
+                act()
+
+    return during
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_while_computing_leaves_the_others_with_exact_gradients(
+    ranks, number
+):
+    plan = Plan(
+        {"chunks_per_rank": 3, **SOON},
+        steps=4,
+        seconds=lambda rank: 0.01,
+        during=at_chunk(2, 1, die, number=number),
+    )
+    outcomes = run(ranks, 4, plan)
+    assert outcomes.pop(2) == KILLED
+    check_equal_and_exact(outcomes)
+    for steps in outcomes:
+        assert [step.outcome.ranks for step in steps] == [(0, 1, 2, 3)] + 3 * [(0, 1, 3)]
+
+
+def test_chunks_of_a_rank_that_is_killed_after_its_claims_are_computed_again(ranks):
+    plan = Plan(
+        {"chunks_per_rank": 3, **SOON},
+        steps=4,
+        seconds=lambda rank: 0.01,
+        prepare=at_sum(2, 2, lambda real: die()),
+    )
+    outcomes = run(ranks, 4, plan)
+    assert outcomes.pop(2) == KILLED
+    check_equal_and_exact(outcomes)
+    again = [chunk for steps in outcomes for chunk in steps[1].began if chunk // 3 == 2]
+    assert {6, 7, 8} & set(again)
+    for steps in outcomes:
+        assert [step.outcome.ranks for step in steps] == [(0, 1, 2, 3)] + 3 * [(0, 1, 3)]
+        # Later steps know of the loss and do not wait for the dead.
+        assert max(step.outcome.seconds for step in steps[2:]) < SOON["grace_seconds"]
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+def test_with_commit_the_certificate_counts_the_chunks_that_died_with_their_claimant(
+    ranks, rescale
+):
+    plan = Plan(
+        {"chunks_per_rank": 3, "lost": "commit", "rescale": rescale, **SOON},
+        steps=3,
+        seconds=lambda rank: 0.01,
+        prepare=at_sum(2, 2, lambda real: die()),
+    )
+    outcomes = run(ranks, 4, plan)
+    assert outcomes.pop(2) == KILLED
+    struck = [steps[1] for steps in outcomes]
+    lost = struck[0].outcome.lost
+    assert 2 <= len(lost) <= 4
+    left = 12 - len(lost)
+    for step in struck:
+        certificate = step.outcome.certificate
+        assert step.outcome.lost == lost
+        assert certificate.error == pytest.approx(len(lost) * (12 / left if rescale else 1))
+        assert certificate.centred == pytest.approx(len(lost) * 12 / left)
+        assert certificate.scale == pytest.approx(1 if rescale else 12 / left)
+        scale = 12 / left if rescale else 1
+        assert distance(step.gradient, scale * step.expected) < ROUNDING
+        assert np.array_equal(step.gradient, struck[0].gradient)
+    check_equal_and_exact([steps[2:] for steps in outcomes])
+
+
+def test_two_ranks_may_be_killed_in_one_step(ranks):
+    def prepare(coverage):
+        at_sum(1, 2, lambda real: die())(coverage)
+        at_sum(3, 2, lambda real: die())(coverage)
+
+    plan = Plan({"chunks_per_rank": 2, **SOON}, steps=3, seconds=lambda rank: 0.01, prepare=prepare)
+    outcomes = run(ranks, 5, plan)
+    assert [outcomes.pop(3), outcomes.pop(1)] == [KILLED, KILLED]
+    check_equal_and_exact(outcomes)
+    assert outcomes[0][-1].outcome.ranks == (0, 2, 4)
+
+
+def test_a_rank_may_be_killed_while_the_others_recover_from_the_loss_of_another(ranks):
+    def prepare(coverage):
+        at_sum(1, 2, lambda real: die())(coverage)
+        if coverage.members.rank == 3:
+            coverage.members.keep = lambda ranks: die()
+
+    plan = Plan(
+        {"chunks_per_rank": 2, "timeout_seconds": 4.0, "grace_seconds": 0.5},
+        steps=3,
+        seconds=lambda rank: 0.01,
+        prepare=prepare,
+    )
+    outcomes = run(ranks, 5, plan)
+    assert [outcomes.pop(3), outcomes.pop(1)] == [KILLED, KILLED]
+    check_equal_and_exact(outcomes)
+    assert outcomes[0][-1].outcome.ranks == (0, 2, 4)
+
+
+def test_the_last_one_goes_on_alone(ranks):
+    plan = Plan(
+        {"chunks_per_rank": 2, **SOON},
+        steps=3,
+        seconds=lambda rank: 0.01,
+        prepare=at_sum(1, 2, lambda real: die()),
+    )
+    outcomes = run(ranks, 2, plan)
+    assert outcomes.pop(1) == KILLED
+    check_equal_and_exact(outcomes)
+    assert outcomes[0][-1].outcome.ranks == (0,)
+
+
+def orphans(size, chunks, dead):
+    """Chunks whose two holders are both dead."""
+    held = spread(size, chunks, 2)
+    return tuple(
+        chunk for chunk in range(held.chunks) if set(held.holders(chunk).tolist()) <= set(dead)
+    )
+
+
+def all_holders_die(**settings):
+    def during(coverage, step, chunk):
+        if step == 1 and coverage.members.rank in {1, 2}:
+            die()
+
+    settings = {"timeout_seconds": 1.5, "grace_seconds": 0.3, **settings}
+    return Plan(
+        {"chunks_per_rank": 3, "copies": 2, **settings},
+        steps=4,
+        seconds=lambda rank: 0.01,
+        during=during,
+    )
+
+
+def test_when_all_holders_of_a_chunk_are_dead_the_error_names_it_in_time(ranks):
+    gone = orphans(4, 3, (1, 2))
+    assert gone
+    outcomes = run(ranks, 4, all_holders_die())
+    assert [outcomes.pop(2), outcomes.pop(1)] == [KILLED, KILLED]
+    for steps in outcomes:
+        assert len(steps) == 2
+        assert isinstance(steps[-1], LostChunksError)
+        assert steps[-1].chunks == gone
+        assert "lost = 'commit'" in str(steps[-1])
+
+
+def test_when_all_holders_are_dead_commit_certifies_and_later_steps_do_not_wait_again(ranks):
+    gone = orphans(4, 3, (1, 2))
+    outcomes = run(ranks, 4, all_holders_die(lost="commit"))
+    assert [outcomes.pop(2), outcomes.pop(1)] == [KILLED, KILLED]
+    for steps in zip(*outcomes, strict=True):
+        for step in steps:
+            assert isinstance(step, Step), step
+            assert np.array_equal(step.gradient, steps[0].gradient)
+            assert np.array_equal(step.parameters, steps[0].parameters)
+            scale = 12 / (12 - len(step.outcome.lost))
+            assert distance(step.gradient, scale * step.expected) < ROUNDING
+            assert step.outcome.certificate.exact == (not step.outcome.lost)
+    for steps in outcomes:
+        assert set(gone) <= set(steps[1].outcome.lost)
+        for step in steps[2:]:
+            assert step.outcome.lost == gone
+            assert step.outcome.seconds < 1.0
+
+
+def stop_at(place):
+    """A plan whose rank 1 stands still for a while in its second step."""
+    seconds = 3.0
+    if place == "computing":
+        return {"during": at_chunk(1, 1, lambda: pause(seconds))}
+    if place == "summing":
+
+        def act(real):
+            pause(seconds)
+            real()
+
+        return {"prepare": at_sum(1, 2, act)}
+
+    def after(coverage, step):
+        if (coverage.members.rank, step) == (1, 0):
+            pause(seconds)
+
+    return {"after": after}
+
+
+@pytest.mark.parametrize("place", ["computing", "summing"])
+def test_a_rank_that_stands_still_for_seconds_is_waited_for_and_nobody_is_left_out(ranks, place):
+    plan = Plan(
+        {"chunks_per_rank": 2, **SOON}, steps=3, seconds=lambda rank: 0.01, **stop_at(place)
+    )
+    outcomes = run(ranks, 3, plan)
+    check_equal_and_exact(outcomes)
+    for steps in outcomes:
+        assert [step.outcome.ranks for step in steps] == 3 * [(0, 1, 2)]
+    assert outcomes[0][1].outcome.seconds > 2.0
+
+
+@pytest.mark.parametrize("place", ["computing", "summing", "between steps"])
+def test_a_rank_that_stands_still_too_long_is_told_so_and_does_no_harm(ranks, place):
+    plan = Plan(
+        {"chunks_per_rank": 2, "timeout_seconds": 1.0, "grace_seconds": 0.4},
+        steps=60,
+        seconds=lambda rank: 0.02,
+        **stop_at(place),
+    )
+    begun = time.monotonic()
+    outcomes = run(ranks, 3, plan)
+    assert time.monotonic() - begun > 4.0, "the others were done before it woke up"
+    stopped = outcomes.pop(1)
+    assert isinstance(stopped[-1], LeftBehindError)
+    assert "grace_seconds" in str(stopped[-1])
+    assert len(stopped) == 2
+    check_equal_and_exact(outcomes)
+    for steps in outcomes:
+        assert steps[-1].outcome.ranks == (0, 2)
+
+
+def restart_at(place, store, step=1):
+    def restart():
+        store.restart()
+        time.sleep(0.2)
+
+    if place == "computing":
+        return {"during": at_chunk(1, step, restart, number=1)}
+    if place == "before the sum":
+
+        def act(real):
+            restart()
+            real()
+
+        return {"prepare": at_sum(1, step + 1, act)}
+    if place == "while others sum":
+
+        def act(real):
+            time.sleep(0.1)
+            restart()
+            # Long enough for the others to give the sum up.
+            time.sleep(0.5)
+            raise StoreLostError("seen before the sum")
+
+        return {"prepare": at_sum(1, step + 1, act)}
+    if place == "after the sum":
+
+        def act(real):
+            real()
+            restart()
+
+        return {"prepare": at_sum(1, step + 1, act)}
+
+    def after(coverage, at_step):
+        if (coverage.members.rank, at_step) == (1, step):
+            restart()
+
+    return {"after": after}
+
+
+@pytest.mark.parametrize(
+    "place", ["computing", "before the sum", "while others sum", "after the sum", "between steps"]
+)
+def test_the_store_may_be_killed_and_restarted_at_any_time(ranks, place):
+    with store_process() as store:
+        plan = Plan(
+            {"chunks_per_rank": 3, "timeout_seconds": 15.0, "grace_seconds": 1.0},
+            steps=5,
+            seconds=lambda rank: 0.01,
+            **restart_at(place, store),
+        )
+        outcomes = ranks(3)(mortal, train, store.port, plan)
+    check_equal_and_exact(outcomes)
+    assert all(step.outcome.ranks == (0, 1, 2) for steps in outcomes for step in steps)
+    # Nobody has had to wait for a timeout.
+    assert max(step.outcome.seconds for step in outcomes[0]) < 12.0
+
+
+def test_a_store_that_stays_away_ends_the_step_with_a_sentence(ranks):
+    with store_process() as store:
+        plan = Plan(
+            {"chunks_per_rank": 3, "timeout_seconds": 1.0},
+            steps=3,
+            seconds=lambda rank: 0.01,
+            during=at_chunk(1, 1, store.end, number=1),
+        )
+        begun = time.monotonic()
+        outcomes = ranks(3)(mortal, train, store.port, plan)
+        assert time.monotonic() - begun < 30.0
+    for steps in outcomes:
+        assert isinstance(steps[-1], CodingError)
+        assert "store of the process group has been gone" in str(steps[-1])
+
+
+@pytest.mark.parametrize("wrong", ["owner", "helper", None])
+def test_two_computations_of_a_chunk_that_differ_are_reported(ranks, wrong):
+    held = spread(3, 1, 2)
+    owner, helper = 0, int(held.holders(0)[1])
+    third = 3 - owner - helper
+    assert int(held.holders(third)[1]) == owner
+    guilty = {"owner": owner, "helper": helper, None: None}[wrong]
+    with store_process() as store:
+        plan = Plan(
+            {"chunks_per_rank": 1, "copies": 2, "patience": 0.0},
+            steps=2,
+            seconds=lambda rank: 0.02,
+            during=held_back(owner, third),
+            prepare=with_wrong_gradients(guilty, 0),
+        )
+        outcomes = ranks(3)(mortal, train, store.port, plan)
+    for step in range(2):
+        found = {rank: outcomes[rank][step].outcome.disagreements for rank in range(3)}
+        assert outcomes[owner][step].outcome.duplicates >= 1
+        assert found[helper] == found[third] == ()
+        if wrong is None:
+            assert found[owner] == ()
+            continue
+        (verdict,) = found[owner]
+        assert verdict.chunk == 0
+        assert verdict.ranks == (helper, owner)
+        assert 0.003 < verdict.difference < 0.3
+
+
+def held_back(owner, third):
+    """The owner of chunk 0 is late for it, and the last chunk waits until it has compared."""
+
+    def during(coverage, step, chunk):
+        board, come = coverage._board, f"come{step}"
+        rank = coverage.members.rank
+        if rank == owner and chunk == 0:
+            time.sleep(0.4)
+        if chunk == third:
+            if rank == owner:
+                board.publish(come, "yes")
+            board.read(come, 20.0, "the owner of chunk 0")
+
+    return during
+
+
+def with_wrong_gradients(guilty, chunk):
+    def prepare(coverage):
+        if coverage.members.rank != guilty:
+            return
+        real = coverage._run
+
+        def run_wrong(step, at_chunk, compute):
+            loss = real(step, at_chunk, compute)
+            if at_chunk == chunk:
+                buffer = coverage._scratch.buffers[0]
+                buffer[7] += 0.05 * buffer.norm()
+            return loss
+
+        coverage._run = run_wrong
+
+    return prepare
