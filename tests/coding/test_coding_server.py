@@ -239,6 +239,49 @@ def test_the_deadline_ends_a_step_with_partial_results(ranks, on_loss):
     assert 1.0 <= outcome.seconds < 1.8
 
 
+@pytest.mark.parametrize(
+    ("code", "error"), [(FractionalRepetition(4, 1), 2.0), (PartialCode(4, 2), 1.0)]
+)
+def test_a_step_ends_when_the_error_is_as_small_as_wished(ranks, code, error):
+    slow = sleeper({1, 2}, 0.8)
+    (outcome,), (distance,), _ = ranks(5)(lambda: serve(code, 1, slow=slow, largest_error=2.0))[0]
+    assert outcome.error == pytest.approx(error)
+    assert outcome.scale == 1.0
+    assert outcome.survivors in {(2,), (3,), (2, 3)}
+    assert outcome.seconds < 0.7
+    assert 1e-3 < distance < 1.0
+
+
+def test_a_worker_killed_while_its_message_is_on_the_way_spoils_nothing(ranks):
+    code, numbers_of_model = FractionalRepetition(4, 1), 2_000_000
+
+    def work():
+        rank = start()
+        model = nn.Linear(1, numbers_of_model, bias=False)
+        if rank:
+            worker = Worker(model, code, patience_seconds=20.0)
+            for step in worker.steps():
+                for chunk in worker.chunks:
+                    model(torch.full((1, 1), chunk + 1.0)).sum().backward()
+                    worker.add(chunk)
+                worker.send(step)
+                if rank == 3 and step == 1:
+                    die()
+            return None
+        hub = Hub(model, code, deadline_seconds=20.0)
+        sums = []
+        for step in range(4):
+            hub.publish(step)
+            gradients, outcome = hub.collect(step)
+            sums.append((float(gradients.buffers[0].min()), float(gradients.buffers[0].max())))
+        hub.close()
+        return sums, outcome.gone
+
+    sums, gone = ranks(5)(lambda: mortal(work))[0]
+    assert sums == [(10.0, 10.0)] * 4
+    assert gone in {(2,), ()}
+
+
 def test_finished_chunks_of_slow_workers_count(ranks):
     # All are so slow in their second chunk that only the first ones can make the gradient.
     code = PartialCode(4, 2)

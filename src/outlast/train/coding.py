@@ -205,7 +205,9 @@ class CoverageEngine:
         outcome = self.coverage.step(step, compute)
         self.inner.waits.add(outcome.waited_seconds)
         self.notes.covered(step, outcome)
-        return outcome.loss / self.layout.shard
+        # The gradient without the lost chunks is scaled up, and so is its loss.
+        kept = self.coverage.chunks - len(outcome.lost)
+        return outcome.loss / self.layout.shard * (self.coverage.chunks / kept)
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """See `Engine`."""

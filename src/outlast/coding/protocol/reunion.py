@@ -7,21 +7,24 @@ grace time, decides who goes on; what it writes down first holds for all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outlast.coding.protocol.board import StoreLostError
 from outlast.errors import CodingError, LeftBehindError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from outlast.coding.protocol.board import Board
     from outlast.coding.protocol.members import Members
 
 _LOOK_SECONDS = 0.02
+_STANDING, _FALLEN = "standing", "fallen"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,24 @@ class Reunion:
 
         Raises:
             LeftBehindError: When the others have decided without this process.
+            CodingError: When those who go on cannot make a group.
         """
+        before: Sequence[int] = ()
+        for meeting in itertools.count():
+            going_on, kept = self._met(f"{prefix}/meeting{meeting}", won)
+            if self._stands(f"{prefix}/group{meeting}", going_on):
+                return kept
+            # One of them died since, or else it would fail again.
+            if going_on == before:
+                break
+            before = going_on
+        raise CodingError(
+            f"ranks {before} are alive, but no process group of them can be made; restart from a "
+            "checkpoint"
+        )
+
+    def _met(self, prefix: str, won: Iterable[int]) -> tuple[list[int], set[int]]:
+        """Who goes on, and the chunks that they keep."""
         ranks = self._members.ranks
         report = {rank: f"{prefix}/here{rank}" for rank in ranks}
         self._board.publish(report[self._members.rank], json.dumps(list(won)))
@@ -89,12 +109,23 @@ class Reunion:
         for rank in set(ranks) - set(going_on):
             self._board.publish(f"left{rank}", prefix)
         self.check_left_behind()
-        self._members.keep(going_on)
-        return {
-            chunk
-            for rank in going_on
-            for chunk in json.loads(self._board.read(report[rank], self._timeout_seconds, "chunks"))
-        }
+        kept = self._board.read_all([report[rank] for rank in going_on])
+        return going_on, {chunk for text in kept for chunk in json.loads(text)}
+
+    def _stands(self, key: str, ranks: Sequence[int]) -> bool:
+        """Make a group of these ranks; whether all of them have it."""
+        try:
+            self._members.keep(ranks)
+        except RuntimeError:
+            return self._board.publish(key, _FALLEN) == _STANDING
+        if self._board.add(f"{key}/in") == len(ranks):
+            self._board.publish(key, _STANDING)
+        try:
+            return self._board.read(key, self._timeout_seconds, "a new group") == _STANDING
+        except StoreLostError:
+            raise
+        except CodingError:
+            return self._board.publish(key, _FALLEN) == _STANDING
 
     def check_left_behind(self) -> None:
         """Refuse to go on where the others have decided against it.
