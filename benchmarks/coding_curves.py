@@ -17,11 +17,11 @@ import numpy as np
 from harness import Bar
 
 from outlast.coding.code import Decoder, GradientCode
-from outlast.coding.codes import graphs
 from outlast.coding.codes.bernoulli import BernoulliCode
 from outlast.coding.codes.equal_weights import bernoulli_one_step_error, one_step_error
-from outlast.coding.codes.expander import Expander, worst_case_lower_bound
-from outlast.coding.codes.graph import GraphCode
+from outlast.coding.codes.graph import families
+from outlast.coding.codes.graph.code import GraphCode
+from outlast.coding.codes.graph.expander import Expander, worst_case_lower_bound
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.codes.soft_design import SoftDesign
 
@@ -97,7 +97,7 @@ def small_graph() -> GraphCode:
 
 def ramanujan_graph() -> GraphCode:
     """6552 workers, 2184 chunks with 6 copies: the graph of Lubotzky, Phillips and Sarnak."""
-    return GraphCode.of(graphs.ramanujan(5, 13))
+    return GraphCode.of(families.ramanujan(5, 13))
 
 
 def curve_bars(quick: bool) -> Iterator[Bar]:
@@ -229,7 +229,7 @@ def panels() -> tuple[Any, Any]:
 
 
 def graph_figure() -> Any:
-    """Debiased error against the probability of straggling, for both published graphs."""
+    """Debiased error against the probability of straggling, for both published families."""
     figure, both = panels()
     cases = (
         ("24 workers, 16 chunks, d = 3", small_graph(), 40_000, 3e-5),

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes.byzantine import Draco, agree, majority
-from outlast.coding.codes.byzantine_aspis import Aspis, AspisPlus, maximum_cliques
-from outlast.coding.codes.byzantine_cyclic import DracoCyclic
-from outlast.coding.codes.byzantine_shield import ByzShield
+from outlast.coding.codes.byzantine.aspis import Aspis, AspisPlus, maximum_cliques
+from outlast.coding.codes.byzantine.cyclic import DracoCyclic
+from outlast.coding.codes.byzantine.shield import ByzShield
+from outlast.coding.codes.byzantine.vote import Draco, agree, majority
 from outlast.errors import CodingError, LostChunksError
 
 ATTACKS = {

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes.histories import arbitrary, bursty, per_round
-from outlast.coding.codes.sequential import EveryRound, Multiplexed, SelectiveReattempt
-from outlast.coding.codes.sequential_times import round_seconds
+from outlast.coding.codes.sequential.histories import arbitrary, bursty, per_round
+from outlast.coding.codes.sequential.schemes import EveryRound, Multiplexed, SelectiveReattempt
+from outlast.coding.codes.sequential.times import round_seconds
 from outlast.errors import CodingError
 
 

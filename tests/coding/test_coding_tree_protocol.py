@@ -74,11 +74,11 @@ def test_the_root_has_the_gradient_of_all_points(ranks, shape):
 def test_nobody_waits_for_one_straggler_in_each_group(ranks):
     # Nodes 1 and 2 below the root, 3 and 4 below 1, 5 and 6 below 2.
     tree = CodedReduce(2, 2, 1)
-    slow = lambda rank, step, position: time.sleep(1.0 if rank in {1, 5} else 0.0)  # noqa: E731
+    slow = lambda rank, step, position: time.sleep(1.5 if rank in {1, 5} else 0.0)  # noqa: E731
     outcomes, errors = ranks(7)(lambda: climb(tree, 3, slow))[0]
     assert max(errors) < 2e-5
     assert all(outcome.delivered == (2,) for outcome in outcomes)
-    assert max(outcome.seconds for outcome in outcomes) < 0.8
+    assert max(outcome.seconds for outcome in outcomes) < 1.3
 
 
 def test_a_killed_inner_node_leaves_its_children_in_the_training(ranks):

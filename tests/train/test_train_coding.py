@@ -292,8 +292,8 @@ def test_what_is_not_ready_by_the_deadline_is_left_out_with_its_error(
         rest = 12 - each.lost
         assert each.error == pytest.approx(each.lost + rest * (each.lost / rest) ** 2)
     assert found.advice is not None
-    # A sound estimate, though not the same losses.
-    assert losses(job) == pytest.approx(uncoded, abs=0.5)
+    # A sound estimate, of loss and gradient, though not the same one.
+    assert losses(job) == pytest.approx(uncoded, abs=0.2)
     assert losses(job) != pytest.approx(uncoded, abs=TOLERANCE)
 
 
@@ -306,10 +306,10 @@ def test_every_steps_events_are_kept_when_several_are_recorded_together(tmp_path
 
 
 def test_a_killed_replica_is_restarted_with_its_group_and_the_run_ends(tmp_path: Path) -> None:
-    settings = ("train.steps=60", "checkpoint.every_steps=10", "launch.nproc=3", COVERAGE)
+    settings = ("train.steps=30", "checkpoint.every_steps=5", "launch.nproc=3", COVERAGE)
     job = tiny_job(tmp_path, "killed", *settings)
     process = start_process(job, tmp_path)
-    wait_for_step(job, 20, process)
+    wait_for_step(job, 10, process)
     children = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -318,5 +318,5 @@ def test_a_killed_replica_is_restarted_with_its_group_and_the_run_ends(tmp_path:
     assert code == EXIT_DONE, output
     assert [each.outcome for each in records(job).attempts] == ["died", "completed"]
     found = totals(job)
-    assert [each.step for each in found.steps] == list(range(1, 61))
+    assert [each.step for each in found.steps] == list(range(1, 31))
     assert found.inexact == ()

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from outlast.coding.code import Bound, GradientCode, decode
     from outlast.coding.codes.bernoulli import BernoulliCode, StochasticBlock, StochasticCode
     from outlast.coding.codes.blocks import BlockCode
-    from outlast.coding.codes.byzantine import Draco
-    from outlast.coding.codes.byzantine_aspis import Aspis, AspisPlus
-    from outlast.coding.codes.byzantine_cyclic import DracoCyclic
-    from outlast.coding.codes.byzantine_shield import ByzShield
+    from outlast.coding.codes.byzantine.aspis import Aspis, AspisPlus
+    from outlast.coding.codes.byzantine.cyclic import DracoCyclic
+    from outlast.coding.codes.byzantine.shield import ByzShield
+    from outlast.coding.codes.byzantine.vote import Draco
     from outlast.coding.codes.communication import StableBlocks, YeAbbe
     from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
     from outlast.coding.codes.design import BlockDesign, SymmetricDesign
-    from outlast.coding.codes.expander import Expander
-    from outlast.coding.codes.graph import GraphCode
+    from outlast.coding.codes.graph.code import GraphCode
+    from outlast.coding.codes.graph.expander import Expander
     from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
     from outlast.coding.codes.partial import PartialCode
     from outlast.coding.codes.product import ProductCode
     from outlast.coding.codes.repetition import FractionalRepetition
     from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
-    from outlast.coding.codes.sequential import EveryRound, Multiplexed, SelectiveReattempt
+    from outlast.coding.codes.sequential.schemes import EveryRound, Multiplexed, SelectiveReattempt
     from outlast.coding.codes.soft_design import SoftDesign
     from outlast.coding.codes.tree import CodedReduce
     from outlast.coding.conditioning import Conditioning, conditioning
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from outlast.coding.spread import Spread, spread
 
 _HOMES = {
-    "Aspis": "codes.byzantine_aspis",
-    "AspisPlus": "codes.byzantine_aspis",
+    "Aspis": "codes.byzantine.aspis",
+    "AspisPlus": "codes.byzantine.aspis",
     "Assignment": "assignment",
     "BernoulliCode": "codes.bernoulli",
     "BlockCode": "codes.blocks",
     "BlockDesign": "codes.design",
     "Bound": "code",
-    "ByzShield": "codes.byzantine_shield",
+    "ByzShield": "codes.byzantine.shield",
     "Certificate": "certificate",
     "Choice": "choose",
     "CodedReduce": "codes.tree",
@@ -58,21 +58,21 @@ _HOMES = {
     "CyclicMDS": "codes.cyclic",
     "CyclicRepetition": "codes.cyclic",
     "Decoded": "certificate",
-    "Draco": "codes.byzantine",
-    "DracoCyclic": "codes.byzantine_cyclic",
-    "EveryRound": "codes.sequential",
-    "Expander": "codes.expander",
+    "Draco": "codes.byzantine.vote",
+    "DracoCyclic": "codes.byzantine.cyclic",
+    "EveryRound": "codes.sequential.schemes",
+    "Expander": "codes.graph.expander",
     "FractionalRepetition": "codes.repetition",
     "GradientCode": "code",
-    "GraphCode": "codes.graph",
+    "GraphCode": "codes.graph.code",
     "GroupedBySpeed": "codes.heterogeneous",
     "HeterogeneityAware": "codes.heterogeneous",
-    "Multiplexed": "codes.sequential",
+    "Multiplexed": "codes.sequential.schemes",
     "PartialCode": "codes.partial",
     "ProductCode": "codes.product",
     "RealReedSolomon": "codes.roots",
     "ReedSolomon": "codes.roots",
-    "SelectiveReattempt": "codes.sequential",
+    "SelectiveReattempt": "codes.sequential.schemes",
     "SoftDesign": "codes.soft_design",
     "Spread": "spread",
     "StableBlocks": "codes.communication",

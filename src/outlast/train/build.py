@@ -54,6 +54,8 @@ from outlast.train.ranks import together
 from outlast.train.saving import cadence_of
 from outlast.train.waits import CommunicationWait
 
+_GRACE_SECONDS = 1.0
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -254,6 +256,8 @@ def _coded_engine(
             team=mesh["shard"].get_group() if layout.shard > 1 else None,
             seed=job.run.seed,
             timeout_seconds=timeout,
+            # The rest of the trainer needs all processes: if one is gone, the run starts again.
+            grace_seconds=min(_GRACE_SECONDS, timeout),
         )
         return CoverageEngine(inner, coverage, loader, layout, shard_rank, notes), notes
     code = code_of(job, layout.replicate)

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from outlast.coding.code import Bound, Decoder, GradientCode
 from outlast.coding.codes.equal_weights import survivors_of
-from outlast.coding.codes.graphs import is_prime
+from outlast.coding.codes.graph.families import is_prime
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:

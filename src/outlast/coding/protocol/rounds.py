@@ -248,7 +248,7 @@ class PartialRound(Round):
         return 0.0 if self._plan is None else self.patience
 
     def _conclude(self, gone: Collection[int]) -> bool:
-        """Make the last plan, decoded as far as it is answered; whether there is one to wait for."""
+        """Make the last plan, decoded as far as it is answered; whether to wait for answers."""
         self._final = True
         usable = self._usable(gone)
         if self._plan is None and self._incomplete and usable.any():

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes import graphs
 from outlast.coding.codes.equal_weights import one_step_error, survivors_of
+from outlast.coding.codes.graph import families
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from outlast.coding.codes.graphs import Graph
+    from outlast.coding.codes.graph.families import Graph
 
 
 class Expander(GradientCode):
@@ -40,11 +40,11 @@ class Expander(GradientCode):
     source: ClassVar[str] = "Raviv, Tamo, Tandon and Dimakis, ICML 2018"
 
     def __init__(self, workers: int, degree: int, *, seed: int = 0, dtype: str = "float32") -> None:
-        self._set(graphs.random_regular(workers, degree, seed), dtype)
+        self._set(families.random_regular(workers, degree, seed), dtype)
 
     @classmethod
     def of(cls, graph: Graph, *, dtype: str = "float32") -> Expander:
-        """The code of a given regular graph, e.g. `outlast.coding.codes.graphs.ramanujan`.
+        """The code of a given regular graph, e.g. `outlast.coding.codes.graph.families.ramanujan`.
 
         Raises:
             CodingError: For a graph that is not regular or not connected.
@@ -69,7 +69,7 @@ class Expander(GradientCode):
     @functools.cached_property
     def expansion(self) -> float:
         """max(|lambda_2|, |lambda_n|) of the graph; the smaller, the better the bound."""
-        return graphs.expansion(self.graph)
+        return families.expansion(self.graph)
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """(workers,) n / u for each of u survivors."""

@@ -8,7 +8,7 @@ workers share, the fewer chunks a given set of adversaries can distort.
 from __future__ import annotations
 
 from outlast.coding.assignment import Assignment
-from outlast.coding.codes.byzantine import Aggregate, ReplicatedVote
+from outlast.coding.codes.byzantine.vote import Aggregate, ReplicatedVote
 from outlast.errors import CodingError
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.code import Bound
-from outlast.coding.codes.byzantine import (
+from outlast.coding.codes.byzantine.vote import (
     Aggregate,
     ByzantineOutcome,
     ReplicatedVote,

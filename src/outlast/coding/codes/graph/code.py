@@ -10,10 +10,10 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes import components, graphs
-from outlast.coding.codes.components import HalfEdges
 from outlast.coding.codes.equal_weights import survivors_of
-from outlast.coding.codes.graphs import Graph
+from outlast.coding.codes.graph import components, families
+from outlast.coding.codes.graph.components import HalfEdges
+from outlast.coding.codes.graph.families import Graph
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class GraphCode(GradientCode):
 
     @classmethod
     def of(cls, graph: Graph, *, dtype: str = "float32") -> GraphCode:
-        """The code of a graph; `outlast.coding.codes.graphs` has constructions."""
+        """The code of a graph; `outlast.coding.codes.graph.families` has constructions."""
         return cls(graph.edges, graph.vertices, transitive=graph.transitive, dtype=dtype)
 
     @classmethod
@@ -95,7 +95,7 @@ class GraphCode(GradientCode):
         """
         if degree < 2 or 2 * workers % degree or 2 * workers // degree <= degree:
             raise CodingError(_no_regular_graph(workers, degree))
-        return cls.of(graphs.random_regular(2 * workers // degree, degree, seed), dtype=dtype)
+        return cls.of(families.random_regular(2 * workers // degree, degree, seed), dtype=dtype)
 
     def permuted(self, seed: int) -> GraphCode:
         """The same code with its chunks in another order.
@@ -108,7 +108,7 @@ class GraphCode(GradientCode):
         return GraphCode(edges, self.chunks, transitive=transitive, dtype=self.dtype)
 
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """See `outlast.coding.codes.components.optimal_weights`; of nearly least norm."""
+        """See `outlast.coding.codes.graph.components.optimal_weights`; of nearly least norm."""
         return components.optimal_weights(self._halves, alive)
 
     def optimal_coefficients(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
@@ -133,10 +133,10 @@ class GraphCode(GradientCode):
         """
         if self.degree is None:
             raise CodingError("the graph is not regular: the spectral gap says nothing about it")
-        return self.degree - graphs.second_eigenvalue(self.graph)
+        return self.degree - families.second_eigenvalue(self.graph)
 
     def worst_error(self, stragglers: int) -> Bound:
-        """Bound over all sets of s stragglers, with p = s / workers, for regular graphs.
+        """Bound over all sets of s stragglers, with p = s / workers, for regular families.
 
         The smaller of chunks (2d - gap) / (2d) p / (1 - p) (Glasgow and Wootters) and 2 s / d: a
         bipartite component has d (|L| - |R|) fewer surviving edge ends on one side, stragglers
@@ -214,7 +214,7 @@ class GraphCode(GradientCode):
             return degree - 1
         if vertices > _EXAMINED_VERTICES:
             return (degree - 1) // 2
-        smallest = graphs.smallest_eigenvalue(self.graph)
+        smallest = families.smallest_eigenvalue(self.graph)
         inside = math.ceil((degree + smallest) * vertices / 4.0 - 1e-6)
         return max((degree - 1) // 2, min(degree, inside) - 1)
 
@@ -229,7 +229,7 @@ class GraphCode(GradientCode):
             return True
         return (
             self.chunks <= _EXAMINED_VERTICES
-            and graphs.edge_connectivity(self.graph) == self.degree
+            and families.edge_connectivity(self.graph) == self.degree
         )
 
 

@@ -4,7 +4,7 @@ An adversary knows everything and colludes. A chunk's gradient is computed by r 
 copies of it are equal (to the last bit, where the computation is reproducible). A chunk of which
 less than half the copies come from adversaries is decided rightly by majority. How the chunks are
 spread over the workers decides how many chunks the worst set of q adversaries can distort:
-`Draco` groups workers, `outlast.coding.codes.byzantine_shield` spreads every pair of them.
+`Draco` groups workers, `outlast.coding.codes.byzantine.shield` spreads every pair of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.code import Bound
-from outlast.coding.codes.distortion import spectral_distortion, worst_distortion
+from outlast.coding.codes.byzantine.distortion import spectral_distortion, worst_distortion
 from outlast.errors import CodingError, LostChunksError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from outlast.errors import CodingError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from outlast.coding.codes.scheduler import Scheduler
+    from outlast.coding.codes.sequential.scheduler import Scheduler
 
 
 @dataclass(frozen=True, eq=False)

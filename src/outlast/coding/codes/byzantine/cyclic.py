@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.coding.codes.byzantine import ByzantineOutcome, check_adversaries
+from outlast.coding.codes.byzantine.vote import ByzantineOutcome, check_adversaries
 from outlast.coding.codes.roots import Mask, ReedSolomon
 from outlast.errors import CodingError
 

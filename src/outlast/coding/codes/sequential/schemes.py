@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.coding.codes.histories import arbitrary, bursty, cut, per_round
 from outlast.coding.codes.inner import checked_code
-from outlast.coding.codes.scheduler import Scheduler, Task
+from outlast.coding.codes.sequential.histories import arbitrary, bursty, cut, per_round
+from outlast.coding.codes.sequential.scheduler import Scheduler, Task
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:

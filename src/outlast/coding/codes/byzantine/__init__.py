@@ -1,0 +1,1 @@
+"""Assignments and votes that stand workers who send wrong results."""

@@ -1,0 +1,1 @@
+"""Codes made of graphs: chunks are vertices, and workers edges or neighbourhoods."""

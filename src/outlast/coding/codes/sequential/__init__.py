@@ -1,0 +1,1 @@
+"""Gradient codes over consecutive steps, which use a delay of some rounds."""
