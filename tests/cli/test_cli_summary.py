@@ -8,6 +8,7 @@ from outlast.records import (
     AttemptEnded,
     AttemptStarted,
     Evaluated,
+    GradientsCoded,
     Ready,
     RecordWriter,
     RunDirectory,
@@ -103,3 +104,39 @@ def test_a_run_that_died_and_one_that_never_began(summary):
 def test_bits_per_byte_that_are_not_known_are_not_zero(summary):
     shown = summary(STARTED, Ready(0, 2.0, {}), Evaluated(3, 1.25, None, 640, 0.5))
     assert "bits per byte unavailable: the number of source bytes is not known" in shown
+
+
+def coded(step, stragglers, **changes):
+    """Four steps of coverage; those with a straggler took 2 s and not 4 s."""
+    count = len(stragglers)
+    known = {
+        "scheme": "coverage",
+        "replicas": 4,
+        "claims": [3 * len(each) for each in stragglers],
+        "duplicates": [0] * count,
+        "lost": [0] * count,
+        "errors": [0.0] * count,
+        "coded_seconds": [2.0] * count,
+        "waiting_seconds": [4.0] * count,
+    }
+    return GradientsCoded(step, stragglers=stragglers, **{**known, **changes})
+
+
+def test_gradient_coding_is_summed_up(summary):
+    shown = summary(STARTED, Ready(0, 4.0, {}), coded(4, [[], [1], [], [2]]))
+    assert (
+        "gradient coding coverage: 2 of 4 steps had a straggler, 6 micro-batches taken over, all "
+        "exact; saved at least 4.0 s" in shown
+    )
+
+
+def test_errors_and_advice_of_gradient_coding_are_shown(summary):
+    late = coded(6, [[1]] * 6, lost=[1, 0, 0, 0, 0, 0], errors=[1.25, 0, 0, 0, 0, 0])
+    shown = summary(STARTED, Ready(0, 4.0, {}), late)
+    assert "1 not exact (certified error up to 1.25)" in shown
+    assert "replica 1 was slow in 100 % of the steps: give it less work or replace it" in shown
+    assert "1 step was made with an inexact gradient" in shown
+
+
+def test_a_run_without_gradient_coding_shows_no_line_for_it(summary):
+    assert "gradient coding" not in summary(STARTED, Ready(0, 4.0, {}), steps_done(10))

@@ -14,6 +14,8 @@ from scipy.sparse import csr_array
 from torch import nn
 
 from outlast.coding.code import GradientCode
+from outlast.coding.codes.cyclic import CyclicRepetition
+from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.protocol.coded import CodedAllReduce
 from outlast.errors import CodingError
 
@@ -31,20 +33,11 @@ class Code(GradientCode):
 
 
 def repetition(workers, stragglers):
-    """Groups of s + 1 workers with the same s + 1 chunks."""
-    group = np.arange(workers) // (stragglers + 1)
-    return Code(group[:, None] == group[None, :], stragglers)
+    return FractionalRepetition(workers, stragglers)
 
 
 def cyclic(workers, stragglers, dtype="float64"):
-    """Tandon et al.: rows orthogonal to a random matrix whose own rows sum to nothing."""
-    random = np.random.default_rng(1).standard_normal((stragglers, workers))
-    random[:, -1] = -random[:, :-1].sum(axis=1)
-    rows = np.eye(workers)
-    for worker in range(workers):
-        rest = (worker + np.arange(1, stragglers + 1)) % workers
-        rows[worker, rest] = -np.linalg.solve(random[:, rest], random[:, worker])
-    return Code(rows, stragglers, dtype)
+    return CyclicRepetition(workers, stragglers, dtype=dtype)
 
 
 def model_of(dtype=torch.float64):

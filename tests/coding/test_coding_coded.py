@@ -24,6 +24,8 @@ from coded_ranks import (
     work,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from outlast.coding.protocol.board import Board
 from outlast.coding.protocol.coded import CodedAllReduce
@@ -589,3 +591,36 @@ def stay_small():
 def test_the_store_does_not_fill_up(workers):
     for keys in workers(2)(stay_small):
         assert max(keys[6:]) <= max(keys[:6]) + 2
+
+
+def train_shards():
+    """Two replicas of two shards each; a replica's processes share its chunks."""
+    rank = start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = model_of()
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    coded = CodedAllReduce(model, repetition(2, 1), group=mesh["replicate"].get_group())
+    found = []
+    for step in range(3):
+        for chunk, weight in coded.chunks():
+            own = samples_of(step, chunk)[rank % 2 :: 2]
+            # FSDP takes the mean over the shards, and the sum is wanted.
+            (2 * weight * losses_of(model, own).sum()).backward()
+            time.sleep(0.2 if rank // 2 == 1 else 0.0)
+        outcome = coded.reduce(step)
+        whole = [each.grad.full_tensor().numpy().ravel() for each in model.parameters()]
+        found.append((np.concatenate(whole), outcome.survivors))
+        model.zero_grad()
+    return found
+
+
+@processes
+def test_replicas_of_sharded_models_are_decoded_shard_by_shard(workers):
+    records = workers(4)(train_shards)
+    for step in range(3):
+        for gradient, survivors in (record[step] for record in records):
+            assert relative(gradient, full_gradient(step, np.ones(2))) < CLOSE
+            assert survivors == (0,)

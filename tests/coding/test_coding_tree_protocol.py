@@ -21,7 +21,8 @@ from server_ranks import (
 )
 
 from outlast.coding.codes.tree import CodedReduce
-from outlast.coding.protocol.tree import TreeNode, TreeRoot
+from outlast.coding.protocol.tree import TreeRoot
+from outlast.coding.protocol.tree_node import TreeNode
 
 pytestmark = pytest.mark.distributed
 

@@ -185,7 +185,9 @@ def _print_code(code: GradientCode) -> None:
     console = output()
     rows = [[name, value] for name, value in _properties(code)]
     title = f"{code.name}: {code.workers} workers, {code.chunks} chunks"
-    print_table(console, [Column("", number=False), Column("", number=False)], rows, title)
+    print_table(
+        console, [Column("what", number=False), Column("figure", number=False)], rows, title
+    )
     console.print()
     _print_guarantee(console, code)
 
@@ -197,7 +199,9 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
     smallest, largest = int(loads.min()), int(loads.max())
     chunks = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
     kind = "all" if found.exhaustive else "a sample of"
-    over = f"{kind} {found.patterns:,} sets of {code.tolerance} stragglers"
+    over = f"at worst, over {kind} {found.patterns:,} sets of {_stragglers(code.tolerance)}"
+    if not code.tolerance:
+        over = "with all workers"
     return [
         ("construction", code.source),
         ("chunks per worker", chunks),
@@ -207,13 +211,17 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
             f"with any {code.tolerance} stragglers" if code.tolerance else "with all workers",
         ),
         ("coefficients", "0 and 1" if code.binary else "real" if _real(code) else "complex"),
-        ("condition number", f"{found.condition:.3g} at worst, over {over}"),
-        ("sum of |weights|", f"{found.amplification:.3g} at worst"),
+        ("condition number", f"{found.condition:.3g} {over}"),
+        ("sum of |weights|", f"{found.amplification:.3g} {over}"),
         (
             "rounding error",
             f"{found.rounding:.2g} of the gradient at most, with messages in {code.dtype}",
         ),
     ]
+
+
+def _stragglers(count: int) -> str:
+    return "1 straggler" if count == 1 else f"{count} stragglers"
 
 
 def _real(code: GradientCode) -> bool:

@@ -14,6 +14,7 @@ from outlast.records import (
     Evaluated,
     Run,
     Sampled,
+    coding_totals,
     guard_totals,
     read_run,
 )
@@ -86,6 +87,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
     seconds = run.seconds()
     if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
         yield "guard", guarded
+    if (coded := _coded(run)) is not None:
+        yield "gradient coding", coded
     wall = sum(seconds.values())
     if wall:
         spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]
@@ -112,4 +115,22 @@ def _guarded(run: Run, compute_seconds: float) -> str | None:
     return (
         f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
         f"{ended or 'nothing wrong'}; {cost}"
+    )
+
+
+def _coded(run: Run) -> str | None:
+    """Who was slow, what was done about it and what it was worth, with advice if there is any."""
+    totals = coding_totals(run)
+    if totals is None:
+        return None
+    inexact = (
+        "all exact"
+        if not totals.inexact
+        else f"{len(totals.inexact):,} not exact (certified error up to {totals.worst_error:.3g})"
+    )
+    advice = f"; {totals.advice}" if totals.advice else ""
+    return (
+        f"{totals.scheme}: {len(totals.slow_steps):,} of {len(totals.steps):,} steps had a "
+        f"straggler, {totals.claims:,} micro-batches taken over, {inexact}; saved at least "
+        f"{totals.saved_seconds:.1f} s{advice}".removesuffix(".")
     )

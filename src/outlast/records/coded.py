@@ -212,9 +212,7 @@ def coding_totals(run: Run) -> CodingTotals | None:
     An attempt that was killed counts up to its last record. Steps that a later attempt has done
     again, or has still to do, count as in `Run.steps`: not as the earlier one did them.
     """
-    began = [
-        (each.number, each.first_step) for each in run.attempts if each.first_step is not None
-    ]
+    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
     steps: dict[int, CodedStep] = {}
     for record, event in run.of(GradientsCoded):
         until = min((step for number, step in began if number > record.attempt), default=math.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outlast.report import charts, curves, palette, text
+from outlast.report.coded import coding_figure, coding_part
 from outlast.report.guarded import guard_part
 from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
 from outlast.report.tables import (
@@ -108,6 +109,7 @@ def pictures(overviews: Sequence[Overview]) -> list[Figure]:
             for each in overviews
             if each.run.attempts
         ),
+        *(figure for each in overviews if (figure := coding_figure(each)) is not None),
         curves.gradient_figure(overviews),
         curves.learning_rate_figure(overviews),
     ]
@@ -123,6 +125,10 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             return '<p class="missing">unavailable: no attempt is recorded</p>'
         return _plot(figure)
 
+    def coding(overview: Overview) -> str:
+        figure = by_name.get(f"coding-{overview.label}")
+        return coding_part(overview, "" if figure is None else _plot(figure))
+
     parts = [
         _section("loss", "Loss", _loss_note(), _plot(by_name["loss"])),
         '<div class="pair">',
@@ -136,6 +142,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
         _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
         _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
+        _section("coding", "Gradient coding", _CODING_NOTE, _each(overviews, coding)),
         _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
         '<div class="pair">',
         _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
@@ -158,6 +165,12 @@ _GUARD_NOTE = (
     "Measured on rank 0; findings of all ranks. Sigma is the standard deviation that rounding "
     "alone gives a difference: the rms is near or below 1 where the model fits, and 5.75 is the "
     "threshold. The detection point is a share of the norm of what was checked."
+)
+_CODING_NOTE = (
+    "Measured. Waiting is what the slowest replica would have taken at least for its own share, "
+    "from its own micro-batches (with a fixed code: for its coded share). A straggler is a replica "
+    "whose work others did, or that was not waited for. The error is certified: the gradient is "
+    "off by at most its square root times the spectral norm of the matrix of chunk gradients."
 )
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
 

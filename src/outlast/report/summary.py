@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from outlast.records import CheckpointFailed, CheckpointSaved, StepsDone, guard_totals
+from outlast.records import (
+    CheckpointFailed,
+    CheckpointSaved,
+    StepsDone,
+    coding_totals,
+    guard_totals,
+)
 from outlast.report import text
 from outlast.report.series import percentiles, smoothing_window
 
@@ -78,6 +84,7 @@ def key_figures(overview: Overview) -> list[KeyFigure]:
         *_size(overview),
         *_time(overview),
         *_guarded(overview),
+        *_coded(overview),
     ]
 
 
@@ -212,3 +219,14 @@ def _guarded(overview: Overview) -> Iterator[KeyFigure]:
     if totals.seconds is not None and compute_seconds > 0:
         note += f"; {100 * totals.seconds / compute_seconds:.2f} % of the compute time"
     yield KeyFigure("Wrong numbers", text.count(len(totals.findings)), "found", note)
+
+
+def _coded(overview: Overview) -> Iterator[KeyFigure]:
+    totals = coding_totals(overview.run)
+    if totals is None:
+        return
+    inexact = len(totals.inexact)
+    exact = "all exact" if not inexact else f"{inexact:,} inexact"
+    note = f"{totals.scheme}; {exact}; saved at least {text.duration(totals.saved_seconds)}"
+    slow = f"{len(totals.slow_steps):,} of {len(totals.steps):,}"
+    yield KeyFigure("Steps with a straggler", slow, "steps", note)

@@ -54,8 +54,6 @@ from outlast.train.ranks import together
 from outlast.train.saving import cadence_of
 from outlast.train.waits import CommunicationWait
 
-_GRACE_SECONDS = 1.0
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,6 +63,8 @@ if TYPE_CHECKING:
     from outlast.train.coding import CodingNotes
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
+
+_GRACE_SECONDS = 1.0
 
 
 @dataclass

@@ -4,9 +4,28 @@ from outlast.coding.protocol import Coverage
 coverage = Coverage(model, chunks_per_rank=8)
 outcome = coverage.step(step, lambda chunk: loss_of(model, batch(step, chunk)))
 optimizer.step()
+
+`Coverage` and `CodedAllReduce` work by collectives, `Hub` and `Worker`, `TreeRoot` and `TreeNode`,
+and `Gossip` by messages between two processes.
 """
 
 from outlast.coding.protocol.coded import CodedAllReduce, Outcome
 from outlast.coding.protocol.coverage import Coverage, Covered, Disagreement
+from outlast.coding.protocol.gossip import Gossip
+from outlast.coding.protocol.server import Hub
+from outlast.coding.protocol.tree import TreeRoot
+from outlast.coding.protocol.tree_node import TreeNode
+from outlast.coding.protocol.worker import Worker
 
-__all__ = ["CodedAllReduce", "Coverage", "Covered", "Disagreement", "Outcome"]
+__all__ = [
+    "CodedAllReduce",
+    "Coverage",
+    "Covered",
+    "Disagreement",
+    "Gossip",
+    "Hub",
+    "Outcome",
+    "TreeNode",
+    "TreeRoot",
+    "Worker",
+]

@@ -146,7 +146,8 @@ class Claims:
             begun = self._count_at(self.key(f"b{chunk}")) + self._owner_is_at(chunk)
             if begun == 0 or not patient:
                 behind.append((begun, progress[owner], chunk))
-        for begun, _, chunk in sorted(behind):
+        # Chunks of one owner stay in their order: its last ones, which it comes to last, first.
+        for begun, _, chunk in sorted(behind, key=lambda each: each[:2]):
             before = self.begin(chunk) - 1 + self._owner_is_at(chunk)
             if before <= begun or not patient:
                 return chunk

@@ -214,9 +214,9 @@ class Decider:
     def _await(self, key: str, seconds: float) -> str | None:
         """What is written under `key`; None if nothing is within `seconds`.
 
-        It asks again and again, after 2 % of the time that has passed, since a wait in torch's
-        TCPStore lasts five seconds longer when the key is written just as its time runs out
-        (measured with torch 2.13), and that is when deadlines make workers write.
+        It asks again and again, after 2 % of the time that has passed. A wait of torch's TCPStore
+        that expires looks up the store's host name for its message, which takes five seconds where
+        the name server does not answer; here waits expire as a matter of course.
         """
         begun = time.monotonic()
         while not self._board.has(key):

@@ -25,7 +25,7 @@ _LOST = 1e-6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Collected:
     """How one step went at the hub.
 
     Attributes:
@@ -70,7 +70,7 @@ class Round(ABC):
 
     Attributes:
         letters: The coded messages that count, by worker.
-        plans: See `Outcome.plans`.
+        plans: See `Collected.plans`.
     """
 
     def __init__(self, step: int, largest_error: float) -> None:

@@ -43,7 +43,7 @@ from outlast.coding.protocol.encoding import Encoder, Shelf, clear, recombine_
 from outlast.coding.protocol.flat import FlatGradients
 from outlast.coding.protocol.messages import Header, Kind, Layout, Letter, write_parameters
 from outlast.coding.protocol.post import Post
-from outlast.coding.protocol.rounds import Outcome, PartialRound, Round, WholeRound
+from outlast.coding.protocol.rounds import Collected, PartialRound, Round, WholeRound
 from outlast.errors import CodingError, LostChunksError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Hub:
         self._own.add(chunk)
         return True
 
-    def collect(self, step: int) -> tuple[FlatGradients, Outcome]:
+    def collect(self, step: int) -> tuple[FlatGradients, Collected]:
         """Wait for enough messages and decode them.
 
         Returns:
@@ -263,7 +263,7 @@ class Hub:
             self._post.buffers.release(letter)
         return taken
 
-    def _decode(self, current: Round, late: int) -> Outcome:
+    def _decode(self, current: Round, late: int) -> Collected:
         decoded = current.decoded()
         scale = 1.0
         if not current.good:
@@ -276,7 +276,7 @@ class Hub:
         self.gradients.mul_(scale)
         received = self._post.received_bytes
         self._counted_bytes, before = received, self._counted_bytes
-        return Outcome(
+        return Collected(
             step=current.step,
             survivors=tuple(sorted(current.letters)),
             stragglers=tuple(w for w in range(self.code.workers) if w not in current.letters),
