@@ -188,7 +188,7 @@ def decoding_bars() -> Iterator[Bar]:
     small: list[tuple[str, Callable[[], GradientCode]]] = [
         ("fractional repetition", lambda: FractionalRepetition(workers=256, stragglers=3)),
         ("graph", lambda: GraphCode.random_regular(workers=256, degree=4)),
-        ("symmetric design", lambda: SymmetricDesign.of(workers=273)),
+        ("symmetric design", lambda: SymmetricDesign(307)),
     ]
     large: list[tuple[str, Callable[[], GradientCode]]] = [
         ("fractional repetition", lambda: FractionalRepetition(workers=10_000, stragglers=3)),

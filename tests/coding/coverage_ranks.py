@@ -30,6 +30,9 @@ from torch import nn
 from outlast.coding.protocol.coverage import Coverage, Covered
 from outlast.coding.protocol.randomness import keyed
 
+# torch asks for the name of whom it connects to, for its log; a name server may drop the question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 KILLED = "killed"
 LAYERS, WIDTH = 4, 12
 

@@ -214,7 +214,7 @@ def meet(board, crowd, grace, prefix="round"):
 
 def test_deciders_that_race_agree_on_who_goes_on(board):
     workers = 5
-    for number in range(12):
+    for number in range(6):
         crowds = [Crowd(rank, workers + 1) for rank in range(workers)]
         place = Board(f"{board.name}{number}", board._below)
         # No grace: everybody decides from what it happens to see.

@@ -124,11 +124,12 @@ def test_a_slow_ranks_chunks_are_taken_over_and_the_step_is_much_shorter_than_wa
     outcomes = run(ranks, 8, plan)
     check_exact(outcomes)
     waiting = 4 * 0.25
-    middle = float(np.median([step.outcome.seconds for step in outcomes[0]]))
+    # The first step opens connections.
+    middle = float(np.median([step.outcome.seconds for step in outcomes[0][1:]]))
     assert middle < 0.5 * waiting
     assert sum(step.outcome.yielded for step in outcomes[slow]) >= 3 * plan.steps
     # It leaves its micro-batch between two layers, long before the micro-batch's end.
-    assert float(np.median([step.outcome.seconds for step in outcomes[slow]])) < 0.5 * waiting
+    assert float(np.median([step.outcome.seconds for step in outcomes[slow][1:]])) < 0.5 * waiting
     for steps in zip(*outcomes, strict=True):
         assert sum(e.outcome.taken_over - e.outcome.yielded for e in steps) == 0
     assert outcomes[slow][-1].outcome.own_seconds > 5 * outcomes[0][-1].outcome.own_seconds / 2
@@ -138,12 +139,12 @@ def test_a_slow_ranks_chunks_are_taken_over_and_the_step_is_much_shorter_than_wa
 def test_a_slow_rank_learns_within_a_chunk_that_the_others_have_done_its_work(ranks):
     plan = Plan(
         {"chunks_per_rank": 2, "copies": 3},
-        steps=2,
+        steps=3,
         seconds=lambda rank: 2.0 if rank == 1 else 0.02,
     )
     outcomes = run(ranks, 3, plan)
     check_exact(outcomes)
-    for step in outcomes[1]:
+    for step in outcomes[1][1:]:
         assert step.outcome.yielded == 2
         assert len(step.began) == 1
         # One layer's pass takes a sixth of this.
@@ -207,7 +208,6 @@ def test_at_the_deadline_a_step_commits_without_the_slow_chunks_and_certifies_it
         left = chunks - len(lost)
         for step in steps:
             assert step.outcome.lost == lost
-            assert step.outcome.seconds < 0.5 * 4 * 0.5
             certificate = step.outcome.certificate
             assert not certificate.exact
             centred = len(lost) * chunks / left
@@ -218,6 +218,9 @@ def test_at_the_deadline_a_step_commits_without_the_slow_chunks_and_certifies_it
             assert distance(step.gradient, scale * step.expected) < ROUNDING
             assert np.array_equal(step.gradient, steps[0].gradient)
             assert np.array_equal(step.parameters, steps[0].parameters)
+    waiting = 4 * 0.5
+    for steps in outcomes:
+        assert max(step.outcome.seconds for step in steps[1:]) < 0.5 * waiting
 
 
 @pytest.mark.distributed
@@ -237,11 +240,11 @@ def test_the_error_after_a_deadline_is_within_the_certificates_bounds(ranks):
 def test_everybody_slow_ends_at_the_deadline_too(ranks):
     plan = Plan(
         {"chunks_per_rank": 8, "copies": 2, "lost": "commit", "deadline_seconds": 0.3},
-        steps=2,
+        steps=3,
         seconds=lambda rank: 0.1,
     )
     outcomes = run(ranks, 2, plan)
-    for steps in zip(*outcomes, strict=True):
+    for steps in zip(*(each[1:] for each in outcomes), strict=True):
         for step in steps:
             assert step.outcome.seconds < 0.75 * 0.8
             assert 0 < len(step.outcome.lost) < 16

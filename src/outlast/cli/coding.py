@@ -6,6 +6,7 @@ Needs neither torch nor a run: everything is computed from what the command is t
 from __future__ import annotations
 
 import inspect
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,7 +62,7 @@ def choose(
         float | None,
         typer.Option(
             help="Probability that a worker which is slow stays so in the next step; default: the "
-            "steps are independent. Runs with [coding] measure it: see the report."
+            "steps are independent. Coded runs measure it: see their report."
         ),
     ] = None,
     chunk_seconds: Annotated[
@@ -195,23 +196,25 @@ def _print_code(code: GradientCode) -> None:
 def _properties(code: GradientCode) -> list[tuple[str, str]]:
     from outlast.coding.conditioning import conditioning
 
-    loads, found = code.assignment.loads, conditioning(code)
+    gone = max(code.tolerance, 0)
+    loads, found = code.assignment.loads, conditioning(code, gone)
     smallest, largest = int(loads.min()), int(loads.max())
-    chunks = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
     kind = "all" if found.exhaustive else "a sample of"
-    over = f"at worst, over {kind} {found.patterns:,} sets of {_stragglers(code.tolerance)}"
-    if not code.tolerance:
+    over = f"at worst, over {kind} {found.patterns:,} sets of {_stragglers(gone)}"
+    if not gone:
         over = "with all workers"
+    condition = (
+        "unavailable: too large for one"
+        if math.isnan(found.condition)
+        else f"{found.condition:.3g} {over}"
+    )
     return [
         ("construction", code.source),
-        ("chunks per worker", chunks),
+        ("chunks per worker", f"{smallest}" + (f" to {largest}" if largest > smallest else "")),
         ("load", f"{code.load:.4g} times that without a code"),
-        (
-            "exact",
-            f"with any {code.tolerance} stragglers" if code.tolerance else "with all workers",
-        ),
-        ("coefficients", "0 and 1" if code.binary else "real" if _real(code) else "complex"),
-        ("condition number", f"{found.condition:.3g} {over}"),
+        ("exact", _exact(code.tolerance)),
+        ("coefficients", _coefficients(code)),
+        ("condition number", condition),
         ("sum of |weights|", f"{found.amplification:.3g} {over}"),
         (
             "rounding error",
@@ -220,18 +223,27 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
     ]
 
 
+def _exact(tolerance: int) -> str:
+    if tolerance > 0:
+        return f"with any {_stragglers(tolerance)}"
+    return "with all workers" if tolerance == 0 else "not even with all workers: chunks are unheld"
+
+
+def _coefficients(code: GradientCode) -> str:
+    if code.binary:
+        return "0 and 1"
+    return "complex" if code.matrix.dtype.kind == "c" else "real"
+
+
 def _stragglers(count: int) -> str:
     return "1 straggler" if count == 1 else f"{count} stragglers"
-
-
-def _real(code: GradientCode) -> bool:
-    return bool(code.matrix.dtype.kind != "c")
 
 
 def _print_guarantee(console: Console, code: GradientCode) -> None:
     from outlast.cli.figures import Column, print_table
 
-    last = min(code.tolerance + _BEYOND, code.workers - 1)
+    first = max(code.tolerance, 0)
+    last = min(first + _BEYOND, code.workers - 1)
     rows = [
         [
             str(stragglers),
@@ -240,15 +252,16 @@ def _print_guarantee(console: Console, code: GradientCode) -> None:
             worst.source if mean is None or mean.source == worst.source
             else f"worst: {worst.source}; mean: {mean.source}",
         ]
-        for stragglers in range(code.tolerance, last + 1)
+        for stragglers in range(first, last + 1)
     ]  # fmt: skip
     columns = [
         Column("stragglers"),
         Column("worst error"),
-        Column("mean error, random stragglers"),
+        Column("mean error"),
         Column("source", number=False, least=30),
     ]
     print_table(console, columns, rows)
+    console.print("mean: over random stragglers; 0 is exact", style="dim")
 
 
 def _bound(bound: Bound | None) -> str:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from outlast.coding.codes.sequential.schemes import EveryRound, Multiplexed, SelectiveReattempt
     from outlast.coding.codes.soft_design import SoftDesign
     from outlast.coding.codes.tree import CodedReduce
-    from outlast.coding.conditioning import Conditioning, conditioning
+    from outlast.coding.conditioning import Conditioning
     from outlast.coding.cost import CostModel
-    from outlast.coding.spread import Spread, spread
+    from outlast.coding.spread import Spread
 
 _HOMES = {
     "Aspis": "codes.byzantine.aspis",
@@ -81,9 +81,7 @@ _HOMES = {
     "SymmetricDesign": "codes.design",
     "YeAbbe": "codes.communication",
     "choose_code": "choose",
-    "conditioning": "conditioning",
     "decode": "code",
-    "spread": "spread",
 }
 
 __all__ = [
@@ -126,9 +124,7 @@ __all__ = [
     "SymmetricDesign",
     "YeAbbe",
     "choose_code",
-    "conditioning",
     "decode",
-    "spread",
 ]
 
 

@@ -12,7 +12,7 @@ import functools
 from abc import ABC
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from scipy.sparse.linalg import lsqr
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import Decoded, certify
 from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from outlast.coding.conditioning import Conditioning
 
 Decoder = Literal["optimal", "fixed"]
 Survivors = Iterable[int] | npt.NDArray[np.bool_]
@@ -239,6 +242,12 @@ class GradientCode(ABC):
         if stragglers <= self.tolerance:
             return Bound(0.0, "exact", self.source)
         return None
+
+    def conditioning(self, stragglers: int | None = None) -> Conditioning:
+        """How much rounding errors are amplified; see `outlast.coding.conditioning`."""
+        from outlast.coding.conditioning import conditioning
+
+        return conditioning(self, stragglers)
 
     def __repr__(self) -> str:
         return (

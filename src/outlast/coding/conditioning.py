@@ -75,7 +75,7 @@ def conditioning(
     code: GradientCode, stragglers: int | None = None, *, patterns: int = PATTERNS, seed: int = 0
 ) -> Conditioning:
     """Examine a code with `stragglers` workers gone (as many as it tolerates if None)."""
-    gone = code.tolerance if stragglers is None else stragglers
+    gone = max(code.tolerance, 0) if stragglers is None else stragglers
     sets, every = straggler_patterns(code.workers, gone, patterns, seed)
     weights = np.array([code.optimal_weights(_without(code.workers, each)) for each in sets])
     return summary(code, sets, weights, exhaustive=every)
