@@ -136,7 +136,9 @@ def give_up_between_layers():
         for chunk, weight in coded.chunks():
             (weight * model(samples_of(0, chunk)).square().sum()).backward()
     outcome = coded.reduce(0)
-    return time.monotonic() - begun, outcome.survivors, gradient_of(model)
+    seconds = time.monotonic() - begun
+    coded.close()
+    return seconds, outcome.survivors, gradient_of(model)
 
 
 @processes
@@ -165,6 +167,25 @@ def one_batch():
 def test_one_batch_with_weighted_samples_encodes_as_well(workers):
     for gradient in workers(3)(one_batch):
         assert relative(gradient, full_gradient(0, np.ones(3))) < CLOSE
+
+
+def without_a_message():
+    rank = start()
+    model = model_of()
+    coded = CodedAllReduce(model, repetition(2, 1))
+    if rank == 0:
+        model[0].weight.grad = torch.full_like(model[0].weight, float("nan"))
+    else:
+        for chunk, weight in coded.chunks():
+            (weight * losses_of(model, samples_of(0, chunk)).sum()).backward()
+    return coded.reduce(0, finished=rank == 1).survivors, gradient_of(model)
+
+
+@processes
+def test_a_worker_that_has_no_message_can_say_so(workers):
+    for survivors, gradient in workers(2)(without_a_message):
+        assert survivors == (1,)
+        assert relative(gradient, full_gradient(0, np.ones(2))) < CLOSE
 
 
 def keeping_gradients():
@@ -242,6 +263,22 @@ def test_a_survivor_that_dies_before_it_has_sent_is_decoded_around(workers):
     for step in range(2):
         assert_equal_and_right(left, step)
     assert left[0].outcomes[0].lost == (1,)
+
+
+@processes
+def test_of_eight_workers_two_may_be_killed_one_after_the_other(workers):
+    def at(worker, step):
+        if (worker, step) in {(5, 0), (1, 1)}:
+            die()
+
+    records = workers(8)(
+        functools.partial(work, repetition(8, 1), 3, at=at, patient=True, timeout_seconds=1.5)
+    )
+    left = [each for each in records if each is not None]
+    assert len(left) == 6
+    for step in range(3):
+        assert_equal_and_right(left, step)
+    assert [each.lost for each in left[0].outcomes] == [(5,), (1,), ()]
 
 
 @processes

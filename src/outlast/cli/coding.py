@@ -153,9 +153,8 @@ def _made(name: str, given: dict[str, Any]) -> GradientCode:
     import outlast.coding
 
     plain = {each.lower(): each for each in CODES}
-    known = plain.get(name.replace("_", "").replace("-", "").lower())
-    if known is None:
-        known = plain.get(f"{name.lower()}code")
+    short = name.replace("_", "").replace("-", "").lower()
+    known = plain.get(short) or plain.get(f"{short}code")
     if known is None:
         raise CodingError(f"code = {name} is not known; take one of {', '.join(CODES)}")
     build: Callable[..., GradientCode] = getattr(outlast.coding, known)
@@ -224,9 +223,9 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
 
 
 def _exact(tolerance: int) -> str:
-    if tolerance > 0:
-        return f"with any {_stragglers(tolerance)}"
-    return "with all workers" if tolerance == 0 else "not even with all workers: chunks are unheld"
+    if tolerance < 0:
+        return "never for sure: a chunk may be held by nobody"
+    return f"with any {_stragglers(tolerance)}" if tolerance else "with all workers"
 
 
 def _coefficients(code: GradientCode) -> str:

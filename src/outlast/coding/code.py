@@ -243,11 +243,15 @@ class GradientCode(ABC):
             return Bound(0.0, "exact", self.source)
         return None
 
-    def conditioning(self, stragglers: int | None = None) -> Conditioning:
-        """How much rounding errors are amplified; see `outlast.coding.conditioning`."""
+    @functools.cached_property
+    def conditioning(self) -> Conditioning:
+        """How much rounding errors are amplified with `tolerance` workers gone.
+
+        `outlast.coding.conditioning.conditioning` examines other numbers of stragglers.
+        """
         from outlast.coding.conditioning import conditioning
 
-        return conditioning(self, stragglers)
+        return conditioning(self)
 
     def __repr__(self) -> str:
         return (

@@ -56,12 +56,10 @@ class NullspaceCode(GradientCode):
         particular: (workers,) weights that decode when all workers are there.
         kernel: (workers, m) orthonormal columns, m >= tolerance, orthogonal to `particular`, that
             add nothing to the decoded gradient: B^T kernel = 0.
-        conditioning: What the construction found out about rounding.
     """
 
     particular: npt.NDArray[Any]
     kernel: npt.NDArray[Any]
-    conditioning: Conditioning
 
     def accept(self, tolerance: float, advice: str) -> Conditioning:
         """The conditioning, over all sets of stragglers where they are not too many, if it is good.

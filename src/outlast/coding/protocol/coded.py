@@ -291,6 +291,12 @@ class CodedAllReduce:
             saved_seconds=self._saved_seconds(round_, late),
         )
 
+    def close(self) -> None:
+        """Take the hooks of `computing` off the model."""
+        if self._interrupt is not None:
+            self._interrupt.remove()
+            self._interrupt = None
+
     def _alive(self) -> frozenset[int]:
         return frozenset(self._ranks.index(rank) for rank in self._members.ranks)
 
