@@ -110,7 +110,7 @@ def test_a_slow_worker_holds_up_the_others_by_one_chunk_only(workers):
     for record in records:
         assert record.seconds[0] < 1.2
         assert record.outcomes[0].saved_seconds == pytest.approx(1.5, rel=0.2)
-    assert records[0].outcomes[0].decided_seconds < 0.4
+    assert records[0].outcomes[0].decided_seconds < 0.5
 
 
 class SlowLayers(nn.Module):
@@ -131,6 +131,7 @@ def give_up_between_layers():
     torch.manual_seed(0)
     model = SlowLayers(0.25 if rank == 1 else 0.0)
     coded = CodedAllReduce(model, repetition(2, 1))
+    dist.barrier()
     begun = time.monotonic()
     with coded.computing():
         for chunk, weight in coded.chunks():
@@ -436,6 +437,7 @@ def repeat_the_step():
     rank = start()
     model = model_of()
     coded = CodedAllReduce(model, repetition(2, 0), deadline_seconds=0.2)
+    dist.barrier()
     errors = 0
     for attempt in range(2):
         model.zero_grad()
@@ -512,6 +514,7 @@ def disagree():
     rank = start()
     model = model_of()
     coded = CodedAllReduce(model, repetition(2, 1), timeout_seconds=0.5)
+    dist.barrier()
     for chunk, weight in coded.chunks():
         (weight * losses_of(model, samples_of(0, chunk)).sum()).backward()
     time.sleep(0.2 * rank)
@@ -532,6 +535,7 @@ def test_workers_that_count_steps_differently_are_told(workers):
 def votes(well_of_rank):
     rank = start()
     decider = Decider(Board("votes"), worker=rank, workers=3, timeout_seconds=0.5)
+    dist.barrier()
     if well_of_rank[rank] is None:
         time.sleep(1.0)
         return None
@@ -640,6 +644,7 @@ def train_shards():
             fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     coded = CodedAllReduce(model, repetition(2, 1), group=mesh["replicate"].get_group())
+    dist.barrier()
     found = []
     for step in range(3):
         for chunk, weight in coded.chunks():

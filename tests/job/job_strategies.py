@@ -74,7 +74,7 @@ def _tables() -> st.SearchStrategy[dict[str, dict[str, Any]]]:
 def _possible(tables: dict[str, dict[str, Any]]) -> Job:
     """The job of `tables`, with the defaults where they contradict each other."""
     job = Job.model_validate(tables)
-    for section in ("schedule", "data", "parallel", "train", "guard"):
+    for section in ("schedule", "data", "parallel", "train", "guard", "coding"):
         if impossible_combinations(job):
             job = Job.model_validate(tables := {**tables, section: {}})
     assert not impossible_combinations(job)

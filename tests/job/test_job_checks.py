@@ -152,6 +152,75 @@ def test_every_process_gets_a_sample() -> None:
     assert check("train.batch_size = 9", "parallel.replicate = 3", "parallel.shard = 3") == []
 
 
+FIXED_CODES = ("fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph")
+
+
+def coded(scheme: str) -> str:
+    return f'coding.scheme = "{scheme}"'
+
+
+@pytest.mark.parametrize("scheme", ["coverage", *FIXED_CODES])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_coded_replicas_are_not_split(scheme: str, axis: str) -> None:
+    (problem,) = check(coded(scheme), f"parallel.{axis} = 2")
+    assert problem == (
+        f'coding.scheme = "{scheme}" cannot be combined with parallel.{axis} > 1 yet; use '
+        "parallel.shard"
+    )
+    assert check(coded("off"), f"parallel.{axis} = 2") == []
+
+
+@pytest.mark.parametrize("scheme", FIXED_CODES)
+def test_only_coverage_shards_its_replicas(scheme: str) -> None:
+    (problem,) = check(coded(scheme), "parallel.shard = 2")
+    assert problem == (
+        f'coding.scheme = "{scheme}" cannot be combined with parallel.shard = 2; use "coverage", '
+        "which can"
+    )
+    assert check(coded(scheme), "parallel.replicate = 4") == []
+    assert check(coded("coverage"), "parallel.shard = 2") == []
+
+
+def test_a_coding_deadline_needs_leave_to_go_on_without() -> None:
+    late = (coded("coverage"), "coding.deadline_seconds = 2.5")
+    (problem,) = check(*late)
+    assert problem == (
+        'coding.deadline_seconds = 2.5 needs coding.lost = "commit", which leaves out what is not '
+        "finished by then"
+    )
+    assert check(*late, 'coding.lost = "commit"') == []
+    # What is off needs nothing.
+    assert check("coding.deadline_seconds = 2.5") == []
+
+
+def test_a_fixed_codes_deadline_needs_an_error_that_is_good_enough() -> None:
+    late = (coded("graph"), "coding.deadline_seconds = 2", 'coding.lost = "commit"')
+    assert check(*late) == [
+        'coding.deadline_seconds = 2 needs coding.largest_error > 0 with coding.scheme = "graph"'
+    ]
+    assert check(*late, "coding.largest_error = 0.05") == []
+
+
+def test_coverage_has_a_deadline_in_place_of_an_error() -> None:
+    (problem,) = check(coded("coverage"), "coding.largest_error = 0.05")
+    assert problem == (
+        "coding.largest_error = 0.05 serves fixed codes only; with coding.scheme = "
+        '"coverage" set coding.lost = "commit" and coding.deadline_seconds'
+    )
+    assert check(coded("graph"), "coding.largest_error = 0.05") == []
+
+
+@pytest.mark.parametrize("scheme", ["coverage", *FIXED_CODES])
+def test_the_guard_drops_no_gradient_out_of_a_code(scheme: str) -> None:
+    drop = 'guard.persistent = "drop"'
+    (problem,) = check(coded(scheme), drop)
+    assert problem == (
+        f'guard.persistent = "drop" cannot be combined with coding.scheme = "{scheme}", which sums '
+        'gradients by itself; set it to "raise"'
+    )
+    assert check(drop) == check(coded(scheme)) == []
+
+
 def test_several_impossible_combinations_are_listed_together() -> None:
     settings = ("train.steps = 5", "schedule.warmup_steps = 5", "train.micro_batch_size = 99")
     assert len(check(*settings)) == 2

@@ -8,10 +8,12 @@ import pytest
 
 from outlast.records import (
     CodingTotals,
+    Event,
     GradientsCoded,
     Ready,
     RecordWriter,
     RunDirectory,
+    WrongNumbers,
     coding_totals,
     read_run,
 )
@@ -40,7 +42,7 @@ def coded(step: int, *stragglers: list[int], **changes: Any) -> GradientsCoded:
 def totals_of(tmp_path: Path) -> Any:
     """A function from attempts, each a first step and its events, to the run's totals."""
 
-    def make(*attempts: tuple[int, list[GradientsCoded]]) -> CodingTotals | None:
+    def make(*attempts: tuple[int, list[Event]]) -> CodingTotals | None:
         directory = RunDirectory(tmp_path / "run")
         directory.create("")
         for number, (first_step, events) in enumerate(attempts, start=1):
@@ -156,6 +158,17 @@ def test_coding_that_saves_nothing_is_called_so(totals_of: Any) -> None:
     assert quiet.advice.startswith("no replica was slow: coverage has cost next to nothing")
     fixed = totals_of((0, [coded(8, *[[]] * 8, scheme="cyclic_mds")]))
     assert "cyclic_mds lets every replica compute several shares" in fixed.advice
+
+
+def test_different_gradients_of_one_chunk_are_told(totals_of: Any) -> None:
+    wrong = [
+        WrongNumbers(step, "chunk 3", operation, "ranks 0 and 2", 2, 1, 0.3, "detected")
+        for step, operation in ((1, "coding.duplicate"), (2, "linear.dw"), (3, "coding.duplicate"))
+    ]
+    found = totals_of((0, [*wrong, coded(4, [1], [], [], [])]))
+    assert [each.step for each in found.disagreements] == [1, 3]
+    assert "2 times two processes have got different gradients of a chunk" in found.advice
+    assert "last ranks 0 and 2 in step 4" in found.advice
 
 
 def test_a_few_steps_are_no_reason_for_advice(totals_of: Any) -> None:

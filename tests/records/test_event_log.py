@@ -31,6 +31,8 @@ BY_ANNOTATION: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(),
     "float | None": st.none() | st.floats(),
     "str": st.text(),
+    "list[int]": st.lists(st.integers(), max_size=5),
+    "list[list[int]]": st.lists(st.lists(st.integers(), max_size=3), max_size=3),
     "list[float]": st.lists(st.floats(), max_size=5),
     "list[str]": st.lists(st.text(), max_size=3),
     "dict[str, int]": st.dictionaries(st.text(), st.integers(), max_size=3),

@@ -27,6 +27,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
+from outlast.train.engine import ReplicaEngine
 from outlast.train.guarding import RunGuard
 from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
@@ -186,6 +187,18 @@ def test_a_fixed_code_decodes_without_the_slow_replica(
     assert found.inexact == ()
 
 
+def test_a_code_that_stands_no_straggler_waits_and_that_is_communication(
+    uncoded: list[float], tmp_path: Path
+) -> None:
+    settings = (*SHORT, "coding.scheme=fractional_repetition", "coding.copies=1")
+    job = tiny_job(tmp_path, "coded", *settings)
+    assert train_slowly(job, 4, slow_rank=3) == EXIT_DONE
+    assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
+    assert totals(job).slow_steps == ()
+    # One pass through four slow blocks in each of six steps, for which rank 0 has waited.
+    assert records(job).seconds()["communication"] > 0.8 * 6 * 4 * SLOW_SECONDS
+
+
 def test_coverage_trains_in_bf16(tmp_path: Path) -> None:
     bf16 = (*SHORT, "train.precision=bf16")
     plain, covered = tiny_job(tmp_path, "plain", *bf16), tiny_job(tmp_path, "on", *bf16, COVERAGE)
@@ -256,7 +269,30 @@ def test_the_guard_puts_wrong_numbers_of_a_coded_step_right(
     assert {(each.step, each.outcome) for each in events} == {(2, outcome)}
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     # A step that is repeated is one step.
-    assert [each.step for each in totals(job).steps] == [1, 2, 3, 4, 5, 6]
+    coded = [event for _, event in records(job).of(GradientsCoded)]
+    assert [(event.step, len(event.errors)) for event in coded] == [(n, 1) for n in range(1, 7)]
+
+
+def _slow_and_wrong(job: Job) -> int:
+    ranks = ranks_from(os.environ)
+    if ranks.rank >= 2:
+        loss = ReplicaEngine.loss
+        ReplicaEngine.loss = lambda *arguments: 1.5 * loss(*arguments)  # type: ignore[method-assign]
+    return slowly(job, slow_rank=3)
+
+
+def test_two_replicas_with_different_gradients_of_a_chunk_are_reported(tmp_path: Path) -> None:
+    # A sharded replica cannot give up in the middle of a chunk that others have done meanwhile.
+    settings = (*SHORT, COVERAGE, "parallel.shard=2", "coding.chunks=2")
+    job = tiny_job(tmp_path, "differing", *settings)
+    assert set(run_ranks(4, _slow_and_wrong, job)) == {EXIT_DONE}
+    assert totals(job).duplicates > 0
+    found = [event for _, event in records(job).of(WrongNumbers)]
+    assert {(each.operation, each.outcome) for each in found} == {("coding.duplicate", "detected")}
+    assert {each.step for each in found} <= set(range(6))
+    assert all(each.module.startswith("chunk ") for each in found)
+    # Half as much again, as a share of the larger or the smaller.
+    assert all(0.2 < each.magnitude < 0.7 for each in found)
 
 
 def test_one_replica_trains_on_without_a_code_and_says_so(

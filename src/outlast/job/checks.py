@@ -23,6 +23,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_parallel, {"parallel", "train"}),
         (_guard, {"guard"}),
         (_coding, {"coding", "parallel"}),
+        (_coded_guard, {"coding", "guard"}),
     )
     return [
         problem for check, sections in checks if not sections & unsure for problem in check(job)
@@ -148,4 +149,17 @@ def _coding(job: Job) -> Iterator[str]:
         yield (
             f"coding.deadline_seconds = {coding.deadline_seconds:g} needs coding.largest_error > "
             f'0 with coding.scheme = "{coding.scheme}"'
+        )
+    if coding.largest_error and coding.scheme == "coverage":
+        yield (
+            f"coding.largest_error = {coding.largest_error:g} serves fixed codes only; with "
+            'coding.scheme = "coverage" set coding.lost = "commit" and coding.deadline_seconds'
+        )
+
+
+def _coded_guard(job: Job) -> Iterator[str]:
+    if job.coding.scheme != "off" and job.guard.persistent == "drop":
+        yield (
+            f'guard.persistent = "drop" cannot be combined with coding.scheme = '
+            f'"{job.coding.scheme}", which sums gradients by itself; set it to "raise"'
         )

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from outlast.records.events import GradientsCoded
+from outlast.records.events import GradientsCoded, WrongNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outlast.records.reader import Run
+
+DUPLICATE = "coding.duplicate"
+"""`WrongNumbers.operation` where two processes have computed one chunk."""
 
 _MOSTLY_SLOW = 0.5
 _FEWEST_STEPS = 5
@@ -74,9 +77,12 @@ class CodingTotals:
 
     Attributes:
         steps: In order.
+        disagreements: Chunks that two processes have computed with different results, of all
+            attempts.
     """
 
     steps: tuple[CodedStep, ...]
+    disagreements: tuple[WrongNumbers, ...] = ()
 
     @property
     def scheme(self) -> str:
@@ -173,6 +179,14 @@ class CodingTotals:
         return said or None
 
     def _advice(self) -> Iterator[str]:
+        if self.disagreements:
+            count, last = len(self.disagreements), self.disagreements[-1]
+            times = "once" if count == 1 else f"{count:,} times"
+            yield (
+                f"{times} two processes have got different gradients of a chunk, last "
+                f"{last.device} in step {last.step + 1:,}: one of them computes wrong numbers, which "
+                'guard.policy = "linear" would find and put right.'
+            )
         if len(self.steps) >= _FEWEST_STEPS:
             for replica, each in self.by_replica.items():
                 if replica < self.replicas and each.share > _MOSTLY_SLOW:
@@ -221,7 +235,10 @@ def coding_totals(run: Run) -> CodingTotals | None:
                 steps[each.step] = each
     if not steps:
         return None
-    return CodingTotals(tuple(steps[step] for step in sorted(steps)))
+    disagreements = tuple(
+        event for _, event in run.of(WrongNumbers) if event.operation == DUPLICATE
+    )
+    return CodingTotals(tuple(steps[step] for step in sorted(steps)), disagreements)
 
 
 def _each_step(event: GradientsCoded) -> Iterator[CodedStep]:

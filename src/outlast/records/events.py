@@ -170,11 +170,13 @@ class WrongNumbers(Event):
 
     Attributes:
         module: Where, as a name in the model.
-        operation: Which check, e.g. ``linear.forward``.
+        operation: Which check, e.g. ``linear.forward``; ``coding.duplicate`` where two processes
+            have computed the gradient of one chunk.
         device: What computed them.
         found_on: Rank of the process.
         rows: How many rows of the check were wrong.
-        magnitude: Largest difference, in standard deviations of rounding.
+        magnitude: Largest difference, in standard deviations of rounding; of duplicates, as a
+            share of the larger gradient's 2-norm.
         outcome: ``corrected``, ``check``, ``rounding``, ``not_finite``, ``repeated``,
             ``persistent`` or ``detected``; see `outlast.guard.findings`.
     """

@@ -22,14 +22,16 @@ from outlast.coding import (
     GraphCode,
 )
 from outlast.coding.protocol import CodedAllReduce, Coverage, Covered, Outcome
-from outlast.errors import JobError
+from outlast.errors import CodingError, JobError
 from outlast.records import GradientsCoded, WrongNumbers
+from outlast.records.coded import DUPLICATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
+    from outlast.job.sections import CodingScheme
     from outlast.train.engine import ReplicaEngine
     from outlast.train.layout import Layout
 
@@ -40,18 +42,27 @@ def code_of(job: Job, replicas: int) -> GradientCode:
     Raises:
         CodingError: When the replicas do not fit the code, with the nearest that do.
     """
-    copies = job.coding.copies
-    dtype = "float32"
-    match job.coding.scheme:
+    settings = job.coding
+    try:
+        return _scalar_code(settings.scheme, replicas, settings.copies, job.run.seed)
+    except CodingError as error:
+        raise CodingError(
+            f'coding.scheme = "{settings.scheme}" with coding.copies = {settings.copies} (1 more '
+            f"than stragglers) does not fit {replicas} replicas (workers): {error}"
+        ) from None
+
+
+def _scalar_code(scheme: CodingScheme, replicas: int, copies: int, seed: int) -> GradientCode:
+    match scheme:
         case "fractional_repetition":
             return FractionalRepetition(workers=replicas, stragglers=copies - 1)
         case "cyclic_repetition":
-            return CyclicRepetition(workers=replicas, stragglers=copies - 1, dtype=dtype)
+            return CyclicRepetition(workers=replicas, stragglers=copies - 1)
         case "cyclic_mds":
-            return CyclicMDS(workers=replicas, stragglers=copies - 1, dtype=dtype)
+            return CyclicMDS(workers=replicas, stragglers=copies - 1)
         case "graph":
-            return GraphCode.random_regular(workers=replicas, degree=copies, seed=job.run.seed)
-    raise JobError([f'coding.scheme = "{job.coding.scheme}" has no encoding matrix'])
+            return GraphCode.random_regular(workers=replicas, degree=copies, seed=seed)
+    raise JobError([f'coding.scheme = "{scheme}" has no encoding matrix'])
 
 
 @dataclass
@@ -83,28 +94,26 @@ class CodingNotes:
     replica: int
     replicas: int
     speaks: bool
-    _steps: list[_Step] = field(default_factory=list)
+    _steps: dict[int, _Step] = field(default_factory=dict)
     _wrong: list[WrongNumbers] = field(default_factory=list)
 
     def covered(self, step: int, outcome: Covered) -> None:
-        """Note a step of coverage."""
-        self._steps.append(
-            _Step(
-                claims=outcome.taken_over,
-                yielded=outcome.yielded > 0,
-                duplicates=outcome.duplicates,
-                lost=len(outcome.lost),
-                error=0.0 if outcome.certificate.exact else outcome.certificate.error,
-                seconds=outcome.seconds,
-                waiting_seconds=outcome.own_seconds,
-            )
+        """Note a step of coverage; of one that the guard repeats, the last time counts."""
+        self._steps[step] = _Step(
+            claims=outcome.taken_over,
+            yielded=outcome.yielded > 0,
+            duplicates=outcome.duplicates,
+            lost=len(outcome.lost),
+            error=0.0 if outcome.certificate.exact else outcome.certificate.error,
+            seconds=outcome.seconds,
+            waiting_seconds=outcome.own_seconds,
         )
         for each in outcome.disagreements:
             self._wrong.append(
                 WrongNumbers(
                     step=step,
                     module=f"chunk {each.chunk}",
-                    operation="coding.duplicate",
+                    operation=DUPLICATE,
                     device=f"ranks {each.ranks[0]} and {each.ranks[1]}",
                     found_on=each.ranks[1],
                     rows=1,
@@ -114,14 +123,12 @@ class CodingNotes:
             )
 
     def decoded(self, outcome: Outcome, seconds: float) -> None:
-        """Note a step of a fixed code."""
-        self._steps.append(
-            _Step(
-                late=outcome.late,
-                error=0.0 if outcome.exact else outcome.certificate.error,
-                seconds=seconds,
-                waiting_seconds=seconds + (outcome.saved_seconds or 0.0),
-            )
+        """Note a step of a fixed code; of one that the guard repeats, the last time counts."""
+        self._steps[outcome.step] = _Step(
+            late=outcome.late,
+            error=0.0 if outcome.exact else outcome.certificate.error,
+            seconds=seconds,
+            waiting_seconds=seconds + (outcome.saved_seconds or 0.0),
         )
 
     def take(self, step: int) -> list[GradientsCoded | WrongNumbers]:
@@ -133,8 +140,8 @@ class CodingNotes:
         Returns:
             Events on rank 0, nothing on the others.
         """
-        mine = (self.replica, self._steps if self.speaks else [], self._wrong)
-        self._steps, self._wrong = [], []
+        mine = (self.replica, list(self._steps.values()) if self.speaks else [], self._wrong)
+        self._steps, self._wrong = {}, []
         everyone = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered: list[tuple[int, list[_Step], list[WrongNumbers]]] = [mine]
@@ -242,8 +249,11 @@ class CodedEngine:
                     loss = self.inner.loss(self.loader.part(step, chunk, number), step)
                     (loss * (weight / global_tokens)).backward()  # type: ignore[no-untyped-call]
                     encoded += weight * loss.detach()
+        computed = time.monotonic()
         outcome = self.coded.reduce(step)
-        self.notes.decoded(outcome, time.monotonic() - begun)
+        ended = time.monotonic()
+        self.inner.waits.add(ended - computed)
+        self.notes.decoded(outcome, ended - begun)
         return encoded * float(outcome.weights[self.coded.worker]) / global_tokens
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:

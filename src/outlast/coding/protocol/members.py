@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _world
 
 from outlast.errors import CodingError
 
@@ -95,11 +96,22 @@ class Members:
         self.ranks = tuple(sorted(ranks))
         self.epoch += 1
         self.sums = 0
+        _find_store_again()
         self.group = dist.new_group(
             list(self.ranks),
             timeout=datetime.timedelta(seconds=self.timeout_seconds),
             use_local_synchronization=True,
         )
+
+
+def _find_store_again() -> None:
+    """Connect torch to a restarted store, where groups meet; it does not do so by itself."""
+    default = _get_default_group()
+    backend, store = _world.pg_map[default]
+    try:
+        store.check(["outlast"])
+    except dist.DistNetworkError:
+        _world.pg_map[default] = (backend, store.clone())  # type: ignore[attr-defined]
 
 
 def _wait(work: Work | None, deadline: float, broken: Callable[[], bool] | None) -> None:
