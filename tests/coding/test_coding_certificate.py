@@ -4,10 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.certificate import certify, roundoff
+from outlast.coding.codes.bernoulli import BernoulliCode, StochasticCode
 from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
-from outlast.coding.codes.heterogeneous import HeterogeneityAware
+from outlast.coding.codes.design import SymmetricDesign
+from outlast.coding.codes.graph.code import GraphCode
+from outlast.coding.codes.graph.expander import Expander
+from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
+from outlast.coding.codes.soft_design import SoftDesign
 from outlast.errors import CodingError
 
 ANY = float("inf")
@@ -130,3 +135,53 @@ def test_the_error_of_an_exact_decoding_is_exactly_zero():
 def test_an_unknown_type_is_refused_with_the_known_ones():
     with pytest.raises(CodingError, match="'int8' is not one of float64, float32"):
         roundoff("int8")
+
+
+def test_huge_weights_do_not_make_an_error_exact():
+    # Beyond its tolerance this code nearly decodes, with weights of 1e11: nothing is exact then.
+    code = CyclicMDS(60, 21, tolerance=ANY)
+    decoded = code.decode(np.arange(60) >= 31)
+    assert decoded.certificate.amplification > 1e9
+    assert not decoded.certificate.exact
+    assert decoded.error > 1.0
+
+
+@EVERY
+def test_a_decoder_that_does_not_exist_is_refused(code):
+    with pytest.raises(CodingError, match="decoder = 'best' is not one of optimal, fixed"):
+        code.decode([0, 1], "best")
+    with pytest.raises(CodingError, match="decoder = 'best'"):
+        code.errors(np.ones((1, code.workers), dtype=bool), "best")
+
+
+@EVERY
+@pytest.mark.parametrize("stragglers", [-1, 13])
+def test_bounds_for_stragglers_that_there_are_not_are_refused(code, stragglers):
+    for bound in (code.worst_error, code.expected_error):
+        with pytest.raises(CodingError, match=f"stragglers = {stragglers} is not in"):
+            bound(stragglers)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda dtype: FractionalRepetition(6, 2, dtype=dtype),
+        lambda dtype: CyclicMDS(6, 3, dtype=dtype, tolerance=ANY),
+        lambda dtype: GroupedBySpeed([1, 2, 3], 1, dtype=dtype),
+        lambda dtype: SymmetricDesign(7, dtype=dtype),
+        lambda dtype: SoftDesign(6, 2, dtype=dtype),
+        lambda dtype: BernoulliCode(6, 2, dtype=dtype),
+        lambda dtype: StochasticCode(6, 2, 0.1, dtype=dtype),
+        lambda dtype: GraphCode.random_regular(workers=12, degree=3, dtype=dtype),
+        lambda dtype: Expander(6, 3, dtype=dtype),
+    ],
+)
+def test_messages_of_an_unknown_type_are_refused_at_construction(build):
+    assert build("bfloat16").dtype == "bfloat16"
+    with pytest.raises(CodingError, match="dtype = 'float8' is not one of"):
+        build("float8")
+
+
+def test_survivors_that_are_no_whole_numbers_are_refused():
+    with pytest.raises(CodingError, match="whole numbers"):
+        FractionalRepetition(6, 2).decode([0.7, 3])

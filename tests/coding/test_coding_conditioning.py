@@ -27,6 +27,13 @@ def test_a_sample_has_different_stragglers_and_begins_with_neighbours():
     assert sets[18].tolist() == [18, 19, 0, 1]
 
 
+def test_a_sample_of_a_large_code_is_not_of_neighbours_only():
+    sets, _ = straggler_patterns(1000, 4, most=300)
+    apart = [each for each in sets if np.ptp(np.diff(np.sort(each)))]
+    assert len(sets) == 300
+    assert len(apart) >= 150
+
+
 def test_a_repetition_code_amplifies_nothing():
     found = conditioning(FractionalRepetition(12, 2))
     assert found.condition == pytest.approx(math.sqrt(3))

@@ -71,10 +71,12 @@ def step_seconds(job: Job) -> float:
     return sum(sum(event.step_seconds) for _, event in records(job).steps())
 
 
-def slowly(job: Job, slow_rank: int, seconds: float = SLOW_SECONDS) -> int:
-    """Work on `job`; on one rank every block takes so much longer."""
+def slowly(job: Job, slow_ranks: tuple[int, ...], seconds: float = SLOW_SECONDS) -> int:
+    """Work on `job`; on slow ranks every block takes so much longer."""
+    # No worker processes of the compiler: they would outlive the run.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     ranks = ranks_from(os.environ)
-    if ranks.rank == slow_rank:
+    if ranks.rank in slow_ranks:
         forward = LlamaMLP.forward
 
         def slow(self: LlamaMLP, *arguments: Any) -> Any:
@@ -85,8 +87,8 @@ def slowly(job: Job, slow_rank: int, seconds: float = SLOW_SECONDS) -> int:
     return work(Start(job), ranks)
 
 
-def train_slowly(job: Job, size: int, slow_rank: int, seconds: float = SLOW_SECONDS) -> int:
-    codes = run_ranks(size, slowly, job, slow_rank, seconds)
+def train_slowly(job: Job, size: int, *slow_ranks: int, seconds: float = SLOW_SECONDS) -> int:
+    codes = run_ranks(size, slowly, job, slow_ranks, seconds)
     assert len(set(codes)) == 1
     return int(codes[0])
 
@@ -118,7 +120,7 @@ def test_coverage_hands_chunks_between_replicas_that_are_sharded(
     uncoded: list[float], tmp_path: Path
 ) -> None:
     job = tiny_job(tmp_path, "sharded", *SHORT, COVERAGE, "parallel.shard=2")
-    assert train_slowly(job, 4, slow_rank=3) == EXIT_DONE
+    assert train_slowly(job, 4, 3) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     found = totals(job)
     assert found.replicas == 2
@@ -154,7 +156,7 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     waiting = tiny_job(tmp_path, "waiting", *passes)
     covered = tiny_job(tmp_path, "covered", *passes, COVERAGE)
     for job in (waiting, covered):
-        assert train_slowly(job, 4, slow_rank=2) == EXIT_DONE
+        assert train_slowly(job, 4, 2) == EXIT_DONE
         assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     # Three passes through four blocks in each of six steps.
     asleep = 6 * 3 * 4 * SLOW_SECONDS
@@ -162,8 +164,10 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     assert step_seconds(covered) < 0.6 * step_seconds(waiting)
     found = totals(covered)
     slowness = found.by_replica[2]
-    assert slowness.slow_steps == 6
-    assert slowness.persistence == 1.0
+    assert slowness.slow_steps >= 5
+    assert slowness.persistence is not None
+    assert slowness.persistence > 0.7
+    assert all(each.slow_steps <= 2 for n, each in found.by_replica.items() if n != 2)
     assert all(each.claims >= 2 for each in found.steps)
     assert found.inexact == ()
     # The first passes of a process take longer, of whatever scheme.
@@ -171,7 +175,7 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     assert 0 < sum(saved) < step_seconds(waiting)
     assert found.saved_seconds > 0
     assert found.advice is not None
-    assert "replica 2 was slow in 100 % of the steps" in found.advice
+    assert found.advice.startswith("replica 2 was slow in ")
 
 
 def test_a_fixed_code_decodes_without_the_slow_replica(
@@ -179,12 +183,33 @@ def test_a_fixed_code_decodes_without_the_slow_replica(
 ) -> None:
     settings = (*SHORT, "coding.scheme=fractional_repetition", "coding.copies=2")
     job = tiny_job(tmp_path, "coded", *settings)
-    assert train_slowly(job, 4, slow_rank=1) == EXIT_DONE
+    assert train_slowly(job, 4, 1) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     found = totals(job)
-    assert found.by_replica[1].slow_steps >= 4
+    assert found.by_replica[1].slow_steps >= 5
+    # Others are late by chance, in the other group of two, without being slow.
+    assert all(each.slow_steps <= 2 for n, each in found.by_replica.items() if n != 1)
     assert found.claims == 0
     assert found.inexact == ()
+    assert found.saved_seconds > 0
+
+
+def test_a_fixed_code_goes_on_with_an_error_that_is_good_enough(
+    uncoded: list[float], tmp_path: Path
+) -> None:
+    commit = ('coding.lost="commit"', "coding.deadline_seconds=5.0", "coding.largest_error=0.5")
+    settings = (*SCHEMES["fractional repetition"], *commit)
+    job = tiny_job(tmp_path, "coded", *SHORT, *settings)
+    # One of the two groups as a whole: its two chunks of four are in no message.
+    assert train_slowly(job, 4, 2, 3) == EXIT_DONE
+    found = totals(job)
+    assert len(found.inexact) >= 5
+    # Half of the chunks twice, the others not at all.
+    assert {each.error for each in found.inexact} == {4.0}
+    assert {each.stragglers for each in found.inexact} == {(2, 3)}
+    assert step_seconds(job) < 6 * 2 * 4 * SLOW_SECONDS
+    assert losses(job) == pytest.approx(uncoded, abs=0.2)
+    assert losses(job) != pytest.approx(uncoded, abs=TOLERANCE)
 
 
 def test_a_code_that_stands_no_straggler_waits_and_that_is_communication(
@@ -192,7 +217,7 @@ def test_a_code_that_stands_no_straggler_waits_and_that_is_communication(
 ) -> None:
     settings = (*SHORT, "coding.scheme=fractional_repetition", "coding.copies=1")
     job = tiny_job(tmp_path, "coded", *settings)
-    assert train_slowly(job, 4, slow_rank=3) == EXIT_DONE
+    assert train_slowly(job, 4, 3) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     assert totals(job).slow_steps == ()
     # One pass through four slow blocks in each of six steps, for which rank 0 has waited.
@@ -213,16 +238,35 @@ def test_the_same_units_are_dropped_whoever_computes(tmp_path: Path) -> None:
     covered = tiny_job(tmp_path, "covered", *dropout, COVERAGE)
     without = tiny_job(tmp_path, "without", *SHORT)
     assert train(plain, 3) == train(without, 3) == EXIT_DONE
-    assert train_slowly(covered, 3, slow_rank=0) == EXIT_DONE
+    assert train_slowly(covered, 3, 0) == EXIT_DONE
     assert totals(covered).claims >= 4
     assert losses(covered) == pytest.approx(losses(plain), abs=TOLERANCE)
     assert losses(covered) != pytest.approx(losses(without), abs=10 * TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "train.activation_checkpointing=true",
+        "checkpoint.replay=exact",
+        "guard.policy=full",
+        "train.compile=true",
+    ],
+)
+def test_other_mechanisms_do_not_mind_passes_that_are_given_up(
+    mode: str, uncoded: list[float], tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, "mode", *SHORT, COVERAGE, mode)
+    assert train_slowly(job, 3, 1) == EXIT_DONE
+    assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
+    assert totals(job).by_replica[1].slow_steps >= 4
+    assert records(job).of(WrongNumbers) == []
+
+
 def test_accumulation_keeps_its_micro_batches(uncoded: list[float], tmp_path: Path) -> None:
     # Six samples a replica, at most one in a pass: six chunks, although four would do.
     job = tiny_job(tmp_path, "small", *SHORT, COVERAGE, "train.micro_batch_size=1")
-    assert train_slowly(job, 2, slow_rank=1) == EXIT_DONE
+    assert train_slowly(job, 2, 1) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     assert max(each.claims for each in totals(job).steps) > 3
 
@@ -231,7 +275,7 @@ def test_a_guarded_run_raises_no_alarm_when_passes_are_given_up(
     uncoded: list[float], tmp_path: Path
 ) -> None:
     job = tiny_job(tmp_path, "guarded", *SHORT, COVERAGE, "guard.policy=linear")
-    assert train_slowly(job, 4, slow_rank=2) == EXIT_DONE
+    assert train_slowly(job, 4, 2) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     assert records(job).of(WrongNumbers) == []
     checked = guard_totals(records(job))
@@ -278,7 +322,7 @@ def _slow_and_wrong(job: Job) -> int:
     if ranks.rank >= 2:
         loss = ReplicaEngine.loss
         ReplicaEngine.loss = lambda *arguments: 1.5 * loss(*arguments)  # type: ignore[method-assign]
-    return slowly(job, slow_rank=3)
+    return slowly(job, (3,))
 
 
 def test_two_replicas_with_different_gradients_of_a_chunk_are_reported(tmp_path: Path) -> None:
@@ -319,7 +363,7 @@ def test_what_is_not_ready_by_the_deadline_is_left_out_with_its_error(
     # The last chunks of two slow replicas have no other holders than these.
     settings = ('coding.lost="commit"', "coding.deadline_seconds=0.5", "coding.copies=1")
     job = tiny_job(tmp_path, "late", *SHORT, COVERAGE, *settings)
-    assert train_slowly(job, 4, slow_rank=1, seconds=0.4) == EXIT_DONE
+    assert train_slowly(job, 4, 1, seconds=0.4) == EXIT_DONE
     found = totals(job)
     assert len(found.inexact) >= 5
     for each in found.inexact:

@@ -15,6 +15,7 @@ from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
     Evaluated,
+    GradientsCoded,
     Ready,
     Sampled,
     StepsDone,
@@ -39,6 +40,22 @@ STARTED = AttemptStarted(
 )
 
 
+def coded(step, errors):
+    count = len(errors)
+    return GradientsCoded(
+        step=step,
+        scheme="coverage",
+        replicas=4,
+        stragglers=[[1]] * count,
+        claims=[1] * count,
+        duplicates=[0] * count,
+        lost=[int(error > 0) for error in errors],
+        errors=errors,
+        coded_seconds=[0.5] * count,
+        waiting_seconds=[0.9] * count,
+    )
+
+
 def steps_done(step, seconds=0.5):
     return StepsDone(step, 1, 2.25, 1.0, 1e-3, step * 2048, [seconds], {"compute": seconds})
 
@@ -54,6 +71,8 @@ EVENTS = [
     CheckpointSaved(4, 0.005, 0.5, 2_500_000),
     CheckpointFailed(5, "the disk [/data/runs] is full"),
     Warned("no file matches [a-z]*.txt, and [/bold] is no markup"),
+    coded(5, [0.0, 0.0, 0.0, 0.0, 0.0]),
+    coded(10, [0.0, 1.25, 0.0, 2.5, 0.0]),
     StopRequested(6, "SIGTERM"),
     steps_done(40),
     Sampled(40, "def ", "x[0] = 1"),
@@ -71,6 +90,7 @@ SAID = [
     "step 4: checkpoint saved, 2.5 MB in 0.50 s (training waited 5 ms)",
     "warning: the disk [/data/runs] is full; training goes on",
     "warning: no file matches [a-z]*.txt, and [/bold] is no markup",
+    "step 10: 2 of the last 5 gradients inexact, certified error up to 2.5",
     "step 6: stopping (SIGTERM)",
     "saved at step 6; the same command goes on from there",
 ]

@@ -28,11 +28,22 @@ class Assignment:
 
     @classmethod
     def of(cls, chunks_of_workers: Sequence[Sequence[int]], chunks: int) -> Assignment:
-        """The assignment with these chunks per worker; each may be named once per worker."""
+        """The assignment with these chunks per worker.
+
+        Raises:
+            CodingError: Without workers, for chunks that do not exist, and for one that a worker
+                is given twice.
+        """
+        if not len(chunks_of_workers):
+            raise CodingError("an assignment needs at least 1 worker")
         pointers = np.concatenate([[0], np.cumsum([len(each) for each in chunks_of_workers])])
         indices = np.concatenate([np.sort(np.asarray(e, np.int64)) for e in chunks_of_workers])
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < chunks:
             raise CodingError(f"a worker is given a chunk that is not in [0, {chunks})")
+        owners = np.repeat(np.arange(len(chunks_of_workers)), np.diff(pointers))
+        twice = np.flatnonzero((np.diff(indices) == 0) & (np.diff(owners) == 0))
+        if twice.size:
+            raise CodingError(f"worker {owners[twice[0]]} is given chunk {indices[twice[0]]} twice")
         shape = (len(chunks_of_workers), chunks)
         return cls(csr_array((np.ones(len(indices)), indices, pointers), shape=shape))
 

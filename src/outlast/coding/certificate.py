@@ -23,7 +23,11 @@ UNIT_ROUNDOFF = {
 """Largest relative error of rounding to nearest, by type of the messages."""
 
 EXACT = 1e-9
-"""Errors up to this share of the number of chunks come from decoding in float64 alone."""
+"""What coefficients may lack to 1, as a root mean square, and still be exact; times the
+amplification."""
+
+_LARGE = 1e3
+"""Amplification beyond which `EXACT` does not grow with it."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,20 @@ def certify(
         centred = float(np.sum(np.abs(scale * coefficients - 1.0) ** 2))
     magnitude = np.abs(weights)
     rounding = roundoff(dtype) * float(magnitude @ message_norms) / math.sqrt(chunks)
-    exact = error <= (EXACT**2) * chunks * max(float(magnitude.sum()) ** 2, 1.0)
-    return Certificate(error, centred, scale, exact, float(magnitude.sum()), rounding, dtype)
+    amplification = float(magnitude.sum())
+    exact = exact_up_to_rounding(error, chunks, amplification)
+    return Certificate(error, centred, scale, exact, amplification, rounding, dtype)
+
+
+def exact_up_to_rounding(error: float, chunks: int, amplification: float) -> bool:
+    """Whether decoding in float64 alone explains an error.
+
+    The more weights amplify, the more digits are lost; but only what float64 must lose anyhow is
+    granted to huge weights, or those of 1e9 would excuse any error.
+    """
+    lost = EXACT * min(max(amplification, 1.0), _LARGE)
+    unavoidable = 4.0 * UNIT_ROUNDOFF["float64"] * amplification
+    return error <= chunks * max(lost, unavoidable) ** 2
 
 
 def roundoff(dtype: str) -> float:

@@ -12,12 +12,11 @@ import functools
 from abc import ABC
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
-from scipy.sparse.linalg import lsqr
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import Decoded, certify
@@ -112,8 +111,9 @@ class GradientCode(ABC):
                 weights that depend on their number only.
 
         Raises:
-            CodingError: For workers that do not exist.
+            CodingError: For workers that do not exist, or another decoder.
         """
+        check_decoder(decoder)
         alive = self.mask(survivors)
         solve = self.optimal_weights if decoder == "optimal" else self.fixed_weights
         weights = solve(alive)
@@ -130,24 +130,8 @@ class GradientCode(ABC):
 
     def mask(self, survivors: Survivors) -> npt.NDArray[np.bool_]:
         """(workers,) whether each worker is among the survivors."""
-        given: npt.NDArray[Any] = np.asarray(
-            survivors if isinstance(survivors, np.ndarray) else list(survivors)
-        )
-        if given.dtype == bool:
-            if given.shape != (self.workers,):
-                raise CodingError(
-                    f"the survivors' mask has shape {given.shape}, but the code has "
-                    f"{self.workers} workers"
-                )
-            return given
         alive = np.zeros(self.workers, dtype=bool)
-        numbers = given.astype(np.int64)
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.workers:
-            raise CodingError(
-                f"survivors {int(numbers.min())} to {int(numbers.max())} are not all in "
-                f"[0, {self.workers})"
-            )
-        alive[numbers] = True
+        alive[survivor_numbers(survivors, self.workers)] = True
         return alive
 
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
@@ -163,6 +147,9 @@ class GradientCode(ABC):
         if system.shape[0] * system.shape[1] <= _DENSE_ENTRIES:
             weights[alive] = np.linalg.lstsq(system.toarray(), ones, rcond=None)[0]
         else:
+            # Imported here, since few codes are that large and it doubles the time to import.
+            from scipy.sparse.linalg import lsqr
+
             weights[alive] = lsqr(system, ones, atol=1e-12, btol=1e-12)[0]
         return weights
 
@@ -198,7 +185,11 @@ class GradientCode(ABC):
         Returns:
             (draws,) errors. The optimal decoder's come from the normal equations and are right to
             about 1e-6 of the number of chunks.
+
+        Raises:
+            CodingError: For another decoder, or one that the code does not have.
         """
+        check_decoder(decoder)
         if decoder == "fixed":
             return self._fixed_errors(alive)
         return self._optimal_errors(alive)
@@ -232,13 +223,23 @@ class GradientCode(ABC):
         return errors
 
     def worst_error(self, stragglers: int) -> Bound:
-        """A bound of the optimal decoder's error over all sets of so many stragglers."""
+        """A bound of the optimal decoder's error over all sets of so many stragglers.
+
+        Raises:
+            CodingError: For a number of stragglers that is not in [0, workers].
+        """
+        survivors_of(self.workers, stragglers)
         if stragglers <= self.tolerance:
             return Bound(0.0, "exact", self.source)
         return Bound(float(self.chunks), "upper", "weights of zero")
 
     def expected_error(self, stragglers: int) -> Bound | None:
-        """The optimal decoder's mean error over random sets of so many stragglers, if known."""
+        """The optimal decoder's mean error over random sets of so many stragglers, if known.
+
+        Raises:
+            CodingError: For a number of stragglers that is not in [0, workers].
+        """
+        survivors_of(self.workers, stragglers)
         if stragglers <= self.tolerance:
             return Bound(0.0, "exact", self.source)
         return None
@@ -266,3 +267,49 @@ def decode(code: GradientCode, survivors: Survivors, decoder: Decoder = "optimal
     ``weights, error = decode(code, survivors)``; see `GradientCode.decode`.
     """
     return code.decode(survivors, decoder)
+
+
+def survivor_numbers(survivors: Survivors, workers: int) -> npt.NDArray[np.int64]:
+    """The survivors' numbers in the order in which they are given; ascending for a mask.
+
+    Raises:
+        CodingError: For workers that do not exist, or a mask of another length.
+    """
+    given: npt.NDArray[Any] = np.asarray(
+        survivors if isinstance(survivors, np.ndarray) else list(survivors)
+    )
+    if given.dtype == bool:
+        if given.shape != (workers,):
+            raise CodingError(
+                f"the survivors' mask has shape {given.shape}, but the code has {workers} workers"
+            )
+        return np.flatnonzero(given)
+    numbers = given.astype(np.int64)
+    if np.any(numbers != given):
+        raise CodingError("survivors are not all whole numbers; give numbers or a boolean mask")
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < workers:
+        raise CodingError(
+            f"survivors {int(numbers.min())} to {int(numbers.max())} are not all in [0, {workers})"
+        )
+    return numbers
+
+
+def survivors_of(workers: int, stragglers: int) -> int:
+    """Workers that are left.
+
+    Raises:
+        CodingError: For a number of stragglers that is not in [0, workers].
+    """
+    if not 0 <= stragglers <= workers:
+        raise CodingError(f"stragglers = {stragglers} is not in [0, {workers}]")
+    return workers - stragglers
+
+
+def check_decoder(decoder: str) -> None:
+    """Refuse a decoder that there is none of.
+
+    Raises:
+        CodingError: Unless it is ``optimal`` or ``fixed``.
+    """
+    if decoder not in get_args(Decoder):
+        raise CodingError(f"decoder = {decoder!r} is not one of {', '.join(get_args(Decoder))}")

@@ -54,7 +54,8 @@ def straggler_patterns(
 ) -> tuple[list[npt.NDArray[np.int64]], bool]:
     """Sets of stragglers: all of them where there are at most `most`, else a sample.
 
-    A sample begins with the sets of consecutive workers, which are the worst for cyclic codes.
+    A sample begins with sets of consecutive workers, which are the worst for cyclic codes: one for
+    each first worker, but at most half of the sample. The rest is random.
 
     Returns:
         The sets, and whether they are all.
@@ -64,7 +65,7 @@ def straggler_patterns(
         return [np.array(each, dtype=np.int64) for each in every], True
     generator = np.random.default_rng(seed)
     window = np.arange(stragglers)
-    sets = [(first + window) % workers for first in range(min(workers, most))]
+    sets = [(first + window) % workers for first in range(min(workers, (most + 1) // 2))]
     # The smallest of random numbers are at a random set; row by row, so that a longer sample
     # continues a shorter one.
     drawn = generator.random((most - len(sets), workers))

@@ -225,15 +225,16 @@ class GradientsCoded(Event):
         step: Steps done so far.
         scheme: The gradient code, as in ``coding.scheme``.
         replicas: Number of data-parallel replicas.
-        stragglers: Replicas whose work others did, or whose messages were not waited for.
+        stragglers: Replicas that were not waited for, their work done by others or their messages
+            not needed, and whose own share takes more than 1.2 times as long as the median one's.
         claims: Chunks computed by another replica than their owner.
         duplicates: Chunks that were computed twice.
         lost: Chunks that are missing in the gradient.
         errors: Certified error: the gradient is off by at most its square root times the spectral
             norm of the matrix of chunk gradients; 0 where it is exact.
         coded_seconds: Time of the gradient's computation, all replicas together.
-        waiting_seconds: What waiting for every replica's own work would have taken at least, from
-            measured chunk times.
+        waiting_seconds: What waiting for every replica's own work (its load, with a fixed code)
+            would have taken at least, from measured chunk times.
     """
 
     kind: ClassVar[str] = "gradients_coded"

@@ -168,9 +168,10 @@ _GUARD_NOTE = (
 )
 _CODING_NOTE = (
     "Measured. Waiting is what the slowest replica would have taken at least for its own share, "
-    "from its own micro-batches (with a fixed code: for its coded share). A straggler is a replica "
-    "whose work others did, or that was not waited for. The error is certified: the gradient is "
-    "off by at most its square root times the spectral norm of the matrix of chunk gradients."
+    "from its own micro-batches (with a fixed code: for its coded share). A straggler was not "
+    "waited for, and takes more than 1.2 times as long as the median replica. The error is "
+    "certified: the gradient is off by at most its square root times the spectral norm of the "
+    "matrix of chunk gradients."
 )
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
 

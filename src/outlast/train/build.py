@@ -270,7 +270,9 @@ def _coded_engine(
         on_lost="rescale" if settings.lost == "commit" else "raise",
         largest_error=settings.largest_error * code.chunks,
     )
-    return CodedEngine(inner, coded, replace(loader, rank=0, ranks=code.chunks), notes), notes
+    load = len(code.assignment.chunks_of(coded.worker))
+    shares = replace(loader, rank=0, ranks=code.chunks)
+    return CodedEngine(inner, coded, shares, load, notes), notes
 
 
 def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:

@@ -7,6 +7,7 @@ fixed, larger load (`outlast.coding.protocol.coded`).
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,13 +28,17 @@ from outlast.records import GradientsCoded, WrongNumbers
 from outlast.records.coded import DUPLICATE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
     from outlast.job.sections import CodingScheme
     from outlast.train.engine import ReplicaEngine
     from outlast.train.layout import Layout
+
+
+_SLOWNESS = 1.2
+"""A replica is slow when it takes so many times as long as the median of them."""
 
 
 def code_of(job: Job, replicas: int) -> GradientCode:
@@ -76,7 +81,7 @@ class _Step:
     lost: int = 0
     error: float = 0.0
     seconds: float = 0.0
-    waiting_seconds: float = 0.0
+    own_seconds: float = 0.0
 
 
 @dataclass
@@ -106,7 +111,7 @@ class CodingNotes:
             lost=len(outcome.lost),
             error=0.0 if outcome.certificate.exact else outcome.certificate.error,
             seconds=outcome.seconds,
-            waiting_seconds=outcome.own_seconds,
+            own_seconds=outcome.own_seconds,
         )
         for each in outcome.disagreements:
             self._wrong.append(
@@ -122,13 +127,23 @@ class CodingNotes:
                 )
             )
 
-    def decoded(self, outcome: Outcome, seconds: float) -> None:
-        """Note a step of a fixed code; of one that the guard repeats, the last time counts."""
+    def decoded(self, outcome: Outcome, seconds: float, own_seconds: float) -> None:
+        """Note a step of a fixed code; of one that the guard repeats, the last time counts.
+
+        Args:
+            outcome: What the gradient is made of.
+            seconds: Time of the step's gradient.
+            own_seconds: Time that this replica has needed, or would have needed at least, for its
+                load.
+        """
+        certificate = outcome.certificate
+        # `centred` is also the error of the scaled decoding, with coefficients scale x alpha.
+        error = certificate.error if outcome.scale == 1.0 else certificate.centred
         self._steps[outcome.step] = _Step(
             late=outcome.late,
-            error=0.0 if outcome.exact else outcome.certificate.error,
+            error=0.0 if outcome.exact else error,
             seconds=seconds,
-            waiting_seconds=seconds + (outcome.saved_seconds or 0.0),
+            own_seconds=own_seconds,
         )
 
     def take(self, step: int) -> list[GradientsCoded | WrongNumbers]:
@@ -167,13 +182,24 @@ class CodingNotes:
             lost=[max(each.lost for each in row) for row in rows],
             errors=[max(each.error for each in row) for row in rows],
             coded_seconds=[round(max(each.seconds for each in row), 6) for row in rows],
-            waiting_seconds=[round(max(each.waiting_seconds for each in row), 6) for row in rows],
+            waiting_seconds=[round(max(each.own_seconds for each in row), 6) for row in rows],
         )
 
 
-def _stragglers(names: Sequence[int], row: Iterable[_Step]) -> list[int]:
-    found = {name for name, each in zip(names, row, strict=True) if each.yielded}
-    return sorted(found.union(*(each.late for each in row)))
+def _stragglers(names: Sequence[int], row: Sequence[_Step]) -> list[int]:
+    """Of the replicas that were not waited for, those that were slow.
+
+    Somebody is always last, and done without where the others happen to suffice.
+    """
+    spared = {name for name, each in zip(names, row, strict=True) if each.yielded}
+    spared.update(*(each.late for each in row))
+    typical = statistics.median_low(each.own_seconds for each in row)
+    slow = (
+        name
+        for name, each in zip(names, row, strict=True)
+        if each.own_seconds > _SLOWNESS * typical
+    )
+    return sorted(spared.intersection(slow))
 
 
 @dataclass
@@ -229,19 +255,21 @@ class CodedEngine:
         inner: Runs one micro-batch.
         coded: Encodes, agrees on survivors, decodes.
         loader: Gathers micro-batches; its `ranks` are the code's chunks.
+        load: Chunks that this replica computes.
         notes: Where steps are noted.
     """
 
     inner: ReplicaEngine
     coded: CodedAllReduce
     loader: BatchLoader
+    load: int
     notes: CodingNotes
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
     ) -> torch.Tensor:
         """See `Engine`; the losses are encoded and decoded like the gradients."""
-        begun = time.monotonic()
+        begun, passes = time.monotonic(), []
         encoded = torch.zeros((), device=self.inner.device)
         with self.coded.computing():
             for chunk, weight in self.coded.chunks():
@@ -249,12 +277,22 @@ class CodedEngine:
                     loss = self.inner.loss(self.loader.part(step, chunk, number), step)
                     (loss * (weight / global_tokens)).backward()  # type: ignore[no-untyped-call]
                     encoded += weight * loss.detach()
+                    passes.append(time.monotonic() - begun)
         computed = time.monotonic()
         outcome = self.coded.reduce(step)
         ended = time.monotonic()
         self.inner.waits.add(ended - computed)
-        self.notes.decoded(outcome, ended - begun)
+        own_seconds = self._own_seconds(passes, computed - begun)
+        self.notes.decoded(outcome, ended - begun, own_seconds)
         return encoded * float(outcome.weights[self.coded.worker]) / global_tokens
+
+    def _own_seconds(self, passes: Sequence[float], spent_seconds: float) -> float:
+        """Time of the whole load, from when the passes that were done have ended."""
+        total = self.load * self.loader.microbatches
+        if not passes:
+            # The first alone would have taken longer.
+            return spent_seconds * total
+        return max(spent_seconds, passes[-1] / len(passes) * total)
 
     def evaluate(self, batch: MicroBatch) -> torch.Tensor:
         """See `Engine`."""

@@ -31,6 +31,7 @@ from outlast.records import (
     CheckpointSaved,
     Evaluated,
     Event,
+    GradientsCoded,
     Ready,
     Sink,
     StepsDone,
@@ -101,11 +102,8 @@ def message_of(event: Event) -> str | None:
             return f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
         case CheckpointInterval():
             return f"checkpoints: {event.reason}"
-        case WrongNumbers():
-            return (
-                f"step {event.step + 1}: wrong numbers in {event.operation} of {event.module} on "
-                f"rank {event.found_on} ({event.device}): {event.outcome.replace('_', ' ')}"
-            )
+        case WrongNumbers() | GradientsCoded():
+            return _about_numbers(event)
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
         case Warned():
@@ -114,6 +112,21 @@ def message_of(event: Event) -> str | None:
             return f"saved at step {event.step}; the same command goes on from there"
         case _:
             return None
+
+
+def _about_numbers(event: WrongNumbers | GradientsCoded) -> str | None:
+    if isinstance(event, WrongNumbers):
+        return (
+            f"step {event.step + 1}: wrong numbers in {event.operation} of {event.module} on "
+            f"rank {event.found_on} ({event.device}): {event.outcome.replace('_', ' ')}"
+        )
+    inexact = sum(error > 0 for error in event.errors)
+    if not inexact:
+        return None
+    return (
+        f"step {event.step}: {inexact} of the last {len(event.errors)} gradients inexact, "
+        f"certified error up to {max(event.errors):.3g}"
+    )
 
 
 class LineDisplay:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes.equal_weights import equal_weight_error, survivors_of
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.equal_weights import equal_weight_error
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class StochasticBlock(GradientCode):
         self.matrix = csr_array((np.ones(len(places[0])), places), shape=(workers, workers))
         self.nominal_load = load
         self.tolerance = -1
+        roundoff(dtype)
         self.dtype = dtype
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
@@ -153,7 +155,7 @@ class StochasticCode(GradientCode):
         seed: int = 0,
         dtype: str = "float32",
     ) -> None:
-        if isinstance(copies, int):
+        if isinstance(copies, int | np.integer):
             held = np.full(workers if chunks is None else chunks, copies, dtype=np.int64)
         elif chunks in (None, len(copies)):
             held = np.asarray(copies, dtype=np.int64)
@@ -170,6 +172,7 @@ class StochasticCode(GradientCode):
         self.matrix = csr_array((values, places), shape=(workers, len(held)))
         self.straggler_probability = straggler_probability
         self.tolerance = 0
+        roundoff(dtype)
         self.dtype = dtype
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.coding.certificate import EXACT, Certificate, roundoff
+from outlast.coding.certificate import Certificate, exact_up_to_rounding, roundoff
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 _SAME = 1e-9
-_LARGE = 1e3
-"""Amplification beyond which lost digits of float64 no longer count as exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +100,7 @@ def certify_blocks(
     magnitude = np.abs(weights)
     amplification = float(magnitude.sum(axis=1).max(initial=0.0))
     rounded = float(np.linalg.norm(magnitude @ message_norms)) / math.sqrt(parts * chunks)
-    exact = error <= EXACT**2 * chunks * min(max(amplification, 1.0), _LARGE) ** 2
+    exact = exact_up_to_rounding(error, chunks, amplification)
     return Certificate(
         error, centred, scale, exact, amplification, roundoff(dtype) * rounded, dtype
     )

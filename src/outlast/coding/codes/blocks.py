@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from scipy.sparse import csr_array
-from scipy.sparse.linalg import lsqr
 
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import GradientCode, Survivors
+from outlast.coding.code import GradientCode, Survivors, survivor_numbers
 from outlast.coding.codes.block_certificate import DecodedBlocks, certify_blocks
 from outlast.coding.conditioning import PATTERNS, Conditioning, straggler_patterns
 from outlast.errors import CodingError
@@ -171,7 +170,7 @@ class BlockCode(ABC):
         Raises:
             CodingError: For another number of messages than survivors, or a worker named twice.
         """
-        numbers = self._numbers(survivors)
+        numbers = survivor_numbers(survivors, self.workers)
         if len(np.unique(numbers)) != len(numbers):
             raise CodingError(f"survivors {numbers.tolist()} name a worker twice")
         if messages.ndim != 2 or len(messages) != len(numbers):
@@ -185,7 +184,7 @@ class BlockCode(ABC):
     def mask(self, survivors: Survivors) -> npt.NDArray[np.bool_]:
         """(workers,) whether each worker is among the survivors."""
         alive = np.zeros(self.workers, dtype=bool)
-        alive[self._numbers(survivors)] = True
+        alive[survivor_numbers(survivors, self.workers)] = True
         return alive
 
     def decoding_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
@@ -201,30 +200,13 @@ class BlockCode(ABC):
         if system.shape[0] * system.shape[1] <= _DENSE_ENTRIES:
             weights[:, alive] = np.linalg.lstsq(system.toarray(), target, rcond=None)[0].T
         else:
+            # Imported here, since few codes are that large and it doubles the time to import.
+            from scipy.sparse.linalg import lsqr
+
             for part in range(self.parts):
                 found = lsqr(system, target[:, part], atol=1e-12, btol=1e-12)[0]
                 weights[part, alive] = found
         return weights
-
-    def _numbers(self, survivors: Survivors) -> npt.NDArray[np.int64]:
-        """The survivors' numbers in the order in which they are given."""
-        given: npt.NDArray[Any] = np.asarray(
-            survivors if isinstance(survivors, np.ndarray) else list(survivors)
-        )
-        if given.dtype == bool:
-            if given.shape != (self.workers,):
-                raise CodingError(
-                    f"the survivors' mask has shape {given.shape}, but the code has "
-                    f"{self.workers} workers"
-                )
-            return np.flatnonzero(given)
-        numbers = given.astype(np.int64)
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.workers:
-            raise CodingError(
-                f"survivors {int(numbers.min())} to {int(numbers.max())} are not all in "
-                f"[0, {self.workers})"
-            )
-        return numbers
 
     def __repr__(self) -> str:
         return (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.code import Bound, Decoder, GradientCode
-from outlast.coding.codes.equal_weights import survivors_of
-from outlast.coding.codes.graph.families import is_prime
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, Decoder, GradientCode, check_decoder, survivors_of
+from outlast.coding.codes.primes import is_prime
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class BlockDesign(GradientCode):
         self.overlap = shared
         if rest or not self._balanced():
             raise CodingError("two points are not in equally many common blocks for all pairs")
+        roundoff(dtype)
         self.dtype = dtype
         self.tolerance = 0 if self._error(points) < 1e-9 * blocks else -1
 
@@ -149,6 +150,7 @@ class BlockDesign(GradientCode):
         self, alive: npt.NDArray[np.bool_], decoder: Decoder = "optimal"
     ) -> npt.NDArray[np.float64]:
         """(draws,) errors in closed form, the same for both decoders; takes (draws, workers)."""
+        check_decoder(decoder)
         counts, inverse = np.unique(alive.sum(axis=1), return_inverse=True)
         return np.array([self._error(int(count)) for count in counts])[inverse]
 
@@ -188,6 +190,10 @@ class SymmetricDesign(BlockDesign):
         dtype: str = "float32",
     ) -> None:
         chosen = difference_set_of(workers) if difference_set is None else tuple(difference_set)
+        if workers < 1 or not len(chosen):
+            raise CodingError(
+                f"workers = {workers} and a difference set of {len(chosen)} are not at least 1"
+            )
         residues = np.unique(np.asarray(chosen, dtype=np.int64) % workers)
         columns = (np.arange(workers)[:, None] + residues) % workers
         pointers = np.arange(workers + 1) * len(residues)

@@ -12,17 +12,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def survivors_of(workers: int, stragglers: int) -> int:
-    """Workers that are left.
-
-    Raises:
-        CodingError: For a number of stragglers that is not in [0, workers].
-    """
-    if not 0 <= stragglers <= workers:
-        raise CodingError(f"stragglers = {stragglers} is not in [0, {workers}]")
-    return workers - stragglers
-
-
 def equal_weight_error(
     copies: npt.NDArray[np.int64], workers: int, survivors: int, weight: float
 ) -> float:

@@ -12,7 +12,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order
 
 from outlast.coding.assignment import Assignment
-from outlast.coding.code import Bound, GradientCode
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, GradientCode, survivors_of
 from outlast.coding.codes.circle import angles_of, best_phase, exchanged, trigonometric_rows
 from outlast.coding.codes.nullspace import (
     NullspaceCode,
@@ -125,6 +126,7 @@ class GroupedBySpeed(GradientCode):
     ) -> None:
         rates, parts = _checked(speeds, stragglers, chunks)
         self.tolerance = stragglers
+        roundoff(dtype)
         self.dtype = dtype
         self.speeds = rates
         self.groups = _balanced_groups(rates, stragglers + 1)
@@ -175,7 +177,7 @@ class GroupedBySpeed(GradientCode):
         """0 up to the tolerance; then at most the chunks of the stragglers, and never above all."""
         if stragglers <= self.tolerance:
             return super().worst_error(stragglers)
-        spared = self._least_lost(min(stragglers, self.workers))
+        spared = self._least_lost(self.workers - survivors_of(self.workers, stragglers))
         return Bound(float(spared), "upper", "the group that loses the fewest chunks decodes alone")
 
     def _least_lost(self, stragglers: int) -> int:

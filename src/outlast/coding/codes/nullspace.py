@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.code import Decoder, GradientCode
+from outlast.coding.code import Decoder, GradientCode, check_decoder
 from outlast.coding.conditioning import (
     PATTERNS,
     Conditioning,
@@ -90,6 +90,7 @@ class NullspaceCode(GradientCode):
         self, alive: npt.NDArray[np.bool_], decoder: Decoder = "optimal"
     ) -> npt.NDArray[np.float64]:
         """As `GradientCode.errors`; 0 within the tolerance without a computation."""
+        check_decoder(decoder)
         if decoder == "fixed":
             return super().errors(alive, decoder)
         errors = np.zeros(len(alive))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.code import Bound, Decoder, GradientCode
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, Decoder, GradientCode, check_decoder, survivors_of
 from outlast.coding.codes.nullspace import check_workers
 from outlast.errors import CodingError
 
@@ -48,6 +49,7 @@ class FractionalRepetition(GradientCode):
         entries = (np.ones(len(columns)), columns, pointers)
         self.matrix = csr_array(entries, shape=(workers, workers))
         self.tolerance = stragglers
+        roundoff(dtype)
         self.dtype = dtype
 
     @property
@@ -82,6 +84,7 @@ class FractionalRepetition(GradientCode):
 
         These are exact.
         """
+        check_decoder(decoder)
         if decoder == "fixed":
             return super().errors(alive, decoder)
         groups = alive.reshape(len(alive), -1, self.copies)
@@ -89,7 +92,7 @@ class FractionalRepetition(GradientCode):
 
     def worst_error(self, stragglers: int) -> Bound:
         """Exactly d floor(s / d): whoever chooses the stragglers takes out whole groups."""
-        dead = min(stragglers, self.workers) // self.copies
+        dead = (self.workers - survivors_of(self.workers, stragglers)) // self.copies
         return Bound(
             float(self.copies * dead), "exact", "Charles, Papailiopoulos and Ellenberg (2017)"
         )
@@ -99,7 +102,7 @@ class FractionalRepetition(GradientCode):
 
         A group is gone when all survivors are among the n - d workers outside it.
         """
-        survivors = max(self.workers - stragglers, 0)
+        survivors = survivors_of(self.workers, stragglers)
         outside = math.comb(self.workers - self.copies, survivors)
         mean = self.workers * outside / math.comb(self.workers, survivors)
         return Bound(mean, "exact", "Charles, Papailiopoulos and Ellenberg (2017)")

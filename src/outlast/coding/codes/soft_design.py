@@ -9,12 +9,9 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes.equal_weights import (
-    best_equal_weight,
-    equal_weight_error,
-    survivors_of,
-)
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.equal_weights import best_equal_weight, equal_weight_error
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -64,6 +61,7 @@ class SoftDesign(GradientCode):
         self.matrix = csr_array((np.ones(holders.size), places), shape=(workers, count))
         self.tolerance = 0
         self.copies = copies
+        roundoff(dtype)
         self.dtype = dtype
 
     @functools.cached_property

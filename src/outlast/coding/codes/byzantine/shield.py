@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.codes.byzantine.vote import Aggregate, ReplicatedVote
+from outlast.coding.codes.primes import is_prime
 from outlast.errors import CodingError
 
 
@@ -42,9 +43,9 @@ class ByzShield(ReplicatedVote):
                 f"{nearest + 2} would do"
             )
         self.replication, self.aggregate = replication, aggregate
-        if _prime(load) and replication < load:
+        if is_prime(load) and replication < load:
             self.assignment = _latin_squares(load, replication)
-        elif _prime(replication) and load > 0 and load % replication == 0:
+        elif is_prime(replication) and load > 0 and load % replication == 0:
             self.assignment = _bigraph(load, replication)
         else:
             raise CodingError(
@@ -71,16 +72,12 @@ def _bigraph(load: int, prime: int) -> Assignment:
     return Assignment.of(held, load * prime)
 
 
-def _prime(number: int) -> bool:
-    return number > 1 and all(number % each for each in range(2, int(number**0.5) + 1))
-
-
 def _nearest(load: int, replication: int) -> str:
     """The loads around `load` that there is a construction for."""
 
     def fits(value: int) -> bool:
-        squares = _prime(value) and replication < value
-        return squares or (_prime(replication) and value > 0 and value % replication == 0)
+        squares = is_prime(value) and replication < value
+        return squares or (is_prime(replication) and value > 0 and value % replication == 0)
 
     below = next((value for value in range(load - 1, 0, -1) if fits(value)), None)
     above = next(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes.equal_weights import survivors_of
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, GradientCode, survivors_of
 from outlast.coding.codes.graph import components, families
 from outlast.coding.codes.graph.components import HalfEdges
 from outlast.coding.codes.graph.families import Graph
@@ -76,6 +76,7 @@ class GraphCode(GradientCode):
         self._halves = HalfEdges.of(ends, vertices)
         regular = int(degrees.min()) == int(degrees.max())
         self.degree: int | None = int(degrees[0]) if regular else None
+        roundoff(dtype)
         self.dtype = dtype
         self.tolerance = self._proven_tolerance()
 

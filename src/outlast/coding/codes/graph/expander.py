@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from outlast.coding.code import Bound, GradientCode
-from outlast.coding.codes.equal_weights import one_step_error, survivors_of
+from outlast.coding.certificate import roundoff
+from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.equal_weights import one_step_error
 from outlast.coding.codes.graph import families
 from outlast.errors import CodingError
 
@@ -63,6 +64,7 @@ class Expander(GradientCode):
         self.graph = graph
         self.degree = int(degrees[0])
         self.matrix = graph.adjacency / self.degree
+        roundoff(dtype)
         self.dtype = dtype
         self.tolerance = 0
 

@@ -12,6 +12,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, maximum_flow
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
+from outlast.coding.codes.primes import is_prime
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -273,11 +274,6 @@ def ramanujan(p: int, q: int) -> Graph:
         starts = np.arange(len(elements))
         parts.append(np.stack([starts, targets], axis=1)[starts < targets])
     return Graph(np.concatenate(parts), len(elements), transitive=True)
-
-
-def is_prime(number: int) -> bool:
-    """Whether a number is a prime, by trial division."""
-    return number > 1 and all(number % x for x in range(2, math.isqrt(number) + 1))
 
 
 def _quaternion_matrices(p: int, q: int) -> npt.NDArray[np.int64]:
