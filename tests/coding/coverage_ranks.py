@@ -27,7 +27,8 @@ import torch.distributed as dist
 from forked import free_port
 from torch import nn
 
-from outlast.coding.protocol.coverage import Coverage, Covered
+from outlast.coding.protocol.coverage import Coverage
+from outlast.coding.protocol.covered import Covered
 from outlast.coding.protocol.randomness import keyed
 
 # torch asks for the name of whom it connects to, for its log; a name server may drop the question.

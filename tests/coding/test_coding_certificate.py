@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from outlast.coding.certificate import certify, roundoff
 from outlast.coding.codes.bernoulli import BernoulliCode, StochasticCode
 from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
-from outlast.coding.codes.design import SymmetricDesign
+from outlast.coding.codes.design import BlockDesign, SymmetricDesign
 from outlast.coding.codes.graph.code import GraphCode
 from outlast.coding.codes.graph.expander import Expander
 from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
@@ -169,6 +169,8 @@ def test_bounds_for_stragglers_that_there_are_not_are_refused(code, stragglers):
         lambda dtype: CyclicMDS(6, 3, dtype=dtype, tolerance=ANY),
         lambda dtype: GroupedBySpeed([1, 2, 3], 1, dtype=dtype),
         lambda dtype: SymmetricDesign(7, dtype=dtype),
+        lambda dtype: BlockDesign.affine_plane(2, dtype=dtype),
+        lambda dtype: BlockDesign.all_pairs(4, dtype=dtype),
         lambda dtype: SoftDesign(6, 2, dtype=dtype),
         lambda dtype: BernoulliCode(6, 2, dtype=dtype),
         lambda dtype: StochasticCode(6, 2, 0.1, dtype=dtype),

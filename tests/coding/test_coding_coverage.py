@@ -113,7 +113,7 @@ def test_without_helpers_everybody_waits_for_the_slow_one(ranks):
     check_exact(outcomes)
     for steps in outcomes:
         for step in steps:
-            assert step.outcome.seconds > 0.2
+            assert step.outcome.seconds > 0.15
             assert step.outcome.taken_over == step.outcome.yielded == 0
 
 

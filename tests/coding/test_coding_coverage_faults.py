@@ -490,15 +490,17 @@ def with_wrong_gradients(guilty, chunk):
     def prepare(coverage):
         if coverage.members.rank != guilty:
             return
-        real = coverage._run
+        gradients = coverage._gradients
+        real = gradients.compute
+        weight = gradients._sums.parameters[0]
 
-        def run_wrong(step, at_chunk, compute):
-            loss = real(step, at_chunk, compute)
-            if at_chunk == chunk:
-                buffer = coverage._scratch.buffers[0]
-                buffer[7] += 0.05 * buffer.norm()
-            return loss
+        def wrong(step, at_chunk, loss_of):
+            return real(
+                step,
+                at_chunk,
+                lambda number: loss_of(number) + (weight.flatten()[7] if number == chunk else 0.0),
+            )
 
-        coverage._run = run_wrong
+        gradients.compute = wrong
 
     return prepare

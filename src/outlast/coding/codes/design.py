@@ -70,7 +70,7 @@ class BlockDesign(GradientCode):
         self._set_design(dtype)
 
     @classmethod
-    def affine_plane(cls, order: int) -> BlockDesign:
+    def affine_plane(cls, order: int, *, dtype: str = "float32") -> BlockDesign:
         """AG(2, q): q^2 workers, q^2 + q chunks (the lines), q + 1 chunks per worker, l = 1.
 
         Raises:
@@ -84,10 +84,10 @@ class BlockDesign(GradientCode):
         line_of = np.concatenate([lines, (order * order + x)[None]])
         points = np.tile(np.arange(order * order), order + 1)
         by_line = points[np.argsort(line_of.ravel(), kind="stable")]
-        return cls(by_line.reshape(-1, order), order * order)
+        return cls(by_line.reshape(-1, order), order * order, dtype=dtype)
 
     @classmethod
-    def all_pairs(cls, workers: int) -> BlockDesign:
+    def all_pairs(cls, workers: int, *, dtype: str = "float32") -> BlockDesign:
         """A chunk for every two workers: r = workers - 1, l = 1, load 2.
 
         Raises:
@@ -95,7 +95,7 @@ class BlockDesign(GradientCode):
         """
         if workers < 3:
             raise CodingError(f"workers = {workers} is below 3")
-        return cls(np.stack(np.triu_indices(workers, 1), axis=1), workers)
+        return cls(np.stack(np.triu_indices(workers, 1), axis=1), workers, dtype=dtype)
 
     def _set_design(self, dtype: str) -> None:
         loads = np.diff(self.matrix.indptr)

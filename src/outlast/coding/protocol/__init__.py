@@ -10,7 +10,8 @@ and `Gossip` by messages between two processes.
 """
 
 from outlast.coding.protocol.coded import CodedAllReduce, Outcome
-from outlast.coding.protocol.coverage import Coverage, Covered, Disagreement
+from outlast.coding.protocol.coverage import Coverage
+from outlast.coding.protocol.covered import Covered, Disagreement
 from outlast.coding.protocol.gossip import Gossip
 from outlast.coding.protocol.server import Hub
 from outlast.coding.protocol.tree import TreeRoot

@@ -17,20 +17,17 @@ import math
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
-from outlast.coding.certificate import certify
 from outlast.coding.protocol.board import Board, StoreLostError
 from outlast.coding.protocol.claims import BROKEN, COVERED, NOBODY, Claims
-from outlast.coding.protocol.fingerprint import Fingerprint, Fingerprints
-from outlast.coding.protocol.flat import FlatGradients
-from outlast.coding.protocol.interrupt import Abandoned, Interrupt
+from outlast.coding.protocol.covered import Covered, Disagreement, Progress
+from outlast.coding.protocol.fingerprint import Fingerprint
+from outlast.coding.protocol.gradients import ChunkGradients
+from outlast.coding.protocol.interrupt import Abandoned
 from outlast.coding.protocol.members import Members, PeerLostError
-from outlast.coding.protocol.randomness import keyed
 from outlast.coding.protocol.reunion import Reunion
 from outlast.coding.protocol.team import Team
 from outlast.coding.protocol.watcher import Watcher
@@ -43,73 +40,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup, Store
 
-    from outlast.coding.certificate import Certificate
 
 _numbers = itertools.count()
 _COMMITTED = "committed"
 _REMEMBERED_CHUNKS = 32
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """Two processes have computed one chunk and got different gradients.
-
-    Attributes:
-        chunk: The chunk.
-        ranks: The process whose gradient counts, and the one that found the difference.
-        difference: Estimate of the difference's 2-norm as a share of the gradient's.
-    """
-
-    chunk: int
-    ranks: tuple[int, int]
-    difference: float
-
-
-@dataclass(frozen=True)
-class Covered:
-    """What became of one step.
-
-    Attributes:
-        loss: Sum of the losses of the chunks whose gradients this process has given, a scalar.
-        certificate: Exact, or the error that lost chunks leave.
-        lost: Chunks whose gradients are not in the result.
-        taken_over: Chunks of others whose gradients this process has given.
-        yielded: Chunks of this process that others have done.
-        duplicates: Chunks that this process computed although another was first.
-        disagreements: Chunks that two processes have computed with different results.
-        ranks: Processes that take part after this step.
-        seconds: Time from the begin of the step to its end.
-        own_seconds: Time that this process would have needed at least for all its own chunks, from
-            the chunks that it has computed or begun.
-        waited_seconds: Of `seconds`: waiting for others, and summing.
-    """
-
-    loss: torch.Tensor
-    certificate: Certificate
-    lost: tuple[int, ...]
-    taken_over: int
-    yielded: int
-    duplicates: int
-    disagreements: tuple[Disagreement, ...]
-    ranks: tuple[int, ...]
-    seconds: float
-    own_seconds: float
-    waited_seconds: float
-
-
-@dataclass
-class _Progress:
-    """What this process has done in the step so far."""
-
-    loss: torch.Tensor
-    begun: float
-    won: list[int] = field(default_factory=list)
-    lost: set[int] = field(default_factory=set)
-    duplicates: int = 0
-    waited_seconds: float = 0.0
-    chunk_seconds: list[float] = field(default_factory=list)
-    slow_seconds: float = 0.0
-    disagreements: list[Disagreement] = field(default_factory=list)
 
 
 class Coverage:
@@ -193,12 +127,7 @@ class Coverage:
         self._team = Team(team)
         self._worker = self.members.index
         self._origin = self.members.ranks
-        self._sums = FlatGradients(model.parameters())
-        if not self._sums.buffers:
-            raise CodingError("the model has no parameter that requires a gradient")
-        self._scratch = FlatGradients(model.parameters())
-        self._fingerprints = Fingerprints()
-        self._device = self._sums.buffers[0].device
+        self._gradients = ChunkGradients(model, self._team, seed=seed, unwanted=self._unwanted)
         self._chunk_seconds: deque[float] = deque(maxlen=_REMEMBERED_CHUNKS)
         name = f"coverage/{next(_numbers)}/{self._origin[0]}"
         board = Board(self._team.told(lambda: name), store)
@@ -208,8 +137,6 @@ class Coverage:
         self._round = 0
         self._made: list[set[str]] = []
         self._ends = math.inf
-        interruptible = self._team.size == 1
-        self._interrupt = Interrupt(model, self._unwanted) if interruptible else None
 
     @property
     def chunks(self) -> int:
@@ -234,7 +161,7 @@ class Coverage:
         while True:
             if self.deadline_seconds is not None:
                 self._ends = time.monotonic() + self.deadline_seconds
-            progress = _Progress(torch.zeros((), device=self._device), begun)
+            progress = Progress(torch.zeros((), device=self._gradients.device), begun)
             try:
                 self._gather(step, compute, progress)
                 break
@@ -245,8 +172,7 @@ class Coverage:
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        if self._interrupt is not None:
-            self._interrupt.remove()
+        self._gradients.close()
         self._watcher.stop()
 
     def _committed_meanwhile(self) -> bool:
@@ -262,11 +188,11 @@ class Coverage:
         for _ in range(meeting.sums_behind):
             # Takes part in what others have given up: the next sum of all must meet its like.
             with contextlib.suppress(PeerLostError):
-                self.members.sum_(FlatGradients(self._sums.parameters).buffers)
+                self.members.sum_(self._gradients.like())
         return meeting.committed
 
     def _gather(
-        self, step: int, compute: Callable[[int], torch.Tensor], progress: _Progress
+        self, step: int, compute: Callable[[int], torch.Tensor], progress: Progress
     ) -> None:
         """Rounds of covering and summing until all members have the sum."""
         wanted = set(range(self.chunks))
@@ -293,7 +219,7 @@ class Coverage:
         living = {self._origin.index(rank) for rank in self.members.ranks}
         return {chunk for chunk in wanted if living.isdisjoint(self.spread.holders(chunk).tolist())}
 
-    def _given_up(self, gone: set[int], progress: _Progress) -> set[int]:
+    def _given_up(self, gone: set[int], progress: Progress) -> set[int]:
         """Do without these chunks, or refuse to."""
         if gone and self.lost == "recompute":
             raise LostChunksError(
@@ -310,7 +236,7 @@ class Coverage:
         claims: Claims,
         step: int,
         compute: Callable[[int], torch.Tensor],
-        progress: _Progress,
+        progress: Progress,
     ) -> str:
         """Compute and claim chunks until all are claimed; returns how the round has ended."""
         if self._alone:
@@ -336,7 +262,7 @@ class Coverage:
             progress.lost |= self._team.told(lambda: self._frozen(claims))
         return str(how)
 
-    def _next(self, claims: Claims, idle_since: float, progress: _Progress) -> int | None:
+    def _next(self, claims: Claims, idle_since: float, progress: Progress) -> int | None:
         """A chunk to take over; None after a short wait for the end of the round."""
         now = time.monotonic()
         pause = max(statistics.median(self._chunk_seconds or [0.01]) * self.patience, 1e-3)
@@ -377,12 +303,13 @@ class Coverage:
         chunk: int,
         step: int,
         compute: Callable[[int], torch.Tensor],
-        progress: _Progress,
+        progress: Progress,
     ) -> None:
         """Compute a chunk that nobody else could, if there is time."""
         if not self._team.told(lambda: time.monotonic() > self._ends):
             with contextlib.suppress(Abandoned):
-                self._add(chunk, self._run(step, chunk, compute), progress)
+                loss, _ = self._gradients.compute(step, chunk, compute)
+                self._count(chunk, loss, progress)
                 return
         progress.lost.add(chunk)
 
@@ -392,21 +319,20 @@ class Coverage:
         chunk: int,
         step: int,
         compute: Callable[[int], torch.Tensor],
-        progress: _Progress,
+        progress: Progress,
     ) -> None:
         """Compute a chunk and claim it; what another has claimed before is compared and dropped."""
         begun = time.monotonic()
         try:
-            loss = self._run(step, chunk, compute)
+            loss, mine = self._gradients.compute(step, chunk, compute)
         except Abandoned:
             progress.slow_seconds = time.monotonic() - begun
             return
         progress.chunk_seconds.append(time.monotonic() - begun)
         self._chunk_seconds.append(progress.chunk_seconds[-1])
-        mine = self._fingerprints.take(self._scratch.buffers)
         claim = self._team.told(lambda: claims.claim(chunk, mine.text()))
         if claim.won:
-            self._add(chunk, loss, progress)
+            self._count(chunk, loss, progress)
             return
         progress.duplicates += 1
         # The fingerprint is that of the leader's share of a replica's gradient.
@@ -416,24 +342,8 @@ class Coverage:
                 ranks = (self._origin[claim.by], self.members.rank)
                 progress.disagreements.append(Disagreement(chunk, ranks, difference))
 
-    def _run(self, step: int, chunk: int, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Both passes of a chunk; its gradient is in the scratch buffers afterwards."""
-        self._scratch.zero_()
-        self._scratch.write_back()
-        listening = (
-            contextlib.nullcontext() if self._interrupt is None else self._interrupt.listening()
-        )
-        place = chunk * self._team.size + self._team.rank
-        with keyed(self.seed, step, place), listening:
-            loss = compute(chunk)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def _add(self, chunk: int, loss: torch.Tensor, progress: _Progress) -> None:
-        if progress.won:
-            self._sums.plus_(self._scratch)
-        else:
-            self._sums, self._scratch = self._scratch, self._sums
+    def _count(self, chunk: int, loss: torch.Tensor, progress: Progress) -> None:
+        self._gradients.count(first=not progress.won)
         progress.won.append(chunk)
         progress.loss += loss
 
@@ -444,20 +354,16 @@ class Coverage:
         """Whether a chunk that is being computed would come too late."""
         return self._decided() or time.monotonic() > self._ends
 
-    def _summed(self, claims: Claims, progress: _Progress) -> bool:
+    def _summed(self, claims: Claims, progress: Progress) -> bool:
         """Add up all members' sums; whether all of them have the result."""
-        if not progress.won:
-            self._sums.zero_()
-        # The sums stay as they are until the step is over: a lost process makes all sum again.
-        self._scratch.copy_(self._sums)
+        buffers = self._gradients.buffers(empty=not progress.won)
         if self._alone:
             return True
         verdict = claims.key("verdict")
         try:
-            self.members.sum_(self._scratch.buffers, broken=lambda: self._board.has(verdict))
+            self.members.sum_(buffers, broken=lambda: self._board.has(verdict))
         except (PeerLostError, StoreLostError) as error:
-            # What was given up may still be written to.
-            self._scratch = FlatGradients(self._sums.parameters)
+            self._gradients.give_up()
             if isinstance(error, StoreLostError):
                 raise
             self._board.publish(verdict, BROKEN)
@@ -478,39 +384,20 @@ class Coverage:
             found = self._board.publish(key, BROKEN)
         return found == _COMMITTED
 
-    def _finish(self, progress: _Progress) -> Covered:
+    def _finish(self, progress: Progress) -> Covered:
         lost = len(progress.lost)
-        coefficients = np.ones(self.chunks)
-        coefficients[sorted(progress.lost)] = 0.0
-        workers = np.ones(self.spread.workers)
-        norms = np.full(self.spread.workers, np.sqrt(self.spread.chunks_per_worker))
-        dtype = str(self._sums.buffers[0].dtype).removeprefix("torch.")
         if lost == self.chunks:
             raise LostChunksError(
                 f"no chunk was finished within deadline_seconds = {self.deadline_seconds}; "
                 "allow more time",
                 tuple(sorted(progress.lost)),
             )
-        if lost and self.rescale:
-            self._scratch.mul_(self.chunks / (self.chunks - lost))
-            coefficients *= self.chunks / (self.chunks - lost)
-        self._scratch.write_back()
-        first = self._worker * self.spread.chunks_per_worker
-        own = range(first, first + self.spread.chunks_per_worker)
-        kept = sum(chunk in own for chunk in progress.won)
-        # Of this step alone: a process that was slow once has not stayed so. A chunk that was given
-        # up would have taken longer than it had when it was.
-        typical = min(progress.chunk_seconds, default=progress.slow_seconds)
-        return Covered(
-            loss=progress.loss,
-            certificate=certify(coefficients, workers, norms, dtype),
-            lost=tuple(sorted(progress.lost)),
-            taken_over=len(progress.won) - kept,
-            yielded=len(own) - kept,
-            duplicates=progress.duplicates,
-            disagreements=tuple(progress.disagreements),
+        scale = self.chunks / (self.chunks - lost) if self.rescale else 1.0
+        self._gradients.finish(scale)
+        return progress.outcome(
+            self.spread,
+            self._worker,
             ranks=self.members.ranks,
-            seconds=time.monotonic() - progress.begun,
-            own_seconds=typical * len(own),
-            waited_seconds=progress.waited_seconds,
+            dtype=self._gradients.dtype,
+            scale=scale,
         )
