@@ -137,6 +137,7 @@ class Coverage:
         self._round = 0
         self._made: list[set[str]] = []
         self._ends = math.inf
+        self._idle_seconds = timeout_seconds
 
     @property
     def chunks(self) -> int:
@@ -198,6 +199,8 @@ class Coverage:
         wanted = set(range(self.chunks))
         wanted -= self._given_up(self._orphaned(wanted), progress)
         for attempt in itertools.count():
+            # If nobody was lost, somebody may only be slower than was thought.
+            self._idle_seconds = self.timeout_seconds * 2.0**attempt
             prefix = f"{self._reunion.life}/{self._round}/{attempt}"
             claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
             how = self._cover(claims, step, compute, progress) if wanted else COVERED
@@ -275,7 +278,7 @@ class Coverage:
         idle = now - idle_since
         if not self._watcher.wait(pause - idle if idle < pause else pause):
             self._reunion.check_left_behind()
-            if now - idle_since > self.timeout_seconds:
+            if now - idle_since > self._idle_seconds:
                 self._watcher.tell(claims.close(BROKEN))
         progress.waited_seconds += time.monotonic() - now
         return None
