@@ -72,16 +72,16 @@ def worst_error(
 
 
 def precision_bars(quick: bool) -> Iterator[Bar]:
-    """Worst relative errors of all variants."""
+    """Worst relative errors of all kinds."""
     patterns = 100 if quick else 400
     unit, peer = "worst relative error, fp32", "prototype"
     for number, (workers, stragglers, parts) in enumerate(SETTINGS):
         label = f"n = {workers}, s = {stragglers}, m = {parts}"
-        for variant in ("random", "vandermonde"):
-            code = YeAbbe(workers, stragglers, parts, variant=variant, tolerance=math.inf)
+        for kind in ("random", "vandermonde"):
+            code = YeAbbe(workers, stragglers, parts, kind=kind, tolerance=math.inf)
             figure = worst_error(workers, stragglers, patterns, lambda _, code=code: code)
-            limit = PROTOTYPE[variant][number]
-            yield bar(f"Ye-Abbe {variant}, {label}", figure, unit, peer, limit)
+            limit = PROTOTYPE[kind][number]
+            yield bar(f"Ye-Abbe {kind}, {label}", figure, unit, peer, limit)
         draws = []
         for seed in range(1, 3 if quick else SEEDS):
             code = YeAbbe(workers, stragglers, parts, seed=seed, tolerance=math.inf)

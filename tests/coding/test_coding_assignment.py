@@ -30,3 +30,14 @@ def test_chunks_that_do_not_exist_or_come_twice_are_refused(chunks_of_workers, m
 
 def test_neighbours_may_end_and_begin_with_the_same_chunk():
     assert Assignment.of([[0, 1], [1, 2]], 3).copies.tolist() == [1, 2, 1]
+
+
+def test_workers_and_chunks_that_do_not_exist_are_refused():
+    held = Assignment.of(np.array([[1, 0], [2, 1]]), 3)
+    assert held.chunks_of(1).tolist() == [1, 2]
+    assert held.holders_of(1).tolist() == [0, 1]
+    for number in (-1, 3):
+        with pytest.raises(CodingError, match=rf"worker = {number} is not in \[0, 2\)"):
+            held.chunks_of(number)
+        with pytest.raises(CodingError, match=rf"chunk = {number} is not in \[0, 3\)"):
+            held.holders_of(number)

@@ -349,3 +349,18 @@ def test_wrong_settings_are_refused_with_what_would_do(make, hint):
     with pytest.raises(CodingError) as caught:
         make()
     assert hint in str(caught.value)
+
+
+def test_latin_squares_for_ten_thousand_workers_hold_cells_of_one_value():
+    scheme = ByzShield(499, 21)
+    assert scheme.workers == 10_479
+    for square, value in ((1, 0), (7, 100), (21, 498)):
+        row, column = np.divmod(scheme.assignment.chunks_of((square - 1) * 499 + value), 499)
+        assert row.tolist() == list(range(499))
+        assert set(((square * row + column) % 499).tolist()) == {value}
+
+
+@pytest.mark.parametrize("scheme", [Draco(6, 1), ByzShield(5, 3)], ids=lambda each: each.name)
+def test_schemes_show_their_sizes(scheme):
+    assert f"workers={scheme.workers}" in repr(scheme)
+    assert f"replication={scheme.replication}" in repr(scheme)

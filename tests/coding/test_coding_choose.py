@@ -118,7 +118,9 @@ def test_memory_and_messages_limit_the_choice() -> None:
     assert lean.best.extra_bytes == 0.0
     assert "of memory" in lean.candidate("coverage").excluded
     short = choose(16, Slow(0.1, 10.0), exact=True, message_bytes=13e6)
-    assert short.best.scheme == "ye-abbe"
+    assert short.best.scheme == "partial"
+    assert "sends more" in short.candidate("coverage").excluded
+    assert not short.candidate("ye-abbe").excluded
     assert short.best.sent_bytes == pytest.approx(12.5e6)
     with pytest.raises(CodingError, match="no scheme meets the conditions"):
         choose(16, Slow(0.1, 10.0), message_bytes=1e6)
@@ -180,6 +182,46 @@ def test_cyclic_codes_keep_to_their_parity() -> None:
         for workers in (8, 9)
     }
     assert settings_of == {8: ["s = 1, d = 2"], 9: ["s = 2, d = 3"]}
+
+
+def test_approximate_codes_are_weighed_and_excluded_where_every_sample_must_count() -> None:
+    model = Slow(0.1, 5.0)
+    choice, strict = choose(24, model), choose(24, model, exact=True)
+    for scheme in ("graph", "erasure-head"):
+        found = choice.candidate(scheme)
+        assert found.lossy
+        assert 0.8 < found.kept < 1.0
+        assert found.error > 0.0
+        assert not found.excluded
+        assert strict.candidate(scheme).excluded == "not exact"
+        assert "biased" in choose(24, model, SHARDS).candidate(scheme).excluded
+    partial = [each for each in strict.candidates if each.scheme == "partial"]
+    assert {each.settings for each in partial} == {
+        "d = 2, l = 1, matchings", "d = 3, l = 1, matchings", "d = 3, l = 2, matchings",
+    }  # fmt: skip
+    assert all(each.exact and not each.excluded for each in partial)
+    shorter = min(partial, key=lambda each: each.sent_bytes)
+    assert shorter.sent_bytes == pytest.approx(12.5e6)
+
+
+def test_coverage_with_an_early_deadline_is_weighed_where_ranks_die_and_samples_may_be_lost() -> (
+    None
+):
+    dying = Combined((FailStop(0.15), Slow(0.05, 2.0)))
+
+    def early(choice: Choice) -> list[bool]:
+        return [each.lossy for each in choice.candidates if each.scheme == "coverage"]
+
+    assert sorted(early(choose(8, dying))) == [False, False, True, True]
+    assert early(choose(8, dying, exact=True)) == [False, False]
+    assert early(choose(8, Slow(0.1, 5.0))) == [False, False]
+    patient, hasty = sorted(
+        (e for e in choose(8, dying).candidates if e.scheme == "coverage" and e.copies == 3),
+        key=lambda each: each.lossy,
+    )
+    assert hasty.deadline_seconds < patient.deadline_seconds
+    assert hasty.p90_seconds <= hasty.deadline_seconds + COSTS.reduction_seconds
+    assert hasty.kept <= patient.kept
 
 
 def test_the_table_shows_every_candidate_in_line() -> None:

@@ -201,7 +201,7 @@ class Crowd:
     def __init__(self, rank, size, failures=0):
         self.rank, self.ranks, self.sums, self.failures = rank, tuple(range(size)), 0, failures
 
-    def keep(self, ranks):
+    def keep(self, ranks, name, store):
         self.ranks = tuple(ranks)
         if self.failures:
             self.failures -= 1
@@ -221,7 +221,7 @@ def test_deciders_that_race_agree_on_who_goes_on(board):
     workers = 5
     for number in range(6):
         crowds = [Crowd(rank, workers + 1) for rank in range(workers)]
-        place = Board(f"{board.name}{number}", board._below)
+        place = Board(f"{board.name}{number}", board.below)
         # No grace: everybody decides from what it happens to see.
         found = together(workers, lambda rank, c=crowds, p=place: meet(p, c[rank], 0.0))
         decided = json.loads(place.read("round/meeting0/members", WAIT, "the decision"))
@@ -248,7 +248,7 @@ def test_a_group_that_cannot_be_made_is_tried_again_with_those_who_come(board):
     def act(rank):
         if rank < 3:
             return meet(board, crowds[rank], 0.3)
-        crowds[3].keep = lambda ranks: (_ for _ in ()).throw(SystemExit)
+        crowds[3].keep = lambda ranks, name, store: (_ for _ in ()).throw(SystemExit)
         with pytest.raises(SystemExit):
             meet(board, crowds[3], 0.3)
         return None

@@ -41,12 +41,12 @@ def recovery_error(code, gradients, alive):
     return np.linalg.norm(found - total) / np.linalg.norm(total)
 
 
-@pytest.mark.parametrize("variant", ["random", "vandermonde"])
+@pytest.mark.parametrize("kind", ["random", "vandermonde"])
 @pytest.mark.parametrize(("workers", "stragglers", "parts"), SMALL)
 def test_every_set_of_tolerated_stragglers_leaves_the_gradient_exact(
-    workers, stragglers, parts, variant
+    workers, stragglers, parts, kind
 ):
-    code = YeAbbe(workers, stragglers, parts, variant=variant)
+    code = YeAbbe(workers, stragglers, parts, kind=kind)
     gradients = np.random.default_rng(1).standard_normal((workers, 2 * parts + 1))
     for gone in up_to(workers, stragglers):
         alive = without(workers, gone)
@@ -111,11 +111,11 @@ def test_the_seed_decides_the_random_code():
 
 def test_the_deterministic_code_of_many_workers_is_refused_with_its_rounding_error():
     with pytest.raises(CodingError, match=r"rounding could be 0\.5\d of the gradient"):
-        YeAbbe(24, 2, 3, variant="vandermonde")
+        YeAbbe(24, 2, 3, kind="vandermonde")
 
 
 def test_a_wider_type_lets_an_ill_conditioned_code_pass():
-    code = YeAbbe(24, 2, 3, variant="vandermonde", dtype="float64")
+    code = YeAbbe(24, 2, 3, kind="vandermonde", dtype="float64")
     assert block_conditioning(code, patterns=50).rounding < 1e-6
 
 
@@ -178,8 +178,13 @@ def test_settings_that_cannot_be_are_refused_with_the_nearest_that_can(
 
 def test_unknown_names_and_too_small_loads_are_refused():
     with pytest.raises(CodingError, match="random, vandermonde"):
-        YeAbbe(6, 1, 2, variant="fourier")
+        YeAbbe(6, 1, 2, kind="fourier")
     with pytest.raises(CodingError, match="float32"):
         YeAbbe(6, 1, 2, dtype="int8")
     with pytest.raises(CodingError, match=r"load = 2 is not in \[parts, workers\] = \[3, 6\]"):
         YeAbbe.of_load(6, 2, 3)
+
+
+def test_too_many_workers_are_refused_with_the_code_that_has_them():
+    with pytest.raises(CodingError, match=r"workers = 501 is above 500: .* StableBlocks"):
+        YeAbbe(501, 2, 2)

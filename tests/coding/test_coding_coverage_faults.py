@@ -157,7 +157,7 @@ def test_a_rank_may_be_killed_while_the_others_recover_from_the_loss_of_another(
     def prepare(coverage):
         at_sum(1, 2, lambda real: die())(coverage)
         if coverage.members.rank == 3:
-            coverage.members.keep = lambda ranks: die()
+            coverage.members.keep = lambda *arguments: die()
 
     plan = Plan(
         {"chunks_per_rank": 2, "timeout_seconds": 4.0, "grace_seconds": 0.5},

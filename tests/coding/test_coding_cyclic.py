@@ -112,7 +112,7 @@ def test_draws_follow_the_seed():
     [
         (30, 4, "both even.*take stragglers = 5, or workers = 29 or 31"),
         (7, 3, "both odd.*take stragglers = 4, or workers = 6 or 8"),
-        (5, 5, "at most stragglers = 4"),
+        (5, 5, "take stragglers = 4"),
     ],
 )
 def test_mds_parity_and_range_are_refused_with_the_nearest_sizes(workers, stragglers, text):
@@ -149,3 +149,8 @@ def test_sixty_workers_take_less_than_a_second(cls):
 def test_an_encoding_that_is_not_binary_has_no_fixed_weights():
     with pytest.raises(CodingError, match='decoder = "optimal"'):
         CyclicMDS(6, 3).decode([0, 1, 2], "fixed")
+
+
+def test_a_random_code_of_too_many_workers_is_refused_with_one_that_is_possible():
+    with pytest.raises(CodingError, match=r"workers = 1001 is above 1000: .* RealReedSolomon"):
+        CyclicRepetition(1001, 2)

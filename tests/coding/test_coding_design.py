@@ -130,6 +130,7 @@ def test_the_mean_of_equal_weights_is_exact_for_soft_designs():
         (lambda: BlockDesign([(0, 1), (2, 3)], 4), "equally many common blocks"),
         (lambda: BlockDesign.affine_plane(4), "order = 4 is not a prime; take 5"),
         (lambda: BlockDesign.all_pairs(2), "below 3"),
+        (lambda: SoftDesign(0, 1), "workers = 0 is below 1"),
         (lambda: SoftDesign(4, 5), "copies = 5 is not in"),
         (lambda: SoftDesign(4, 2, chunks=0), "chunks = 0"),
         (lambda: SymmetricDesign(7).worst_error(8), "stragglers = 8"),

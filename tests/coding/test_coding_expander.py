@@ -24,6 +24,12 @@ def test_every_pattern_keeps_the_bounds(name):
     check_every_pattern(SMALL[name])
 
 
+def spectral(code, stragglers):
+    """What Raviv et al. prove for the fixed decoder, however large."""
+    share = (code.expansion / code.degree) ** 2
+    return share * code.workers * stragglers / (code.workers - stragglers)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_the_fixed_decoder_keeps_the_bound_and_has_the_stated_mean(name):
     code = SMALL[name]
@@ -32,7 +38,11 @@ def test_the_fixed_decoder_keeps_the_bound_and_has_the_stated_mean(name):
     gone = code.workers - masks.sum(axis=1)
     for stragglers in range(code.workers):
         found = errors[gone == stragglers]
-        assert found.max() <= code.worst_error(stragglers).value + 1e-9
+        assert found.max() <= spectral(code, stragglers) + 1e-9
+        assert code.worst_error(stragglers).value == min(spectral(code, stragglers), code.chunks)
+        optimal = code.errors(masks[gone == stragglers])
+        assert optimal.max() <= code.worst_error(stragglers).value + 1e-6
+        assert optimal.mean() <= code.expected_error(stragglers).value + 1e-6 <= code.chunks + 1e-6
         mean = one_step_error(code.workers, code.degree, code.workers - stragglers)
         assert found.mean() == pytest.approx(mean, abs=1e-12)
         assert found.max() >= worst_case_lower_bound(code.degree, stragglers) - 1e-9
@@ -60,7 +70,9 @@ def test_random_expanders_keep_the_bound(half, degree, seed, probability):
             round(code.workers / max(each.sum(), 1), 12)
         }
         if each.any():
-            assert fixed <= code.worst_error(int((~each).sum())).value + 1e-9
+            gone = int((~each).sum())
+            assert fixed <= spectral(code, gone) + 1e-9
+            assert optimal <= code.worst_error(gone).value + 1e-6 <= code.chunks + 1e-6
 
 
 def test_everyone_there_is_exact_and_the_encoding_is_not_binary():

@@ -20,6 +20,8 @@ from outlast.coding.protocol.gossip import (
     contraction,
     metropolis_weights,
 )
+from outlast.coding.protocol.messages import Buffers, Header, Kind, Newest
+from outlast.coding.protocol.post import Post
 from outlast.errors import CodingError
 
 RING = [(rank, (rank + 1) % 6) for rank in range(6)]
@@ -132,6 +134,75 @@ def test_a_slow_and_a_dead_neighbour_are_left_out(ranks):
     # The slow rank went with the others' steps, not through all of its own.
     assert len(outcomes) < 20
     assert abs(loss - expected) < 0.5 * (first - expected)
+
+
+@pytest.mark.distributed
+def test_a_slow_rank_does_not_hoard_the_messages_of_fast_ones(ranks):
+    # Rank 1 waits for rank 2, then computes for long; rank 0 goes on without it all the time.
+    def work():
+        rank = start()
+        code, deadline = FractionalRepetition(3, 0), 5.0 if rank == 1 else 0.02
+        gossip = Gossip(network(), code, [(0, 1), (1, 2)], deadline_seconds=deadline)
+        taken, memory = [], []
+        for step in gossip.steps(250):
+            if rank:
+                time.sleep(0.6 * (rank == 2) + 0.8 * len(taken))
+            if len(taken) == 2 and rank:
+                break
+            time.sleep(0.004)
+            gossip.mix(step)
+            taken.append(step)
+            memory.append(gossip.buffer_bytes)
+        gossip.close(1.0)
+        return taken, memory
+
+    (fast, _), (slow, memory), _ = ranks(3)(work)
+    assert len(fast) == 250
+    assert slow[1] > 20
+    # Two neighbours, each with 2 messages that are unread, 2 kept, 1 on the way, and 3 to it; a
+    # message is 73 numbers in multiples of 64 bytes, and its header.
+    assert max(memory) <= (2 * (2 + 2 + 1 + 3) + 2) * (320 + 64)
+
+
+@pytest.mark.distributed
+def test_of_unread_letters_the_newest_are_kept(ranks):
+    def work():
+        rank = start()
+        post = Post([0, 1], 64)
+        if rank == 0:
+            for step in range(40):
+                letter = post.letter(Header(Kind.MIX, step, payload_bytes=64))
+                letter.payload.fill_(step)
+                post.send(letter, [1])
+                post.flush(5.0)
+            time.sleep(0.5)
+            return None
+        while post.received_bytes < 40 * 128:
+            time.sleep(0.01)
+        letters = [post.receive(0.2) for _ in range(2)]
+        found = [(letter.header.step, letter.payload.unique().tolist()) for letter in letters]
+        return found, post.receive(0.0), post.buffers.made
+
+    found, further, made = ranks(2)(work)[1]
+    assert found == [(38, [38]), (39, [39])]
+    assert further is None
+    assert made <= 5
+
+
+def test_a_letter_that_was_overtaken_does_not_replace_the_newer_one():
+    buffers, waiting = Buffers(64), Newest()
+    letters = {
+        (worker, step): buffers.letter(Header(Kind.CODED, step, worker=worker, payload_bytes=64))
+        for worker in (0, 1)
+        for step in (4, 5)
+    }
+    assert waiting.put(letters[0, 5]) is None
+    assert waiting.put(letters[0, 4]) is letters[0, 4]
+    assert waiting.put(letters[1, 4]) is None
+    assert waiting.put(letters[1, 5]) is letters[1, 4]
+    assert list(waiting) == [letters[0, 5], letters[1, 5]]
+    assert waiting.pop() is letters[0, 5]
+    assert len(waiting) == 1
 
 
 @pytest.mark.distributed

@@ -152,7 +152,7 @@ def test_shares_sum_to_the_total_below_the_cap_and_in_order_of_speed(speeds, mos
     [
         ([1.0, 0.0], 1, {}, r"speeds\[1\] = 0 is not above 0"),
         ([float("nan"), 1.0], 1, {}, r"speeds\[0\] = nan"),
-        ([1.0, 2.0], 2, {}, "at most stragglers = 1"),
+        ([1.0, 2.0], 2, {}, "take stragglers = 1"),
         ([1.0, 2.0], 1, {"chunks": 0}, "chunks = 0 is below 1"),
         ([], 0, {}, "workers = 0 is below 1"),
     ],

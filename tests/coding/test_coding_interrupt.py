@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -164,3 +166,25 @@ def test_random_numbers_belong_to_the_chunk_and_not_to_who_draws_them():
     assert drawn(0, 5, 7) == first
     others = [drawn(1, 5, 7), drawn(0, 6, 7), drawn(0, 5, 8), drawn(0, 7, 5)]
     assert all(each != first for each in others)
+
+
+def test_copied_and_saved_models_keep_working_and_ask_nothing(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    interrupt = Interrupt(model, lambda: True)
+    copies = [copy.deepcopy(model)]
+    torch.save(model, tmp_path / "model.pt")
+    copies.append(torch.load(tmp_path / "model.pt", weights_only=False))
+    with interrupt.listening():
+        for each in copies:
+            each(torch.randn(2, 3)).sum().backward()
+        with pytest.raises(Abandoned):
+            model(torch.randn(2, 3))
+
+
+def test_nothing_is_asked_inside_a_compiled_module():
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), inner)
+    inner.compile(backend="eager")
+    Interrupt(model, lambda: True)
+    assert not any(each._forward_pre_hooks for each in inner.modules() if each is not inner)
+    assert model[0]._forward_pre_hooks

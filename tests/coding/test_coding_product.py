@@ -13,6 +13,7 @@ from outlast.coding.codes.graph.code import GraphCode
 from outlast.coding.codes.graph.families import complete
 from outlast.coding.codes.product import Kronecker, ProductCode
 from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.errors import CodingError
 
 PAIRS = {
     "repetition twice": (FractionalRepetition(4, 1), FractionalRepetition(2, 1)),
@@ -105,3 +106,27 @@ def test_ten_thousand_workers_are_built_and_decoded_within_a_second():
 def test_products_of_binary_codes_are_binary():
     assert ProductCode(*PAIRS["repetition twice"]).binary
     assert not ProductCode(*PAIRS["cyclic and repetition"]).binary
+
+
+def test_factors_must_have_the_same_messages_and_round_little_together():
+    narrow, wide = CyclicMDS(4, 1), CyclicMDS(4, 1, dtype="float64")
+    with pytest.raises(CodingError, match="'float32' and dtype = 'float64'"):
+        Kronecker(narrow, wide)
+    with pytest.raises(CodingError, match=r"above tolerance = 1e-08; take FractionalRepetition"):
+        ProductCode(narrow, narrow, tolerance=1e-8)
+    rough = CyclicMDS(16, 3, dtype="bfloat16", tolerance=float("inf"))
+    assert rough.conditioning.rounding > 0.1
+    with pytest.raises(CodingError, match="rounding in bfloat16"):
+        Kronecker(rough, rough)
+
+
+def test_errors_of_sets_that_peel_are_zero_to_the_last_digit():
+    code = ProductCode(CyclicMDS(4, 1), FractionalRepetition(4, 1))
+    generator = np.random.default_rng(2)
+    alive = generator.random((200, code.workers)) > 0.25
+    errors = code.errors(alive)
+    peels = np.array([code.peeled_weights(each) is not None for each in alive])
+    assert peels.any()
+    assert not peels.all()
+    assert not errors[peels].any()
+    np.testing.assert_allclose(errors, [least_error(code, each) for each in alive], atol=1e-6)

@@ -91,7 +91,11 @@ def test_uneven_groups_are_refused_with_the_nearest_sizes(workers, stragglers, a
 
 @pytest.mark.parametrize(
     ("workers", "stragglers", "text"),
-    [(4, 4, "at most stragglers = 3, or workers = 5"), (4, -1, "below 0"), (0, 0, "below 1")],
+    [
+        (4, 4, "take stragglers = 3, or workers = 5"),
+        (4, -1, "take stragglers = 0"),
+        (0, 0, "below 1"),
+    ],
 )
 def test_sizes_outside_the_range_are_refused(workers, stragglers, text):
     with pytest.raises(CodingError, match=text):

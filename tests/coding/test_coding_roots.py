@@ -130,7 +130,7 @@ def test_low_precision_is_refused_with_the_figure_unless_allowed(cls):
 
 @BOTH
 def test_bad_sizes_are_refused(cls):
-    with pytest.raises(CodingError, match="at most stragglers = 3"):
+    with pytest.raises(CodingError, match="take stragglers = 3"):
         cls(4, 4)
 
 

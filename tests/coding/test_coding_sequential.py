@@ -104,15 +104,15 @@ def test_random_admitted_histories_complete_in_time(data):
 def test_loads_and_delays_are_those_of_the_paper(n, burst, window, stragglers):
     reattempt = SelectiveReattempt(n, burst, window, stragglers)
     s = int(np.ceil(burst * stragglers / (window - 1 + burst)))
-    assert reattempt.load == pytest.approx((s + 1) / n)
+    assert reattempt.job_share == pytest.approx((s + 1) / n)
     assert reattempt.delay == burst
     multiplexed = Multiplexed(n, burst, window, stragglers)
     more = stragglers + 1
     formula = more * (window - 1 + burst) / (n * (burst + (window - 1) * more))
-    assert multiplexed.load == pytest.approx(formula)
+    assert multiplexed.job_share == pytest.approx(formula)
     assert multiplexed.delay == window - 2 + burst
     everyone = Multiplexed(n, burst, window, n)
-    assert everyone.load == pytest.approx((window - 1 + burst) / (n * (window - 1)))
+    assert everyone.job_share == pytest.approx((window - 1 + burst) / (n * (window - 1)))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_no_worker_is_given_more_than_the_load_and_chunks_make_up_a_job(schedule
     for number in range(12):
         for tasks in scheduler.tasks(number):
             given = sum(scheduler.shares[list(task.chunks)].sum() for task in tasks)
-            assert given <= scheduler.load + 1e-12
+            assert given <= scheduler.job_share + 1e-12
             most = max(most, given)
         scheduler.observe(number, generator.random(scheduler.workers) > 0.2)
-    assert most == pytest.approx(scheduler.load)
+    assert most == pytest.approx(scheduler.job_share)
 
 
 def test_multiplexing_needs_less_load_than_reattempting_and_that_less_than_a_code():
@@ -137,7 +137,7 @@ def test_multiplexing_needs_less_load_than_reattempting_and_that_less_than_a_cod
     multiplexed = Multiplexed(n, burst, window, stragglers)
     reattempt = SelectiveReattempt(n, burst, window, stragglers)
     code = EveryRound(n, stragglers)
-    assert multiplexed.load < reattempt.load < code.load
+    assert multiplexed.job_share < reattempt.job_share < code.job_share
 
 
 def test_models_of_histories_on_small_cases():
@@ -177,10 +177,10 @@ def lambda_like_trace(rounds, workers, seed):
     return np.where(slow, start + generator.exponential(1.0, start.shape), start)
 
 
-def totals(schedulers, trace, seconds_per_load):
+def totals(schedulers, trace, seconds_per_job):
     return {
         name: round_seconds(
-            scheduler, trace, seconds_per_load=seconds_per_load, patience=0.2
+            scheduler, trace, seconds_per_job=seconds_per_job, patience=0.2
         ).total_seconds
         for name, scheduler in schedulers.items()
     }
@@ -193,10 +193,10 @@ def test_multiplexing_beats_a_code_where_load_takes_time():
         "code": EveryRound(72, 5),
         "multiplexed": Multiplexed(72, 1, 2, 11),
     }
-    heavy = totals(schedulers, trace, seconds_per_load=8.0)
+    heavy = totals(schedulers, trace, seconds_per_job=8.0)
     assert heavy["multiplexed"] < 0.85 * heavy["code"] < heavy["uncoded"]
     # Where load costs next to nothing a code waits for fewer workers than any second try.
-    light = totals(schedulers, trace, seconds_per_load=0.1)
+    light = totals(schedulers, trace, seconds_per_job=0.1)
     assert light["code"] < light["multiplexed"] < light["uncoded"]
 
 
@@ -205,14 +205,14 @@ def test_reattempting_beats_every_code_where_stragglers_come_together():
     trace[::4, ::6] = 3.0
     schedulers = {"reattempt": SelectiveReattempt(72, 1, 2, 12)}
     schedulers |= {f"code {s}": EveryRound(72, s) for s in (0, 1, 2, 3, 5, 7, 8, 11, 17)}
-    seconds = totals(schedulers, trace, seconds_per_load=4.0)
+    seconds = totals(schedulers, trace, seconds_per_job=4.0)
     assert min(seconds, key=seconds.get) == "reattempt"
 
 
 def test_the_master_waits_until_the_stragglers_are_admitted():
     trace = np.array([[1.0, 1.0, 5.0, 9.0], [1.0, 1.0, 7.0, 8.0], [1.0, 1.2, 1.3, 1.1]])
     scheduler = SelectiveReattempt(4, 1, 2, 2)
-    found = round_seconds(scheduler, trace, seconds_per_load=0.0)
+    found = round_seconds(scheduler, trace, seconds_per_job=0.0)
     # Two stragglers are admitted at first; in the next round these two may not straggle, though
     # one straggler in each round would have been.
     assert found.stragglers.tolist() == [
@@ -227,7 +227,7 @@ def test_the_master_waits_until_the_stragglers_are_admitted():
 def test_a_simulated_run_is_one_that_the_scheduler_completes():
     trace = lambda_like_trace(30, 8, seed=1)
     scheduler = Multiplexed(8, 2, 3, 3, jobs=30 - 3)
-    found = round_seconds(scheduler, trace, seconds_per_load=1.0, patience=0.3)
+    found = round_seconds(scheduler, trace, seconds_per_job=1.0, patience=0.3)
     assert found.stragglers.any()
     assert run(scheduler, found.stragglers) == [True] * 27
 
@@ -238,21 +238,29 @@ def test_a_simulated_run_is_one_that_the_scheduler_completes():
         (lambda: SelectiveReattempt(4, 2, 4, 1), "3 or 5"),
         (lambda: SelectiveReattempt(4, 2, 2, 1), "3 or 5"),
         (lambda: SelectiveReattempt(4, 0, 2, 1), "burst = 0"),
-        (lambda: SelectiveReattempt(4, 1, 2, 5), "4 would do"),
+        (lambda: SelectiveReattempt(4, 1, 2, 5), "take stragglers = 4"),
         (lambda: Multiplexed(4, 2, 2, 1), "at least 3"),
-        (lambda: Multiplexed(4, 1, 2, -1), "0 would do"),
-        (lambda: EveryRound(4, 4), "3 would do"),
+        (lambda: Multiplexed(4, 1, 2, -1), "take stragglers = 0"),
+        (lambda: EveryRound(4, 4), "take stragglers = 3"),
         (lambda: EveryRound(0), "workers = 0"),
         (lambda: EveryRound(4, 1, code=EveryRound(4).code), "tolerates 0"),
         (lambda: EveryRound(4, 1, code=EveryRound(6, 1).code), "6 workers"),
         (lambda: EveryRound(4).tasks(1), "round = 1"),
         (lambda: EveryRound(4).observe(0, np.ones(3, dtype=bool)), "4 workers"),
         (lambda: EveryRound(4).decoding(0), "cannot be decoded"),
-        (lambda: round_seconds(EveryRound(4), np.ones((2, 3)), seconds_per_load=1.0), "(2, 3)"),
-        (lambda: round_seconds(EveryRound(2), np.ones((2, 2)), seconds_per_load=-1.0), "0 or more"),
+        (lambda: round_seconds(EveryRound(4), np.ones((2, 3)), seconds_per_job=1.0), "(2, 3)"),
+        (lambda: round_seconds(EveryRound(2), np.ones((2, 2)), seconds_per_job=-1.0), "0 or more"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_would_do(make, hint):
     with pytest.raises(CodingError) as caught:
         make()
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scheduler", [EveryRound(4, 1), SelectiveReattempt(4, 1, 2, 2), Multiplexed(4, 1, 2, 2)]
+)
+def test_schemes_show_their_share_of_a_job(scheduler):
+    assert f"job_share={scheduler.job_share:g}" in repr(scheduler)
+    assert type(scheduler).__name__ in repr(scheduler)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.coding.codes.graph.code import GraphCode
 from outlast.coding.simulate.delays import (
     Additive,
     ChunkCosts,
@@ -25,8 +26,10 @@ from outlast.coding.simulate.delays import (
 from outlast.coding.simulate.fixed import (
     deadline,
     drop_slowest,
+    erasure_head,
     fixed_load,
     fluid,
+    graph_code,
     partial,
     rebalance,
     repetition,
@@ -238,3 +241,53 @@ def test_shorter_messages_cost_tolerance() -> None:
 def test_impossible_settings_are_refused_with_what_would_do(refused, named: str) -> None:
     with pytest.raises(CodingError, match=named):
         refused(Slow(0.1, 2.0).sample(1, 6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS)
+def test_shorter_messages_wait_for_so_many_copies_of_every_share(seed: int) -> None:
+    delays = sample(MIXED, 3, 5, seed=seed)
+    start, slow, cost = (each[:, 0] for each in (
+        delays.start_seconds, delays.slowdown, delays.chunk_cost,
+    ))  # fmt: skip
+    ends = np.full((3, 5, 5), math.inf)  # (draws, shares, workers)
+    for worker, place in itertools.product(range(5), range(3)):
+        shares = [(worker + i) % 5 for i in range(place + 1)]
+        ends[:, shares[-1], worker] = start[:, worker] + slow[:, worker] * cost[:, shares].sum(1)
+    needed = np.sort(ends, axis=2)[:, :, :2]
+    steps = partial(delays, 1.0, 3, math.inf, parts=2)
+    np.testing.assert_allclose(steps.seconds[:, 0], needed[:, :, 1].max(axis=1))
+    limit = float(np.median(needed))
+    cut = partial(delays, 1.0, 3, limit, parts=2)
+    np.testing.assert_allclose(cut.kept[:, 0], (needed <= limit).mean(axis=(1, 2)))
+    with pytest.raises(CodingError, match=r"parts = 4 is not in \[1, 3\]"):
+        partial(delays, 1.0, 3, limit, parts=4)
+
+
+def test_an_erasure_head_goes_on_without_the_slowest_groups() -> None:
+    delays = Delays.none((1, 1, 8))
+    delays.slowdown[0, 0] = [9.0, 8.0, 1.0, 5.0, 3.0, 2.0, 1.0, 1.0]
+    steps = erasure_head(delays, 1.0, 2, 0.25)
+    assert steps.seconds.item() == pytest.approx(2 * 2.0)
+    assert steps.kept.item() == pytest.approx(0.75)
+    whole = erasure_head(delays, 1.0, 2, 0.0)
+    assert whole.seconds.item() == repetition(delays, 1.0, 2).seconds.item()
+
+
+def test_a_graph_code_keeps_what_its_certificate_says_at_the_deadline() -> None:
+    code = GraphCode.random_regular(workers=12, degree=4, seed=1)
+    delays = sample(Slow(0.5, 3.0), 20, 12, seed=4)
+    steps = graph_code(delays, 1.0, code, 5.0)
+    for draw in range(20):
+        alive = delays.slowdown[draw, 0] == 1.0
+        certificate = code.decode(alive).certificate
+        expected = 1.0 / (1.0 + certificate.centred / code.chunks)
+        assert steps.kept[draw, 0] == pytest.approx(expected, abs=1e-9)
+        assert steps.seconds[draw, 0] == (4.0 if alive.all() else 5.0)
+    patient = graph_code(delays, 1.0, code, math.inf)
+    assert (patient.kept == 1.0).all()
+    odd = GraphCode.random_regular(workers=12, degree=3)
+    with pytest.raises(CodingError, match="graph of even degree"):
+        graph_code(sample(Slow(0.5, 3.0), 1, 12), 1.0, odd, 5.0)
+    with pytest.raises(CodingError, match="but the code has 12"):
+        graph_code(sample(Slow(0.5, 3.0), 1, 10), 1.0, odd, 5.0)

@@ -20,6 +20,7 @@ from scipy.sparse import csr_array
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import Decoded, certify
+from outlast.coding.codes.least_squares import by_gram, by_products
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ Decoder = Literal["optimal", "fixed"]
 Survivors = Iterable[int] | npt.NDArray[np.bool_]
 
 _DENSE_ENTRIES = 2_000_000
+_GRAM_WORKERS = 2_000
 _BATCH_ENTRIES = 20_000_000
+_MOST_BYTES = 1_000_000_000
 _RIDGE = 1e-12
 
 
@@ -137,21 +140,29 @@ class GradientCode(ABC):
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
         """(workers,) weights of least error, of least norm among these.
 
-        The minimum of |B_S^T a - 1| by least squares; codes with structure know it faster.
+        The minimum of |B_S^T a - 1| by least squares; codes with structure know it faster. Large
+        codes' are found step by step, to far more digits of the error than gradients have.
         """
+        if self.workers * self.chunks > _DENSE_ENTRIES or self.workers > _GRAM_WORKERS:
+            return by_products(self.matrix, alive)
+        survivors = np.flatnonzero(alive)
+        found = None
+        # Normal equations square the condition number, which codes that are not 0/1 can ill afford.
+        if self.binary:
+            gram, target = self._normal_equations
+            found = by_gram(gram[np.ix_(survivors, survivors)], target[survivors])
+        if found is None:
+            system = self.matrix[survivors].T.toarray()
+            found = np.linalg.lstsq(system, np.ones(self.chunks), rcond=None)[0]
         weights = np.zeros(self.workers, dtype=self.matrix.dtype)
-        if not alive.any():
-            return weights
-        system = self.matrix[alive].T
-        ones = np.ones(self.chunks)
-        if system.shape[0] * system.shape[1] <= _DENSE_ENTRIES:
-            weights[alive] = np.linalg.lstsq(system.toarray(), ones, rcond=None)[0]
-        else:
-            # Imported here, since few codes are that large and it doubles the time to import.
-            from scipy.sparse.linalg import lsqr
-
-            weights[alive] = lsqr(system, ones, atol=1e-12, btol=1e-12)[0]
+        weights[survivors] = found
         return weights
+
+    @functools.cached_property
+    def _normal_equations(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """(workers, workers) B B^T and (workers,) B 1."""
+        gram = (self.matrix @ self.matrix.T).toarray()
+        return gram, np.asarray(self.matrix.sum(axis=1), dtype=np.float64).ravel()
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
         """(workers,) weights that depend on the number of survivors only.
@@ -187,7 +198,8 @@ class GradientCode(ABC):
             about 1e-6 of the number of chunks.
 
         Raises:
-            CodingError: For another decoder, or one that the code does not have.
+            CodingError: For another decoder, or one that the code does not have; for the optimal
+                decoder of codes so large that its dense matrices would take more than 1 GB.
         """
         check_decoder(decoder)
         if decoder == "fixed":
@@ -205,6 +217,14 @@ class GradientCode(ABC):
 
     def _optimal_errors(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """Squared distances of 1 from the span of the survivors' rows, by batched solves."""
+        # The encoding, its Gram matrix, and a system with its mask and its solver's copy.
+        needed = 8 * (self.workers * self.chunks + 4 * self.workers**2)
+        if needed > _MOST_BYTES:
+            raise CodingError(
+                f"errors of the optimal decoder for workers = {self.workers} and chunks = "
+                f"{self.chunks} would take about {needed / 1e9:.1f} GB for dense matrices; take "
+                'decoder = "fixed", decode sets of survivors one by one, or fewer workers'
+            )
         dense = self.matrix.toarray()
         gram = dense.conj() @ dense.T
         target = dense.conj().sum(axis=1)

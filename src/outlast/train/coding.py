@@ -284,7 +284,11 @@ class CodedEngine:
         self.inner.waits.add(ended - computed)
         own_seconds = self._own_seconds(passes, computed - begun)
         self.notes.decoded(outcome, ended - begun, own_seconds)
-        return encoded * float(outcome.weights[self.coded.worker]) / global_tokens
+        weight = float(outcome.weights[self.coded.worker])
+        if weight == 0.0:
+            # Not a product, since passes that were given up may have left infinity or NaN.
+            return torch.zeros_like(encoded)
+        return encoded * weight / global_tokens
 
     def _own_seconds(self, passes: Sequence[float], spent_seconds: float) -> float:
         """Time of the whole load, from when the passes that were done have ended."""

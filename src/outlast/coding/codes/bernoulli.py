@@ -10,6 +10,7 @@ from scipy.sparse import csr_array
 
 from outlast.coding.certificate import roundoff
 from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.checks import check_positive
 from outlast.coding.codes.equal_weights import equal_weight_error
 from outlast.errors import CodingError
 
@@ -21,16 +22,17 @@ class StochasticBlock(GradientCode):
     """A 0/1 code drawn from the stochastic block model.
 
     Workers and chunks (as many) are divided into blocks. A worker holds a chunk of its own block
-    with one probability and any other one with a smaller one, so that it holds `load` chunks on
-    average, the share `inside` of them in its own block. One block is a Bernoulli code; inside = 1
-    with blocks of `load` workers is fractional repetition. Between them the code loses little to
-    random stragglers and hides its blocks from an adversary.
+    with one probability and any other one with a smaller one, so that chunks have `mean_copies`
+    holders on average and workers as many chunks, the share `inside` of them in their own block.
+    One block is a Bernoulli code; inside = 1 with blocks of `mean_copies` workers is fractional
+    repetition. Between them the code loses little to random stragglers and hides its blocks from an
+    adversary.
 
     Random codes promise nothing: a chunk may be held by nobody. So `tolerance` is -1.
 
     Args:
         workers: n; chunks are as many.
-        load: Chunks per worker on average, d.
+        mean_copies: Workers of a chunk on average, and chunks of a worker, d.
         blocks: Number of blocks; sizes differ by at most one.
         inside: Share of a worker's chunks in its own block, from 1 / blocks to 1.
         seed: Of the draw.
@@ -46,21 +48,22 @@ class StochasticBlock(GradientCode):
     def __init__(
         self,
         workers: int,
-        load: float,
+        mean_copies: float,
         *,
         blocks: int,
         inside: float,
         seed: int = 0,
         dtype: str = "float32",
     ) -> None:
-        _refuse_load(workers, load)
+        _refuse_copies(workers, mean_copies)
         if not 1 <= blocks <= workers:
             raise CodingError(f"blocks = {blocks} is not in [1, {workers}]")
-        most = min(1.0, workers // blocks / load)
+        most = min(1.0, workers // blocks / mean_copies)
         if not 1.0 / blocks <= inside <= most + 1e-12:
             if most * blocks < 1.0 - 1e-12:
                 raise CodingError(
-                    f"load = {load:g} does not fit {blocks} blocks of {workers} chunks"
+                    f"mean_copies = {mean_copies:g} does not fit {blocks} blocks of {workers} "
+                    "chunks"
                 )
             raise CodingError(
                 f"inside = {inside:g} is not in [{1.0 / blocks:g}, {most:g}], as blocks of "
@@ -71,55 +74,63 @@ class StochasticBlock(GradientCode):
         rows, columns = [], []
         for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             size = stop - start
-            own = _bernoulli(size, size, inside * load / size, generator)
+            own = _bernoulli(size, size, inside * mean_copies / size, generator)
             rest = workers - size
-            other = _bernoulli(size, rest, (1 - inside) * load / max(rest, 1), generator)
+            outside = (1 - inside) * mean_copies
+            other = _bernoulli(size, rest, outside / max(rest, 1), generator)
             rows += [start + own[0], start + other[0]]
             # Columns of other blocks are counted without the block's own.
             columns += [start + own[1], np.where(other[1] < start, other[1], other[1] + size)]
         places = (np.concatenate(rows), np.concatenate(columns))
         self.matrix = csr_array((np.ones(len(places[0])), places), shape=(workers, workers))
-        self.nominal_load = load
+        self.mean_copies = mean_copies
         self.tolerance = -1
         roundoff(dtype)
         self.dtype = dtype
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """(workers,) n / (u d) for each of u survivors, d the load that was asked for."""
-        weight = self.workers / (max(int(alive.sum()), 1) * self.nominal_load)
+        """(workers,) n / (u d) for each of u survivors, d the copies that were asked for."""
+        weight = self.workers / (max(int(alive.sum()), 1) * self.mean_copies)
         return np.where(alive, weight, 0.0)
 
     def expected_error(self, stragglers: int) -> Bound:
-        """Mean error of the fixed decoder for this draw of the code, so an upper bound here."""
+        """The smaller of the fixed decoder's mean error for this draw, and that of weights of zero.
+
+        The former is exact for the fixed decoder, and so an upper bound of the optimal one's.
+        """
         survivors = survivors_of(self.workers, stragglers)
         if not survivors:
             return Bound(float(self.chunks), "exact", "weights of zero")
-        weight = self.workers / (survivors * self.nominal_load)
+        weight = self.workers / (survivors * self.mean_copies)
         mean = equal_weight_error(self.assignment.copies, self.workers, survivors, weight)
+        if mean > self.chunks:
+            return Bound(float(self.chunks), "upper", "weights of zero")
         return Bound(mean, "upper", "one-step decoder, from the copies of each chunk")
 
 
 class BernoulliCode(StochasticBlock):
-    """Every worker holds every chunk with probability load / workers (BGC).
+    """Every worker holds every chunk with probability mean_copies / workers (BGC).
 
     The one-step decoder's error is n (n - d) / (u d) on average over codes and stragglers, see
     `outlast.coding.codes.equal_weights.bernoulli_one_step_error`.
 
     Args:
         workers: n; chunks are as many.
-        load: Chunks per worker on average, d.
+        mean_copies: Workers of a chunk on average, and chunks of a worker, d.
         seed: Of the draw.
         dtype: Type of the messages.
 
     Raises:
-        CodingError: For a load that is not in (0, workers].
+        CodingError: For mean copies that are not in (0, workers].
     """
 
     name: ClassVar[str] = "Bernoulli gradient code"
     source: ClassVar[str] = "Charles, Papailiopoulos and Ellenberg 2017"
 
-    def __init__(self, workers: int, load: float, *, seed: int = 0, dtype: str = "float32") -> None:
-        super().__init__(workers, load, blocks=1, inside=1.0, seed=seed, dtype=dtype)
+    def __init__(
+        self, workers: int, mean_copies: float, *, seed: int = 0, dtype: str = "float32"
+    ) -> None:
+        super().__init__(workers, mean_copies, blocks=1, inside=1.0, seed=seed, dtype=dtype)
 
 
 class StochasticCode(GradientCode):
@@ -155,6 +166,7 @@ class StochasticCode(GradientCode):
         seed: int = 0,
         dtype: str = "float32",
     ) -> None:
+        check_positive("workers", workers)
         if isinstance(copies, int | np.integer):
             held = np.full(workers if chunks is None else chunks, copies, dtype=np.int64)
         elif chunks in (None, len(copies)):
@@ -190,7 +202,10 @@ class StochasticCode(GradientCode):
         return float(np.sum(p / (self.assignment.copies * (1.0 - p))))
 
     def expected_error(self, stragglers: int) -> Bound:
-        """Mean error with equal weights that are best for so many stragglers: an upper bound."""
+        """Mean error with unbiased equal weights for so many stragglers, or with weights of zero.
+
+        The smaller of the two; both are upper bounds of the optimal decoder's.
+        """
         survivors = survivors_of(self.workers, stragglers)
         if stragglers == 0:
             return Bound(0.0, "exact", self.source)
@@ -201,12 +216,15 @@ class StochasticCode(GradientCode):
         workers = self.workers
         copies = self.assignment.copies
         spread = stragglers * (workers - copies) / ((workers - 1) * copies * survivors)
+        if spread.sum() > self.chunks:
+            return Bound(float(self.chunks), "upper", "weights of zero")
         return Bound(float(spread.sum()), "upper", "unbiased equal weights for so many stragglers")
 
 
-def _refuse_load(workers: int, load: float) -> None:
-    if workers < 1 or not 0.0 < load <= workers:
-        raise CodingError(f"load = {load:g} is not in (0, {max(workers, 1)}]")
+def _refuse_copies(workers: int, mean_copies: float) -> None:
+    check_positive("workers", workers)
+    if not 0.0 < mean_copies <= workers:
+        raise CodingError(f"mean_copies = {mean_copies:g} is not in (0, {workers}]")
 
 
 def _bernoulli(

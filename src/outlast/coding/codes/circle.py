@@ -29,13 +29,13 @@ def angles_of(workers: int) -> npt.NDArray[np.float64]:
     return np.asarray(2.0 * np.pi * np.arange(workers) / workers)
 
 
-def spread(workers: int, stragglers: int) -> npt.NDArray[np.int64]:
+def spread_holders(workers: int, stragglers: int) -> npt.NDArray[np.int64]:
     """(chunks, s + 1) holders of each chunk, about n / (s + 1) workers apart."""
     offsets = np.arange(stragglers + 1) * workers // (stragglers + 1)
     return np.asarray((np.arange(workers)[:, None] + offsets) % workers)
 
 
-def neighbours(workers: int, stragglers: int) -> npt.NDArray[np.int64]:
+def neighbouring_holders(workers: int, stragglers: int) -> npt.NDArray[np.int64]:
     """(chunks, s + 1) holders c, c - 1, ..., c - s of each chunk c."""
     return np.asarray((np.arange(workers)[:, None] - np.arange(stragglers + 1)) % workers)
 
@@ -49,9 +49,13 @@ def best_phase(angles: npt.NDArray[np.float64], holders: npt.NDArray[np.int64]) 
     """
     phases = min(8 * len(angles), _PHASES)
     grid = np.arange(phases) * np.pi / phases
-    sums = angles[holders].sum(axis=1)
-    sines = [np.abs(_phase_sine(sums, holders.shape[1], phase)).min() for phase in grid]
-    return float(grid[np.argmax(sines)])
+    # |sin| is smallest at the chunk whose angle is nearest to a multiple of pi.
+    copies = holders.shape[1]
+    places = np.sort(_phase_angle(angles[holders].sum(axis=1), copies, 0.0) % np.pi)
+    wanted = -grid % np.pi
+    after = np.searchsorted(places, wanted)
+    around = places[np.stack([after - 1, after % len(places)])]
+    return float(grid[np.argmax(np.abs(np.sin(around - wanted)).min(axis=0))])
 
 
 def exchanged(
@@ -115,7 +119,13 @@ def _phase_sine(
     i^-m exp(-i sum theta_h / 2), while cos(m theta / 2 + phase) has exp(i phase) / 2: on a real
     multiple of it, a function of the space vanishes at all holders.
     """
-    return np.asarray(np.sin(angle_sums / 2.0 + phase + np.pi / 2.0 * copies))
+    return np.asarray(np.sin(_phase_angle(angle_sums, copies, phase)))
+
+
+def _phase_angle(
+    angle_sums: npt.NDArray[np.float64], copies: int, phase: float
+) -> npt.NDArray[np.float64]:
+    return np.asarray(angle_sums / 2.0 + phase + np.pi / 2.0 * copies)
 
 
 def _strengths(at_holders: npt.NDArray[np.float64], phase: float) -> npt.NDArray[np.float64]:

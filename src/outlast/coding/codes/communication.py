@@ -14,6 +14,7 @@ import numpy as np
 from outlast.coding.certificate import roundoff
 from outlast.coding.code import Survivors
 from outlast.coding.codes.blocks import BlockCode, refuse_ill_conditioned_blocks
+from outlast.coding.codes.checks import check_positive, check_workers
 from outlast.coding.codes.ordering import assignment_of, cyclic_orders
 from outlast.coding.codes.partial import PartialCode, PartialDecoding
 from outlast.coding.conditioning import TOLERANCE
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
     from outlast.coding.codes.recombination import Recombination
 
-Variant = Literal["random", "vandermonde"]
+_MOST_WORKERS = 500
+"""The encoding takes a system of n - s equations for every chunk: ten seconds for so many."""
+
+Columns = Literal["random", "vandermonde"]
 
 
 class YeAbbe(BlockCode):
@@ -40,14 +44,15 @@ class YeAbbe(BlockCode):
         workers: Number of workers and of chunks, n.
         stragglers: Workers whose messages may be missing, s.
         parts: Blocks of a gradient, m.
-        variant: ``random`` for Gaussian V, ``vandermonde`` for powers of Chebyshev points, as in
+        kind: ``random`` for Gaussian V, ``vandermonde`` for powers of Chebyshev points, as in
             the paper's deterministic construction; that is ill-conditioned beyond a few workers.
-        seed: Of the random variant.
+        seed: Of the random kind.
         dtype: Type of the messages.
         tolerance: Largest relative rounding error over the examined sets of survivors.
 
     Raises:
-        CodingError: Where s + m exceeds n, and where rounding could exceed `tolerance`.
+        CodingError: Where s + m exceeds n, for more than 500 workers, and where rounding could
+            exceed `tolerance`.
     """
 
     name = "Ye-Abbe code"
@@ -59,18 +64,24 @@ class YeAbbe(BlockCode):
         stragglers: int,
         parts: int,
         *,
-        variant: Variant = "random",
+        kind: Columns = "random",
         seed: int = 0,
         dtype: str = "float32",
         tolerance: float = TOLERANCE,
     ) -> None:
         _check(workers, stragglers, parts)
-        if variant not in get_args(Variant):
-            raise CodingError(f"variant = {variant!r} is not one of {', '.join(get_args(Variant))}")
+        if workers > _MOST_WORKERS:
+            raise CodingError(
+                f"workers = {workers} is above {_MOST_WORKERS}: the Ye-Abbe code solves "
+                f"{workers - stragglers} equations for each of its chunks; take StableBlocks, "
+                "whose systems are as small as parts"
+            )
+        if kind not in get_args(Columns):
+            raise CodingError(f"kind = {kind!r} is not one of {', '.join(get_args(Columns))}")
         roundoff(dtype)
         self.parts, self.tolerance, self.dtype = parts, stragglers, dtype
         self.assignment = assignment_of(cyclic_orders(workers, stragglers + parts))
-        self._columns = _columns(workers, workers - stragglers, variant, seed)
+        self._columns = _columns(workers, workers - stragglers, kind, seed)
         self.entries = self._encoding()
         if tolerance < math.inf:
             refuse_ill_conditioned_blocks(
@@ -182,6 +193,12 @@ class StableBlocks:
         )
         self.tolerance = stragglers
 
+    def __repr__(self) -> str:
+        return (
+            f"StableBlocks(workers={self.code.workers}, stragglers={self.tolerance}, "
+            f"parts={self.code.parts})"
+        )
+
     def agreed(self, survivors: Survivors) -> PartialDecoding:
         """The block code that workers encode with when exactly these survive.
 
@@ -196,23 +213,17 @@ class StableBlocks:
         return self.code.plan(self.code.status(done))
 
 
-def _columns(workers: int, rows: int, variant: Variant, seed: int) -> npt.NDArray[np.float64]:
+def _columns(workers: int, rows: int, kind: Columns, seed: int) -> npt.NDArray[np.float64]:
     """(rows, workers) matrix V."""
-    if variant == "random":
+    if kind == "random":
         return np.random.default_rng(seed).standard_normal((rows, workers))
     points = np.cos((np.arange(workers) + 0.5) * math.pi / workers)
     return np.vander(points, rows, increasing=True).T
 
 
 def _check(workers: int, stragglers: int, parts: int) -> None:
-    if workers < 1:
-        raise CodingError(f"workers = {workers} is below 1")
-    if not 0 <= stragglers < workers:
-        raise CodingError(
-            f"stragglers = {stragglers} is not in [0, {workers - 1}] for {workers} workers"
-        )
-    if parts < 1:
-        raise CodingError(f"parts = {parts} is below 1")
+    check_workers(workers, stragglers)
+    check_positive("parts", parts)
     if stragglers + parts > workers:
         fewer = f" or stragglers = {workers - parts}" if parts <= workers else ""
         raise CodingError(

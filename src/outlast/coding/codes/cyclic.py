@@ -6,12 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from outlast.coding.codes.nullspace import (
-    NullspaceCode,
-    check_workers,
-    exact_weights,
-    examined_sets,
-)
+from outlast.coding.codes.checks import check_workers
+from outlast.coding.codes.nullspace import NullspaceCode, exact_weights, examined_sets
 from outlast.coding.conditioning import TOLERANCE
 from outlast.errors import CodingError
 
@@ -19,6 +15,9 @@ _ADVICE = (
     "take RealReedSolomon, whose amplification does not grow with the workers, "
     "FractionalRepetition, which amplifies nothing, or a wider dtype"
 )
+
+_MOST_WORKERS = 1000
+"""Finding the null space takes n^3 operations: seconds for so many."""
 
 
 class CyclicRepetition(NullspaceCode):
@@ -37,7 +36,8 @@ class CyclicRepetition(NullspaceCode):
         draws: Random matrices that are compared.
 
     Raises:
-        CodingError: For stragglers outside [0, workers), no draw, or too much rounding.
+        CodingError: For stragglers outside [0, workers), more than 1000 workers, no draw, or too
+            much rounding.
     """
 
     name = "cyclic repetition"
@@ -57,6 +57,12 @@ class CyclicRepetition(NullspaceCode):
         draws: int = 8,
     ) -> None:
         check_workers(workers, stragglers)
+        if workers > _MOST_WORKERS:
+            raise CodingError(
+                f"workers = {workers} is above {_MOST_WORKERS}: the random code is found by a "
+                f"singular value decomposition of a {workers} x {workers} matrix; take "
+                "RealReedSolomon, which needs none"
+            )
         if draws < 1:
             raise CodingError(f"draws = {draws} is below 1, the smallest number")
         self.tolerance = stragglers

@@ -65,11 +65,11 @@ def one_step_error(workers: int, copies: int, survivors: int, chunks: int | None
     return above / ((workers - 1) * survivors * copies)
 
 
-def bernoulli_one_step_error(workers: int, load: float, survivors: int) -> float:
+def bernoulli_one_step_error(workers: int, mean_copies: float, survivors: int) -> float:
     """The same for Bernoulli(d / n) codes, on average also over these codes: n (n - d) / (u d).
 
     Charles, Papailiopoulos and Ellenberg (2017), for as many chunks as workers.
     """
     if not survivors:
         return float(workers)
-    return workers * (workers - load) / (survivors * load)
+    return workers * (workers - mean_copies) / (survivors * mean_copies)

@@ -14,13 +14,9 @@ from scipy.sparse.csgraph import breadth_first_order
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import roundoff
 from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.checks import check_positive, check_workers
 from outlast.coding.codes.circle import angles_of, best_phase, exchanged, trigonometric_rows
-from outlast.coding.codes.nullspace import (
-    NullspaceCode,
-    affine,
-    check_workers,
-    encoding,
-)
+from outlast.coding.codes.nullspace import NullspaceCode, affine, encoding
 from outlast.coding.conditioning import TOLERANCE
 from outlast.errors import CodingError
 
@@ -285,6 +281,5 @@ def _checked(
             "worker that does nothing"
         )
     parts = _CHUNKS_PER_WORKER * len(rates) if chunks is None else chunks
-    if parts < 1:
-        raise CodingError(f"chunks = {parts} is below 1, the smallest number")
+    check_positive("chunks", parts)
     return rates, parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outlast.coding.codes.checks import check_workers
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.codes.roots import RealReedSolomon
 from outlast.errors import CodingError
@@ -19,8 +20,10 @@ def checked_code(code: GradientCode | None, workers: int, stragglers: int) -> Gr
     survives more, else the real code that amplifies rounding least.
 
     Raises:
-        CodingError: Where `code` does not fit, or where the real code would amplify too much.
+        CodingError: For stragglers outside [0, workers), where `code` does not fit, or where the
+            real code would amplify too much.
     """
+    check_workers(workers, stragglers)
     if code is None and workers % (stragglers + 1) == 0:
         return FractionalRepetition(workers, stragglers)
     chosen = RealReedSolomon(workers, stragglers) if code is None else code

@@ -26,25 +26,8 @@ from outlast.errors import CodingError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_PATTERNS = 50_000
+_MOST_SETS = 50_000
 _ENTRIES = 2_000_000
-
-
-def check_workers(workers: int, stragglers: int) -> None:
-    """Refuse numbers of workers and stragglers that no code has.
-
-    Raises:
-        CodingError: Unless 0 <= stragglers < workers.
-    """
-    if workers < 1:
-        raise CodingError(f"workers = {workers} is below 1, the smallest number")
-    if stragglers < 0:
-        raise CodingError(f"stragglers = {stragglers} is below 0, the smallest number")
-    if stragglers >= workers:
-        raise CodingError(
-            f"stragglers = {stragglers} leaves none of workers = {workers}; take at most "
-            f"stragglers = {workers - 1}, or workers = {stragglers + 1}"
-        )
 
 
 class NullspaceCode(GradientCode):
@@ -102,7 +85,7 @@ class NullspaceCode(GradientCode):
 
 def examined_sets(workers: int, stragglers: int) -> tuple[npt.NDArray[np.int64], bool]:
     """(sets, stragglers) that a construction looks at, and whether they are all."""
-    most = max(min(_PATTERNS, _ENTRIES // workers), PATTERNS)
+    most = max(min(_MOST_SETS, _ENTRIES // workers), PATTERNS)
     sets, every = straggler_patterns(workers, stragglers, most)
     return np.array(sets), every
 

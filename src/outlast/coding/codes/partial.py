@@ -19,6 +19,7 @@ from scipy.sparse import csr_array, issparse
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import roundoff
 from outlast.coding.codes.blocks import BlockCode
+from outlast.coding.codes.checks import check_positive
 from outlast.coding.codes.ordering import (
     assignment_of,
     cyclic_orders,
@@ -251,8 +252,7 @@ def _coordinates(matrix: csr_array) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def _check(workers: int, copies: int, parts: int, assignment: Assignment | None) -> None:
-    if workers < 1:
-        raise CodingError(f"workers = {workers} is below 1")
+    check_positive("workers", workers)
     if not 1 <= copies <= workers:
         raise CodingError(f"copies = {copies} is not in [1, {workers}] for {workers} workers")
     if not 1 <= parts <= copies:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from scipy.sparse import csr_array, kron
 
+from outlast.coding.certificate import roundoff
 from outlast.coding.code import GradientCode
+from outlast.coding.conditioning import TOLERANCE
+from outlast.errors import CodingError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,18 +34,42 @@ class Kronecker(GradientCode):
     Args:
         first: Code of the rows' numbers, n_1 workers.
         second: Code within a row, n_2 workers.
+        tolerance: Largest rounding error, as a share of the gradient, that is accepted.
+
+    Raises:
+        CodingError: For codes with messages of different types, or too much rounding.
     """
 
     name: ClassVar[str] = "Kronecker product code"
     source: ClassVar[str] = "Sakorikar and Wang 2021"
 
-    def __init__(self, first: GradientCode, second: GradientCode) -> None:
+    def __init__(
+        self, first: GradientCode, second: GradientCode, *, tolerance: float = TOLERANCE
+    ) -> None:
+        if first.dtype != second.dtype:
+            raise CodingError(
+                f"codes of dtype = {first.dtype!r} and dtype = {second.dtype!r} have no common "
+                "messages; give both the same"
+            )
         self.first = first
         self.second = second
         self.matrix = csr_array(kron(first.matrix, second.matrix, format="csr"))
         self.dtype = first.dtype
         tolerances = (first.tolerance, second.tolerance)
         self.tolerance = (tolerances[0] + 1) * (tolerances[1] + 1) - 1
+        if not (first.binary and second.binary):
+            self._refuse_rounding(tolerance)
+
+    def _refuse_rounding(self, tolerance: float) -> None:
+        """Sets of stragglers that are products have products of weights, and so of rounding."""
+        factors = (self.first.conditioning.rounding, self.second.conditioning.rounding)
+        rounding = factors[0] * factors[1] / roundoff(self.dtype)
+        if not rounding <= tolerance:
+            raise CodingError(
+                f"rounding in {self.dtype} could be {rounding:.2g} of the gradient, the product of "
+                f"{self.first.name} and {self.second.name}, above tolerance = {tolerance:g}; take "
+                "FractionalRepetition for one of them, or a wider dtype"
+            )
 
     def grid(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """(n_1, n_2) the mask of survivors as a grid."""
@@ -89,13 +116,16 @@ class ProductCode(Kronecker):
     Args:
         row: Code within a row, n_2 workers.
         column: Code within a column, n_1 workers.
+        tolerance: As for `Kronecker`.
     """
 
     name: ClassVar[str] = "product code"
     source: ClassVar[str] = "Elias 1954, for the two codes given"
 
-    def __init__(self, row: GradientCode, column: GradientCode) -> None:
-        super().__init__(column, row)
+    def __init__(
+        self, row: GradientCode, column: GradientCode, *, tolerance: float = TOLERANCE
+    ) -> None:
+        super().__init__(column, row, tolerance=tolerance)
         self.row = row
         self.column = column
 
@@ -103,6 +133,15 @@ class ProductCode(Kronecker):
         """(workers,) exact weights by peeling where it succeeds, else of least error."""
         weights = self.peeled_weights(alive)
         return super().optimal_weights(alive) if weights is None else weights
+
+    def _optimal_errors(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """0 within the tolerance and where peeling succeeds; only the rest is computed."""
+        errors = np.zeros(len(alive))
+        beyond = np.flatnonzero((~alive).sum(axis=1) > self.tolerance)
+        stuck = [draw for draw in beyond if self.peeled_weights(alive[draw]) is None]
+        if stuck:
+            errors[stuck] = super()._optimal_errors(alive[stuck])
+        return errors
 
     def peeled_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any] | None:
         """(workers,) weights of an exact decoding by rows and columns; None where that gets stuck.

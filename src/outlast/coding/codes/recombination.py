@@ -55,9 +55,7 @@ def recombination(
         CodingError: For an unknown kind.
     """
     if kind not in get_args(Recombination):
-        raise CodingError(
-            f"recombination = {kind!r} is not one of {', '.join(get_args(Recombination))}"
-        )
+        raise CodingError(f"kind = {kind!r} is not one of {', '.join(get_args(Recombination))}")
     workers = int(holders.max()) + 1
     if parts == 1:
         return np.ones((workers, 1)), 1.0

@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from outlast.coding.certificate import roundoff
 from outlast.coding.code import Bound, Decoder, GradientCode, check_decoder, survivors_of
-from outlast.coding.codes.nullspace import check_workers
+from outlast.coding.codes.checks import check_workers
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:

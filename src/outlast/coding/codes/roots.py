@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
+from outlast.coding.codes.checks import check_workers
 from outlast.coding.codes.circle import (
     angles_of,
     best_phase,
     exchanged,
-    neighbours,
-    spread,
+    neighbouring_holders,
+    spread_holders,
     trigonometric_rows,
 )
-from outlast.coding.codes.nullspace import NullspaceCode, affine, check_workers, encoding
+from outlast.coding.codes.nullspace import NullspaceCode, affine, encoding
 from outlast.coding.conditioning import TOLERANCE
 from outlast.errors import CodingError
 
@@ -73,7 +74,9 @@ class ReedSolomon(NullspaceCode):
             raise CodingError(f"mask = {mask!r} is not one of spread, consecutive")
         self.tolerance = stragglers
         self.dtype = dtype
-        holders = (spread if mask == "spread" else neighbours)(workers, stragglers)
+        holders = (spread_holders if mask == "spread" else neighbouring_holders)(
+            workers, stragglers
+        )
         self._roots = np.exp(2j * np.pi * np.arange(workers) / workers)
         at_holders = self._roots[holders]
         ratios = 1.0 - at_holders[:, :, None] / at_holders[:, None, :]
@@ -140,7 +143,7 @@ class RealReedSolomon(NullspaceCode):
         self.tolerance = stragglers
         self.dtype = dtype
         angles = angles_of(workers)
-        holders = spread(workers, stragglers)
+        holders = spread_holders(workers, stragglers)
         phase = best_phase(angles, holders)
         holders = exchanged(angles, holders, phase, seed)
         rows = trigonometric_rows(angles, stragglers, phase)

@@ -11,6 +11,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from outlast.coding.certificate import roundoff
 from outlast.coding.code import Bound, GradientCode, survivors_of
+from outlast.coding.codes.checks import check_positive
 from outlast.coding.codes.equal_weights import best_equal_weight, equal_weight_error
 from outlast.errors import CodingError
 
@@ -52,10 +53,10 @@ class SoftDesign(GradientCode):
         dtype: str = "float32",
     ) -> None:
         count = workers if chunks is None else chunks
+        check_positive("workers", workers)
         if not 1 <= copies <= workers:
             raise CodingError(f"copies = {copies} is not in [1, {workers}]")
-        if count < 1:
-            raise CodingError(f"chunks = {count} is below 1")
+        check_positive("chunks", count)
         holders = _spread(workers, copies, count, np.random.default_rng(seed))
         places = (holders.ravel(), np.repeat(np.arange(count), copies))
         self.matrix = csr_array((np.ones(holders.size), places), shape=(workers, count))

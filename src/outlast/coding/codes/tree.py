@@ -148,6 +148,12 @@ class CodedReduce:
         self.local_points = local * (self.points // fewest)
         self._plans = self._allocate()
 
+    def __repr__(self) -> str:
+        return (
+            f"CodedReduce(children={self.children}, levels={self.levels}, "
+            f"stragglers={self.stragglers}, points={self.points})"
+        )
+
     def _remaining(self, share: Fraction) -> list[Fraction]:
         """Points that nodes hand to their children, by level from the master, for 1 per worker.
 

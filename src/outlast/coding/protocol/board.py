@@ -36,6 +36,9 @@ class Board:
         store: Where the keys live; the default process group's store if None. The board opens its
             own connection to it, so that its waits do not hold up others.
 
+    Attributes:
+        below: The store itself.
+
     Raises:
         CodingError: When there is no store and no process group.
     """
@@ -49,12 +52,12 @@ class Board:
                 )
             store = _get_default_store()
         self.name = name
-        self._below = store
+        self.below = store
         self._store = self._open()
 
     def connect(self) -> Board:
         """The same board over another connection, for another thread."""
-        return Board(self.name, self._below)
+        return Board(self.name, self.below)
 
     def reopen(self, seconds: float) -> None:
         """Connect again to a store that was restarted at the same place, and has lost its keys.
@@ -63,9 +66,9 @@ class Board:
             CodingError: When there is none within `seconds`.
         """
         deadline = time.monotonic() + seconds
-        usual: datetime.timedelta = self._below.timeout  # type: ignore[attr-defined]
+        usual: datetime.timedelta = self.below.timeout  # type: ignore[attr-defined]
         # Opening a connection takes as long as the store's own timeout where nobody answers.
-        self._below.set_timeout(datetime.timedelta(seconds=seconds))
+        self.below.set_timeout(datetime.timedelta(seconds=seconds))
         try:
             while True:
                 try:
@@ -82,10 +85,10 @@ class Board:
                     self._store.set_timeout(usual)
                     return
         finally:
-            self._below.set_timeout(usual)
+            self.below.set_timeout(usual)
 
     def _open(self) -> Store:
-        return dist.PrefixStore(f"outlast/{self.name}", self._below.clone())  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"outlast/{self.name}", self.below.clone())  # type: ignore[attr-defined]
 
     def publish(self, key: str, value: str) -> str:
         """Write `value` unless the key is written already; returns what is there."""

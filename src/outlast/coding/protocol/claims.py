@@ -52,6 +52,7 @@ class Claims:
         wanted: Chunks that are to be covered in this round.
 
     Attributes:
+        helped: Whether others are known to have finished chunks of this worker.
         made: Keys that this process may have brought into being, to be removed after the round.
     """
 
@@ -66,6 +67,8 @@ class Claims:
         self._size = spread.chunks_per_worker
         self._spread = spread
         self.made: set[str] = set()
+        self.helped = False
+        self._own_claims = 0
 
     def key(self, name: str) -> str:
         """A key of this round."""
@@ -100,7 +103,9 @@ class Claims:
             by: Who has finished it: this worker if None, `NOBODY` to close it without a result.
         """
         key = self.key(f"c{chunk}")
-        mine = f"{self.worker if by is None else by}:{fingerprint}"
+        claimant = self.worker if by is None else by
+        # Who closes a chunk signs as well: the counts must be those of one process.
+        mine = f"{claimant}:{fingerprint if by is None else self.worker}"
         there = self._board.publish(key, mine)
         winner, _, found = there.partition(":")
         if there != mine:
@@ -111,11 +116,24 @@ class Claims:
 
     def _count(self, chunk: int) -> None:
         owner = chunk // self._size
-        if self._board.add(self.key(f"o{owner}")) == self._per_owner[owner]:
+        finished = self._board.add(self.key(f"o{owner}"))
+        if owner == self.worker:
+            self._own_claims += 1
+            self.helped = finished > self._own_claims
+        if finished == self._per_owner[owner]:
             self.made.add(self.key(f"o{owner}"))
             if self._board.add(self.key("n")) == len(self._per_owner):
                 self.made |= {self.key("n"), self.key("done")}
                 self.close(COVERED)
+
+    def complete(self) -> bool:
+        """Whether the round has ended, or should have: ends it where all is claimed.
+
+        A process that dies between a claim and its count leaves that to the others.
+        """
+        if self._board.has(self.key("done")):
+            return True
+        return self.finished(*self.wanted) and bool(self.close(COVERED))
 
     def close(self, how: str) -> str:
         """End the round; returns how it has ended, which the first to end it decides."""

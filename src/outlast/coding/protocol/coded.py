@@ -29,7 +29,6 @@ always; where slowness is proportional to work, that costs more than it saves.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -38,13 +37,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from outlast.coding.protocol.board import Board
-from outlast.coding.protocol.decider import Decider, Decision
+from outlast.coding.protocol.decider import Decider, Decision, board_for, synchronise
 from outlast.coding.protocol.decoding import Decoding, OnLost, Rules
 from outlast.coding.protocol.flat import FlatGradients, local
 from outlast.coding.protocol.interrupt import Abandoned, Interrupt
 from outlast.coding.protocol.members import Members, PeerLostError
-from outlast.coding.protocol.randomness import key
 from outlast.coding.protocol.weighting import LossWeights
 from outlast.errors import CodingError, LeftBehindError
 
@@ -57,10 +54,10 @@ if TYPE_CHECKING:
 
     from outlast.coding.certificate import Certificate
     from outlast.coding.code import Decoder, GradientCode
+    from outlast.coding.protocol.board import Board
 
 _LOOK_SECONDS = 0.01
 _LOOK_SHARE = 0.01
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +147,7 @@ class CodedAllReduce:
             {each.dtype for each in self._parameters},
         )
         if board is None:
-            board = Board(f"coded/{next(_numbers)}/{_group_key(group)}")
+            board = board_for("coded", group)
         self._members = Members(group, timeout_seconds)
         self._ranks = self._members.ranks
         if len(self._ranks) != code.workers:
@@ -257,22 +254,44 @@ class CodedAllReduce:
                 survivor dies before the sum, after others have dropped their work because of it.
                 The step can be computed again, from gradients of zero.
             LeftBehindError: When the others have gone on without this process.
-            CodingError: When members disagree about the step, or the board does not answer.
+            CodingError: When members disagree about the step, the board does not answer, those who
+                are left cannot make a process group, or this worker's message was announced before
+                an error and is not whole any more.
         """
         finished = finished and self._finished
+        if not finished and self._decider.has_announced(self._round):
+            raise CodingError(
+                f"worker {self.worker} has told the others that its message of step {step} is "
+                "ready, and calls reduce again without a whole one: compute all of its chunks again"
+            )
         before = self._alive()
         if self._decider.has_gone_on(self._members.epoch):
             raise self._left_behind()
         remaining = None if finished else self._remaining_seconds()
-        decision = self._agree(step, finished)
+        if finished:
+            synchronise(each.device for each in self._parameters)
+        decision = self._decider.agree(
+            self._round,
+            self._members.epoch,
+            step=step,
+            members=before,
+            sufficient=self._decoding.good_enough,
+            seconds=self._deadline_seconds if finished else None,
+        )
         decided_seconds = time.monotonic() - self._begun
         if remaining is not None and self.worker not in decision.survivors:
             self._decider.publish_late(self._round, remaining)
         while not self._add_up(decision):
-            decision = self._decide(step, self._decider.announced(self._round))
+            decision = self._decider.decide(
+                self._round,
+                self._members.epoch,
+                Decision(step, self._decider.announced(self._round) & self._alive()),
+            )
         decoded = self._decoding.of(decision.survivors)
         scale = self._decoding.scale(decision.survivors)
         round_ = self._round
+        # All members' votes on this round say that they have left the one before.
+        self._decider.forget(round_ - 1, self._members.epoch, self._alive())
         self._begin_round(round_ + 1)
         if scale is None:
             raise self._decoding.lost(decision.survivors, step)
@@ -308,39 +327,6 @@ class CodedAllReduce:
         self._finished = True
         self._chunks_done = 0
 
-    def _agree(self, step: int, finished: bool) -> Decision:
-        """The decision of this round, made by this worker if it is the first who can."""
-        announced: frozenset[int] = frozenset()
-        seconds = self._members.timeout_seconds
-        if finished:
-            announced = self._decider.announce(self._round, self._members.epoch)
-            seconds = self._deadline_seconds
-        decision = None
-        if not self._sufficient(announced & self._alive()):
-            decision = self._decider.decision(self._round, self._members.epoch, seconds)
-            if decision is None:
-                announced = self._decider.announced(self._round)
-        return self._checked(decision, step) if decision else self._decide(step, announced)
-
-    def _decide(self, step: int, announced: frozenset[int]) -> Decision:
-        own = Decision(step, announced & self._alive())
-        decision = self._decider.decide(self._round, self._members.epoch, own)
-        return self._checked(decision, step)
-
-    def _checked(self, decision: Decision, step: int) -> Decision:
-        if decision.step != step:
-            raise CodingError(
-                f"worker {self.worker} reduces step {step} while the others reduce step "
-                f"{decision.step}: all must call reduce once for each step"
-            )
-        return decision
-
-    def _sufficient(self, announced: frozenset[int]) -> bool:
-        """Whether to wait for nobody else: good enough, or nobody else can come."""
-        if announced == self._alive():
-            return True
-        return self._decoding.good_enough(announced)
-
     def _add_up(self, decision: Decision) -> bool:
         """Sum the messages into this round's buffer; False if members were lost in it."""
         round_, epoch = self._round, self._members.epoch
@@ -375,6 +361,7 @@ class CodedAllReduce:
 
     def _regroup(self, decision: Decision, begun: float) -> None:
         """Go on with the members that answer, until a group of them stands."""
+        before: frozenset[int] = frozenset()
         while True:
             epoch = self._members.epoch
             present = self._decider.roll_call(
@@ -382,21 +369,30 @@ class CodedAllReduce:
                 epoch,
                 members=self._alive(),
                 survivors=decision.survivors,
-                begun=begun,
+                begun=None if before else begun,
             )
             if self.worker not in present:
                 raise self._left_behind()
-            begun = time.monotonic()
-            try:
-                self._members.keep([self._ranks[worker] for worker in present])
-                well = True
-            except RuntimeError:
-                # One of them died since; the votes of this epoch say so.
-                well = False
-            if self._decider.vote(
-                -1 - self._members.epoch, self._members.epoch, voters=len(present), well=well
-            ):
+            if self._meet(present):
                 return
+            # One of them died since, or else it would fail again.
+            if present == before:
+                raise CodingError(
+                    f"workers {sorted(present)} are alive, but no process group of them can be "
+                    "made; restart from a checkpoint"
+                )
+            before = present
+
+    def _meet(self, present: frozenset[int]) -> bool:
+        """Make a process group of these workers; whether all of them have it."""
+        name = f"{self._decider.name}/{self._round}/{self._members.epoch + 1}"
+        try:
+            self._members.keep([self._ranks[worker] for worker in present], name)
+            well = True
+        except RuntimeError:
+            well = False
+        epoch = self._members.epoch
+        return self._decider.vote(-1 - epoch, epoch, voters=len(present), well=well)
 
     def _left_behind(self) -> LeftBehindError:
         return LeftBehindError(
@@ -426,8 +422,3 @@ def _check_times(deadline: float, timeout: float) -> None:
         raise CodingError(
             f"deadline_seconds = {deadline} is not in (0, timeout_seconds = {timeout:g}]"
         )
-
-
-def _group_key(group: ProcessGroup | None) -> int:
-    """A number that processes of the same group share, and different groups do not."""
-    return key(*torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))

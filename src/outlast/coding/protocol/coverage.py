@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _COMMITTED = "committed"
 _REMEMBERED_CHUNKS = 32
+_LOOK_UP_SECONDS, _LOOK_UP_CHUNK_SECONDS = 1.0, 1e-3
 
 
 class Coverage:
@@ -78,7 +79,8 @@ class Coverage:
         seed: Seed of the spread of chunks and of random numbers.
         patience: Own chunk times that an idle process waits before it computes a chunk that
             another is still working on.
-        tolerance: Relative difference of two computations of a chunk that is called wrong.
+        tolerance: Relative difference of two computations of a chunk that is called wrong; 1e-3
+            if None, 3e-2 for gradients of 16 bits.
         timeout_seconds: Longest wait for the other processes.
         grace_seconds: After a process was lost: longest wait for others to report themselves.
 
@@ -100,7 +102,7 @@ class Coverage:
         store: Store | None = None,
         seed: int = 0,
         patience: float = 0.25,
-        tolerance: float = 1e-3,
+        tolerance: float | None = None,
         timeout_seconds: float = 300.0,
         grace_seconds: float = 10.0,
     ) -> None:
@@ -121,13 +123,15 @@ class Coverage:
                 f"deadline_seconds = {deadline_seconds:g} needs lost = 'commit': what is not "
                 "finished by then is left out, with a certified error"
             )
-        self.seed, self.patience, self.tolerance = seed, patience, tolerance
+        self.seed, self.patience = seed, patience
         self.timeout_seconds = timeout_seconds
         self._model = model
         self._team = Team(team)
         self._worker = self.members.index
         self._origin = self.members.ranks
         self._gradients = ChunkGradients(model, self._team, seed=seed, unwanted=self._unwanted)
+        usual = 3e-2 if self._gradients.dtype in {"bfloat16", "float16"} else 1e-3
+        self.tolerance = usual if tolerance is None else tolerance
         self._chunk_seconds: deque[float] = deque(maxlen=_REMEMBERED_CHUNKS)
         name = f"coverage/{next(_numbers)}/{self._origin[0]}"
         board = Board(self._team.told(lambda: name), store)
@@ -138,6 +142,7 @@ class Coverage:
         self._made: list[set[str]] = []
         self._ends = math.inf
         self._idle_seconds = timeout_seconds
+        self._looked_up = 0.0
 
     @property
     def chunks(self) -> int:
@@ -204,7 +209,8 @@ class Coverage:
             prefix = f"{self._reunion.life}/{self._round}/{attempt}"
             claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
             how = self._cover(claims, step, compute, progress) if wanted else COVERED
-            self._made.append(claims.made)
+            if not self._alone:
+                self._made.append(claims.made)
             summing = time.monotonic()
             summed = how == COVERED and self._summed(claims, progress)
             progress.waited_seconds += time.monotonic() - summing
@@ -252,7 +258,7 @@ class Coverage:
         for chunk in claims.own:
             if self._team.told(functools.partial(self._over, claims)):
                 break
-            if not self._team.told(functools.partial(claims.finished, chunk)):
+            if not self._team.told(functools.partial(self._helped_with, claims, chunk)):
                 self._try(claims, chunk, step, compute, progress)
         idle_since = time.monotonic()
         while not self._team.told(functools.partial(self._over, claims)):
@@ -264,6 +270,11 @@ class Coverage:
         if self.deadline_seconds is not None and how == COVERED:
             progress.lost |= self._team.told(lambda: self._frozen(claims))
         return str(how)
+
+    @staticmethod
+    def _helped_with(claims: Claims, chunk: int) -> bool:
+        """Whether another has finished an own chunk; asked only where others help at all."""
+        return claims.helped and claims.finished(chunk)
 
     def _next(self, claims: Claims, idle_since: float, progress: Progress) -> int | None:
         """A chunk to take over; None after a short wait for the end of the round."""
@@ -277,11 +288,21 @@ class Coverage:
         # Nothing changes for this process before its patience ends.
         idle = now - idle_since
         if not self._watcher.wait(pause - idle if idle < pause else pause):
-            self._reunion.check_left_behind()
+            self._look_up(claims)
             if now - idle_since > self._idle_seconds:
                 self._watcher.tell(claims.close(BROKEN))
         progress.waited_seconds += time.monotonic() - now
         return None
+
+    def _look_up(self, claims: Claims) -> None:
+        """Now and then: whether the others have ended the round, or gone on, unheard."""
+        now = time.monotonic()
+        if now - self._looked_up < max(_LOOK_UP_SECONDS, self.chunks * _LOOK_UP_CHUNK_SECONDS):
+            return
+        self._looked_up = now
+        self._reunion.check_left_behind()
+        if claims.complete():
+            self._watcher.tell(claims.close(COVERED))
 
     def _over(self, claims: Claims) -> bool:
         """Whether the round has ended, which it does soon after the deadline."""
@@ -290,8 +311,10 @@ class Coverage:
         return self._decided()
 
     def _freeze(self, claims: Claims) -> None:
-        """Close all unfinished chunks; one process does it, for all."""
-        if self._board.publish(claims.key("freezer"), str(self._worker)) != str(self._worker):
+        """Close all unfinished chunks; one process does it for all, if it lives."""
+        mine = str(self._worker)
+        first = self._board.publish(claims.key("freezer"), mine) == mine
+        if not first and time.monotonic() < self._ends + _LOOK_UP_SECONDS:
             return
         claims.made.add(claims.key("freezer"))
         for chunk in sorted(claims.wanted):

@@ -14,14 +14,22 @@ members. Every wait ends at a deadline.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
+import torch
+import torch.distributed as dist
 
-    from outlast.coding.protocol.board import Board
+from outlast.coding.protocol.board import Board
+from outlast.coding.protocol.randomness import key as key_of
+from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from torch.distributed import ProcessGroup
 
 _WORD_BITS = 62
 _COMMITTED, _BROKEN = "committed", "broken"
@@ -29,6 +37,10 @@ _GRACE = 1.25
 _POLL_SECONDS = 0.05
 _SHORTEST_POLL_SECONDS = 0.001
 _POLL_SHARE = 0.02
+_GROUP_TIMEOUTS = 2.0
+"""Longest time that a process group takes to fail: gloo waits for addresses, then for connections."""
+
+_numbers = itertools.count()
 
 
 class Marks:
@@ -95,6 +107,9 @@ class Decider:
         worker: This worker's number, the same for the whole run.
         workers: How many there were at the beginning.
         timeout_seconds: How long a silent worker is waited for.
+
+    Attributes:
+        name: That of the board, equal on all workers.
     """
 
     def __init__(self, board: Board, *, worker: int, workers: int, timeout_seconds: float) -> None:
@@ -102,17 +117,60 @@ class Decider:
         self._worker = worker
         self._timeout_seconds = timeout_seconds
         self._marks = Marks(board, workers)
+        self._joined: dict[str, str] = {}
+        self.name = board.name
 
-    def announce(self, round_: int, epoch: int) -> frozenset[int]:
-        """Say that this worker's message is ready; returns whose are, with its own.
+    def agree(
+        self,
+        round_: int,
+        epoch: int,
+        *,
+        step: int,
+        members: frozenset[int],
+        sufficient: Callable[[frozenset[int]], bool],
+        seconds: float | None,
+    ) -> Decision:
+        """The decision of a round, made by this worker if it is the first who can.
 
-        Whoever is first has time, and removes what nobody reads any more: all members have
-        committed the round before this one, so none looks at the one before that.
+        Args:
+            round_: The round.
+            epoch: The epoch.
+            step: The training step, as this worker counts it.
+            members: Who takes part in this epoch.
+            sufficient: Whether such workers' messages are good enough to wait for nobody else.
+            seconds: How long this worker, whose message is ready, waits for others; None if its
+                message is not ready, and will not be.
+
+        Raises:
+            CodingError: When the others count another step.
         """
-        announced = self._marks.join(f"{round_}/announced", self._worker)
-        if announced == {self._worker}:
-            self._forget(round_ - 2, epoch)
-        return announced
+        announced: frozenset[int] = frozenset()
+        if seconds is None:
+            seconds = self._timeout_seconds
+        else:
+            announced = self.announce(round_) & members
+        decision = None
+        # Nobody else can come when all have.
+        if announced != members and not sufficient(announced):
+            decision = self.decision(round_, epoch, seconds)
+            if decision is None:
+                announced = self.announced(round_) & members
+        if decision is None:
+            decision = self.decide(round_, epoch, Decision(step, announced))
+        if decision.step != step:
+            raise CodingError(
+                f"worker {self._worker} reduces step {step} while the others reduce step "
+                f"{decision.step}: all must do so once for each step"
+            )
+        return decision
+
+    def announce(self, round_: int) -> frozenset[int]:
+        """Say that this worker's message is ready; returns whose are, with its own."""
+        return self._join("announced", f"{round_}/announced")
+
+    def has_announced(self, round_: int) -> bool:
+        """Whether this worker has said that its message is ready."""
+        return self._joined.get("announced") == f"{round_}/announced"
 
     def announced(self, round_: int) -> frozenset[int]:
         """Whose messages are ready."""
@@ -133,7 +191,7 @@ class Decider:
 
     def enter(self, round_: int, epoch: int) -> None:
         """Say that this worker, which no decision names, takes part in the sum all the same."""
-        self._marks.join(f"{round_}/{epoch}/entered", self._worker)
+        self._join("entered", f"{round_}/{epoch}/entered")
 
     def is_broken(self, round_: int, epoch: int) -> bool:
         """Whether a member has lost a peer; to be asked before this worker's own vote."""
@@ -160,7 +218,7 @@ class Decider:
         *,
         members: frozenset[int],
         survivors: Collection[int],
-        begun: float,
+        begun: float | None,
     ) -> frozenset[int]:
         """Who is left after a broken round: those who answer in time.
 
@@ -169,25 +227,31 @@ class Decider:
         at the latest one timeout (and a grace of a quarter) after this worker's answer, when every
         sum that a living member is still in must have failed.
 
+        Where it was their process group that could not be made, no member was silent: all are
+        waited for until every attempt to make the group must have failed too.
+
         Args:
             round_: The broken round.
             epoch: In which it was broken.
             members: Who took part in this epoch.
             survivors: Who the decision of the round named.
-            begun: When this worker began the sum, on ``time.monotonic``.
+            begun: When this worker began the sum, on ``time.monotonic``; None after the members'
+                process group could not be made.
 
         Returns:
             The members of the next epoch, as the first to end the call saw them. This worker is
             not among them if it came too late.
         """
         key, call = members_key(epoch + 1), f"roll/{epoch}"
-        present = self._marks.join(call, self._worker) & members
-        last = time.monotonic() + _GRACE * self._timeout_seconds
+        present = self._join("call", call) & members
+        timeouts = _GRACE if begun is not None else _GRACE + _GROUP_TIMEOUTS
+        last = time.monotonic() + timeouts * self._timeout_seconds
+        first = last if begun is None else begun + self._timeout_seconds
         while not self._board.has(key):
             now = time.monotonic()
             if present != members and now < last:
                 taking_part = self._marks.read(f"{round_}/{epoch}/entered") | set(survivors)
-                if now < begun + self._timeout_seconds or not taking_part & members <= present:
+                if now < first or not taking_part & members <= present:
                     time.sleep(_POLL_SECONDS)
                     present = self._marks.read(call) & members
                     continue
@@ -227,8 +291,23 @@ class Decider:
             time.sleep(min(pause, seconds - waited))
         return self._board.read(key, self._timeout_seconds, key)
 
-    def _forget(self, round_: int, epoch: int) -> None:
-        if round_ < 0:
+    def _join(self, kind: str, key: str) -> frozenset[int]:
+        """Join a set, or read it where this worker has joined it: a bit is added once."""
+        if self._joined.get(kind) == key:
+            return self._marks.read(key)
+        # Written down first, since an addition whose answer was lost must not be repeated either.
+        self._joined[kind] = key
+        return self._marks.join(key, self._worker)
+
+    def forget(self, round_: int, epoch: int, members: Collection[int]) -> None:
+        """Remove what nobody reads any more, if it is this worker's turn.
+
+        Args:
+            round_: A round that all members have left: they have all taken part in a later one.
+            epoch: The epoch of that round.
+            members: Who takes turns, equal on all of them.
+        """
+        if round_ < 0 or sorted(members)[round_ % len(members)] != self._worker:
             return
         prefix = f"{round_}/{epoch}"
         late = [f"{round_}/late/{worker}" for worker in self._marks.read(f"{prefix}/entered")]
@@ -240,6 +319,28 @@ class Decider:
                 *late,
             ]
         )
+
+
+def synchronise(devices: Iterable[torch.device]) -> None:
+    """Wait until accelerators have done what was queued; a message is announced only then.
+
+    A backward pass on an accelerator returns when its kernels are queued. Announced that early, a
+    device that is slow would be taken for fast, and all would wait for it in the sum.
+    """
+    for device in set(devices):
+        if device.type not in {"cpu", "meta"}:
+            torch.accelerator.synchronize(device)
+
+
+def board_for(use: str, group: ProcessGroup | None) -> Board:
+    """A board of its own for a process group, all of whose processes call this in the same order.
+
+    Args:
+        use: What for; equal on all processes.
+        group: The processes; all if None.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return Board(f"{use}/{next(_numbers)}/{key_of(*ranks)}")
 
 
 def members_key(epoch: int) -> str:

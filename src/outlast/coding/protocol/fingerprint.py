@@ -17,6 +17,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
 PROJECTIONS = 4
 _WIDTH = 1024
 
@@ -43,11 +45,13 @@ class Fingerprint:
     def difference(self, other: Fingerprint) -> float:
         """Root mean square difference of the projections, as a share of the larger norm.
 
-        An estimate of ``|x - y| / |x|``; infinite where one of them is not finite.
+        An estimate of ``|x - y| / |x|``; infinite where one of them is not finite. Where both are
+        not, the data made them so, and nothing is said: 0.
         """
         ours, theirs = np.array(self.numbers), np.array(other.numbers)
-        if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-            return math.inf
+        finite = np.isfinite(ours).all(), np.isfinite(theirs).all()
+        if not all(finite):
+            return math.inf if any(finite) else 0.0
         norm = max(ours[0], theirs[0])
         if norm == 0:
             return 0.0
@@ -86,11 +90,16 @@ class Fingerprints:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = (place, rows, device)
         if key not in self._signs:
-            generator = np.random.default_rng([place, rows])
-            columns = generator.integers(0, 2, (_WIDTH, PROJECTIONS)) * 2.0 - 1.0
-            lines = generator.integers(0, 2, (rows, PROJECTIONS)) * 2.0 - 1.0
+            generator = np.random.PCG64([place, rows])
+            columns, lines = _signs(generator, _WIDTH), _signs(generator, rows)
             self._signs[key] = (
                 torch.tensor(columns, dtype=torch.float32, device=device),
                 torch.tensor(lines, dtype=torch.float64, device=device),
             )
         return self._signs[key]
+
+
+def _signs(generator: np.random.PCG64, lines: int) -> npt.NDArray[np.float64]:
+    """(lines, PROJECTIONS) of 1 and -1, from raw bits, which all versions of numpy draw alike."""
+    bits = generator.random_raw((lines, PROJECTIONS)) >> np.uint64(63)
+    return np.where(bits == 1, 1.0, -1.0)

@@ -15,6 +15,9 @@ to x_i itself. While both ends leave each other out W stays doubly stochastic. W
 the mean moves by W_ij |x_i - x_j| / n at most. A slow rank skips to the step where its neighbours
 are; what it computed too late is lost, and its chunks are those of other ranks as well.
 
+Of each neighbour the messages of two steps are held at the most, in the inbox and in `Gossip`, so a
+rank's memory does not grow with the steps that the others are ahead.
+
     gossip = Gossip(model, code, edges, rounds=2, deadline_seconds=1.0)
     for step in gossip.steps(100):
         for chunk in gossip.chunks:
@@ -41,14 +44,16 @@ from scipy.sparse.csgraph import connected_components
 from outlast.coding.protocol.encoding import Encoder, clear
 from outlast.coding.protocol.flat import FlatGradients, local
 from outlast.coding.protocol.messages import (
+    HEADER_BYTES,
     Header,
     Kind,
     Layout,
     Letter,
+    Newest,
     places,
     write_parameters,
 )
-from outlast.coding.protocol.post import Post
+from outlast.coding.protocol.post import Post, check_seconds
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -73,7 +78,8 @@ class Mixed:
         step: The step.
         answered: Neighbours that were averaged with in every round.
         left_out: The others.
-        late: Messages of earlier rounds that came meanwhile and were dropped.
+        late: Messages of earlier rounds that came meanwhile and were dropped; without those of
+            which a newer one took the place before they were looked at.
         disagreement: Sum over the neighbours of the last round of |x_i - x_j|^2 before it; what
             `consensus_distance` takes.
         seconds: Time that the averaging took.
@@ -113,8 +119,7 @@ class Gossip:
     ) -> None:
         if rounds < 1:
             raise CodingError(f"rounds = {rounds} is below 1")
-        if not deadline_seconds > 0:
-            raise CodingError(f"deadline_seconds = {deadline_seconds} is not above 0")
+        check_seconds("deadline_seconds", deadline_seconds)
         ranks = dist.get_world_size() if dist.is_initialized() else 0
         if ranks != code.workers:
             raise CodingError(f"the code has {code.workers} workers, but the job {ranks} ranks")
@@ -134,7 +139,7 @@ class Gossip:
         )
         slots = len(self.neighbours) + 1
         self._post = Post(self.neighbours, self._layout.payload_bytes, slots=slots)
-        self._kept: dict[int, dict[int, Letter]] = {each: {} for each in self.neighbours}
+        self._kept = {each: Newest() for each in self.neighbours}
         self._awaited = set(self.neighbours)
         self._newest = 0
 
@@ -147,6 +152,12 @@ class Gossip:
     def gone(self) -> tuple[int, ...]:
         """Neighbours whose connection is closed."""
         return tuple(sorted(self._post.gone))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the messages that this rank sends and receives; it is used again and again."""
+        buffers = self._post.buffers
+        return buffers.made * (HEADER_BYTES + buffers.capacity)
 
     def steps(self, stop: int) -> Iterator[int]:
         """Steps below `stop`: all of them, or those that are left when this rank is slow."""
@@ -228,38 +239,47 @@ class Gossip:
                 return late
             letter = self._post.receive(remaining)
 
-    def _answers(self, kept: dict[int, Letter], position: int) -> bool:
+    def _place(self, letter: Letter) -> int:
+        """The round that a letter is of, counted from the first step's first."""
+        return letter.header.step * self.rounds + letter.header.chunk
+
+    def _answers(self, kept: Newest, position: int) -> bool:
         """Whether a neighbour's letter of this round is there, or it has gone on without us.
 
         Its letter of the next round alone says nothing: letters may overtake each other.
         """
-        return any(place == position or place > position + 1 for place in kept)
+        rounds = [self._place(letter) for letter in kept]
+        return any(each == position or each > position + 1 for each in rounds)
 
     def _keep(self, letter: Letter, position: int) -> bool:
         header = letter.header
-        place = header.step * self.rounds + header.chunk
+        place = self._place(letter)
         self._newest = max(self._newest, header.step)
         if place >= position - _NEAR_STEPS * self.rounds:
             self._awaited.add(header.worker)
         if place < position:
             self._post.buffers.release(letter)
             return False
-        self._kept[header.worker][place] = letter
+        replaced = self._kept[header.worker].put(letter)
+        if replaced is not None:
+            self._post.buffers.release(replaced)
         return True
 
-    def _drop_before(self, position: int, kept: dict[int, Letter]) -> int:
-        old = [place for place in kept if place < position]
-        for place in old:
-            self._post.buffers.release(kept.pop(place))
+    def _drop_before(self, position: int, kept: Newest) -> int:
+        old = [letter for letter in kept if self._place(letter) < position]
+        for letter in old:
+            kept.remove(letter)
+            self._post.buffers.release(letter)
         return len(old)
 
     def _chosen(self, position: int) -> dict[int, Letter]:
         """Each neighbour's parameters of this round, or of the next one that there is."""
         chosen = {}
         for neighbour, kept in self._kept.items():
-            place = min((each for each in kept if each >= position), default=None)
-            if place is not None:
-                chosen[neighbour] = kept.pop(place)
+            usable = [letter for letter in kept if self._place(letter) >= position]
+            if usable:
+                chosen[neighbour] = min(usable, key=self._place)
+                kept.remove(chosen[neighbour])
         return chosen
 
     @torch.no_grad()

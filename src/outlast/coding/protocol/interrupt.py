@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    import torch
     from torch.utils.hooks import RemovableHandle
 
 
@@ -33,15 +32,14 @@ class Interrupt:
     """
 
     def __init__(self, model: nn.Module, unwanted: Callable[[], bool]) -> None:
-        self._unwanted = unwanted
-        self._listening = False
+        self._question = _Question(unwanted)
         self._handles: list[RemovableHandle] = []
         for layer in _layers(model):
-            self._handles.append(layer.register_forward_pre_hook(self._before_layer))
+            self._handles.append(layer.register_forward_pre_hook(self._question))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(self._question)  # type: ignore[no-untyped-call]
                 )
 
     @contextlib.contextmanager
@@ -51,11 +49,11 @@ class Interrupt:
         Raises:
             Abandoned: Out of the pass in it, when the result is unwanted.
         """
-        self._listening = True
+        self._question.asked = True
         try:
             yield
         finally:
-            self._listening = False
+            self._question.asked = False
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -63,24 +61,41 @@ class Interrupt:
             handle.remove()
         self._handles.clear()
 
-    def _before_layer(self, module: nn.Module, arguments: Any) -> None:
-        self._ask()
 
-    def _after_gradient(self, parameter: torch.Tensor) -> None:
-        self._ask()
+class _Question:
+    """The hook; a copy of it, in a copied or saved model, asks nothing."""
 
-    def _ask(self) -> None:
-        if self._listening and self._unwanted():
+    def __init__(self, unwanted: Callable[[], bool] | None = None) -> None:
+        self._unwanted = unwanted
+        self.asked = False
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.asked and self._unwanted is not None and self._unwanted():
             raise Abandoned
+
+    def __reduce__(self) -> tuple[type[_Question], tuple[()]]:
+        return (_Question, ())
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
+    # A hook inside a compiled graph would be traced into it.
+    inside = {
+        id(child)
+        for module in model.modules()
+        if _is_compiled(module)
+        for child in module.modules()
+    }
+    modules = [each for each in model.modules() if id(each) not in inside]
     layers = [
         layer
-        for module in model.modules()
+        for module in modules
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         for layer in module
+        if id(layer) not in inside
     ]
-    layers = layers or [each for each in model.modules() if not any(each.children())]
-    # A hook inside a compiled graph would be traced into it.
-    return [each for each in layers if each._compiled_call_impl is None]
+    return layers or [each for each in modules if not any(each.children())]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # torch.compile(module) gives a wrapper, module.compile() changes the module's call.
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _world
+from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import CodingError
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup, Store, Work
 
 _SLICE_SECONDS = 0.25
+_DEVICE_LOOK_SECONDS = 5e-4
 
 
 class PeerLostError(CodingError):
@@ -47,9 +48,9 @@ class Members:
             raise CodingError(
                 "there is no process group yet: call torch.distributed.init_process_group first"
             )
-        self.group: ProcessGroup | None = dist.group.WORLD if group is None else group
+        self._group: Any = dist.group.WORLD if group is None else group
         self.timeout_seconds = timeout_seconds
-        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.ranks = tuple(dist.get_process_group_ranks(self._group))
         self.rank = dist.get_rank()
         self.epoch = 0
         self.sums = 0
@@ -77,50 +78,59 @@ class Members:
         deadline = time.monotonic() + self.timeout_seconds
         self.sums += 1
         try:
-            works = [dist.all_reduce(each, group=self.group, async_op=True) for each in tensors]
-            for work in works:
-                _wait(work, deadline, broken)
+            works = [self._group.allreduce([each]) for each in tensors]
+            for work, tensor in zip(works, tensors, strict=True):
+                _wait(work, deadline, broken, on_device=tensor.is_cuda)
         except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(
                 f"summing gradients over ranks {list(self.ranks)} failed: {error}"
             ) from error
 
-    def keep(self, ranks: Collection[int]) -> None:
+    def keep(self, ranks: Collection[int], name: str, store: Store | None = None) -> None:
         """Go on with `ranks` only; all of them call this with the same set, nobody else does.
+
+        Args:
+            ranks: Global ranks.
+            name: Under which they meet: equal on all of them, and never used before.
+            store: Where they meet; the default process group's store if None.
 
         Raises:
             CodingError: When this process is not among them.
+            RuntimeError: When they do not all come within the timeout.
         """
         if self.rank not in ranks:
             raise CodingError(f"rank {self.rank} is not among the members {sorted(ranks)} to keep")
         self.ranks = tuple(sorted(ranks))
         self.epoch += 1
         self.sums = 0
-        _find_store_again()
-        self.group = dist.new_group(
-            list(self.ranks),
-            timeout=datetime.timedelta(seconds=self.timeout_seconds),
-            use_local_synchronization=True,
-        )
+        timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        if dist.get_backend(dist.group.WORLD) != "gloo":
+            self._group = dist.new_group(
+                list(self.ranks), timeout=timeout, use_local_synchronization=True
+            )
+            return
+        # torch.distributed.new_group counts this process's groups into the name under which they
+        # meet, and survivors may have made different ones.
+        below = _get_default_store() if store is None else store
+        meeting = dist.PrefixStore(f"outlast/group/{name}", below.clone())  # type: ignore[attr-defined]
+        self._group = dist.ProcessGroupGloo(meeting, self.index, len(self.ranks), timeout)
 
 
-def _find_store_again() -> None:
-    """Connect torch to a restarted store, where groups meet; it does not do so by itself."""
-    default = _get_default_group()
-    backend, store = _world.pg_map[default]
-    try:
-        store.check(["outlast"])
-    except dist.DistNetworkError:
-        _world.pg_map[default] = (backend, store.clone())  # type: ignore[attr-defined]
-
-
-def _wait(work: Work | None, deadline: float, broken: Callable[[], bool] | None) -> None:
+def _wait(
+    work: Work, deadline: float, broken: Callable[[], bool] | None, *, on_device: bool
+) -> None:
     """Wait for a collective in slices, since gloo's own wait cannot be left early."""
-    if work is None:
-        return
     ended = threading.Event()
-    work.get_future().add_done_callback(lambda _: ended.set())
-    while not ended.wait(_SLICE_SECONDS):
+    if not on_device:
+        work.get_future().add_done_callback(lambda _: ended.set())
+    look = time.monotonic() + _SLICE_SECONDS
+    # A future of NCCL is done when the collective is queued; what it says itself is true.
+    while not (work.is_completed() if on_device else ended.wait(_SLICE_SECONDS)):
+        if on_device:
+            time.sleep(_DEVICE_LOOK_SECONDS)
+        if time.monotonic() < look:
+            continue
+        look = time.monotonic() + _SLICE_SECONDS
         if broken is not None and broken():
             raise TimeoutError("another member has lost a peer")
         if time.monotonic() > deadline:

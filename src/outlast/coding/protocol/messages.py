@@ -114,13 +114,58 @@ class Letter:
 
     @property
     def key(self) -> tuple[int, int]:
-        """An unsent letter is replaced by a newer one of the same key.
+        """A letter that waits is replaced by a newer one of the same key, see `Newest`.
 
         In gossip a rank may be one step ahead of a neighbour that has yet to get the last one.
         """
         chunk = self.header.chunk
         mixing = self.header.kind == Kind.MIX
         return int(self.header.kind), 2 * chunk + self.header.step % 2 if mixing else chunk
+
+
+class Newest:
+    """Letters that wait for a reader or for the wire; a newer one takes an older one's place.
+
+    So a rank that is slow, or stopped, holds as many letters as there are keys, however many steps
+    the others have gone on.
+    """
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[int, int, int], Letter] = {}
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._letters)
+
+    def __iter__(self) -> Iterator[Letter]:
+        """In the order in which they came."""
+        return iter(self._letters.values())
+
+    def put(self, letter: Letter) -> Letter | None:
+        """Add a letter, at the end: what was to be read before it still is.
+
+        Returns:
+            The letter that is not needed any more; the given one if it was overtaken.
+        """
+        place = (letter.header.worker, *letter.key)
+        other = self._letters.get(place)
+        if other is not None and _age(letter) < _age(other):
+            return letter
+        self._letters.pop(place, None)
+        self._letters[place] = letter
+        return other
+
+    def pop(self) -> Letter:
+        """Take the first one out; there must be one."""
+        return self._letters.pop(next(iter(self._letters)))
+
+    def remove(self, letter: Letter) -> None:
+        """Take this one out."""
+        del self._letters[letter.header.worker, *letter.key]
+
+
+def _age(letter: Letter) -> tuple[int, int]:
+    return letter.header.step, letter.header.plan
 
 
 class Buffers:

@@ -2,14 +2,13 @@
 
 gloo's point-to-point calls have two traps. A wait that runs out of time closes the connections to
 all ranks, and `is_completed` stays false until somebody waits. So every wait here is made by a
-thread of its own and never runs out; what the protocols wait for is a queue, with a deadline.
+thread of its own and never runs out; what the protocols wait for is an inbox, with a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import queue
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from outlast.coding.protocol.messages import HEADER_BYTES, Buffers, Header, Letter
+from outlast.coding.protocol.messages import HEADER_BYTES, Buffers, Header, Letter, Newest
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -36,6 +35,10 @@ class Post:
     """Sends and receives letters.
 
     All ranks of the job make their post at the same time: it has a gloo group of its own.
+
+    Letters come in while the rank computes. A newer letter of the same worker and key replaces one
+    that was not read yet, so memory is bounded however slow the reader is. There are two threads
+    for each peer and one for each slot.
 
     Args:
         peers: Ranks that letters are exchanged with.
@@ -61,7 +64,9 @@ class Post:
         self.received_bytes = 0
         self._lock = threading.Lock()
         self._group: ProcessGroup = dist.new_group(backend="gloo")
-        self._arrived: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self._inbox = Newest()
+        self._lost_one = False
+        self._news = threading.Condition()
         self._boxes: dict[int, _Outbox] = {}
         for rank in self.peers:
             _start(self._watch, rank)
@@ -91,8 +96,11 @@ class Post:
         Returns:
             None when the time is over, or when a peer has gone, which the caller may want to know.
         """
-        with contextlib.suppress(queue.Empty):
-            return self._arrived.get(timeout=max(seconds, 0.0))
+        with self._news:
+            self._news.wait_for(lambda: self._inbox or self._lost_one, patience(seconds))
+            if self._inbox:
+                return self._inbox.pop()
+            self._lost_one = False
         return None
 
     def flush(self, seconds: float) -> bool:
@@ -114,7 +122,9 @@ class Post:
     def _lose(self, rank: int) -> None:
         with self._lock:
             self.gone |= {rank}
-        self._arrived.put(None)
+        with self._news:
+            self._lost_one = True
+            self._news.notify_all()
 
     def _watch(self, rank: int) -> None:
         """Nothing is ever sent under this tag: the wait ends when the connection does."""
@@ -122,7 +132,7 @@ class Post:
         with contextlib.suppress(RuntimeError):
             if work is not None:
                 work.wait(_FOREVER)
-        # Its last letters came before, but to other threads: they are to be in the queue first.
+        # Its last letters came before, but to other threads: they are to be in the inbox first.
         time.sleep(_GRACE_SECONDS)
         self._lose(rank)
 
@@ -138,13 +148,16 @@ class Post:
                 time.sleep(0.01 * failures)
                 continue
             failures = 0
-            with self._lock:
-                self.received_bytes += letter.sent.numel()
             if letter.header.payload_bytes == 0:
                 short = Letter(letter.header, buffer[:HEADER_BYTES].clone())
                 self.buffers.release(letter)
                 letter = short
-            self._arrived.put(letter)
+            with self._news:
+                self.received_bytes += letter.sent.numel()
+                replaced = self._inbox.put(letter)
+                self._news.notify_all()
+            if replaced is not None:
+                self.buffers.release(replaced)
 
     def _next(self, buffer: torch.Tensor) -> Letter | None:
         try:
@@ -162,19 +175,15 @@ class _Outbox:
     def __init__(self, post: Post, rank: int) -> None:
         self._post = post
         self._rank = rank
-        self._waiting: dict[tuple[int, int], Letter] = {}
+        self._waiting = Newest()
         self._busy = False
         self._changed = threading.Condition()
         _start(self._run)
 
     def put(self, letter: Letter) -> None:
         with self._changed:
-            # A newer letter goes to the end: what was to come before it still does.
-            replaced = self._waiting.pop(letter.key, None)
-            if self._rank in self._post.gone:
-                replaced = letter
-            else:
-                self._waiting[letter.key] = letter
+            gone = self._rank in self._post.gone
+            replaced = letter if gone else self._waiting.put(letter)
             self._changed.notify_all()
         if replaced is not None:
             self._post.buffers.release(replaced)
@@ -183,7 +192,7 @@ class _Outbox:
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._waiting or self._busy) or self._rank in self._post.gone,
-                max(seconds, 0.0),
+                patience(seconds),
             )
 
     def _run(self) -> None:
@@ -193,7 +202,7 @@ class _Outbox:
                 self._busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting)
-                letter = self._waiting.pop(next(iter(self._waiting)))
+                letter = self._waiting.pop()
                 self._busy = True
             alive = self._post.transmit(letter, self._rank)
             if alive:
@@ -201,6 +210,21 @@ class _Outbox:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Refuse a longest wait that is none; infinity is one.
+
+    Raises:
+        CodingError: When it is not above 0.
+    """
+    if not seconds > 0:
+        raise CodingError(f"{name} = {seconds} is not above 0")
+
+
+def patience(seconds: float) -> float:
+    """What a lock can be told to wait for; infinity it does not take."""
+    return min(max(seconds, 0.0), _FOREVER.total_seconds())
 
 
 def _start(work: object, *arguments: object) -> None:

@@ -79,7 +79,9 @@ class Reunion:
         """
         before: Sequence[int] = ()
         for meeting in itertools.count():
-            going_on, kept = self._met(f"{prefix}/meeting{meeting}", won)
+            # At a further meeting, some may still be waiting for the group of the one before.
+            grace = self._grace_seconds + (self._timeout_seconds if meeting else 0.0)
+            going_on, kept = self._met(f"{prefix}/meeting{meeting}", won, grace)
             if self._stands(f"{prefix}/group{meeting}", going_on):
                 return kept
             # One of them died since, or else it would fail again.
@@ -91,13 +93,13 @@ class Reunion:
             "checkpoint"
         )
 
-    def _met(self, prefix: str, won: Iterable[int]) -> tuple[list[int], set[int]]:
-        """Who goes on, and the chunks that they keep."""
+    def _met(self, prefix: str, won: Iterable[int], grace: float) -> tuple[list[int], set[int]]:
+        """Who goes on after this many seconds, and the chunks that they keep."""
         ranks = self._members.ranks
         report = {rank: f"{prefix}/here{rank}" for rank in ranks}
         self._board.publish(report[self._members.rank], json.dumps(list(won)))
         decided = f"{prefix}/members"
-        deadline = time.monotonic() + self._grace_seconds
+        deadline = time.monotonic() + grace
         while not self._board.has(decided):
             here = [rank for rank in ranks if self._board.has(report[rank])]
             if len(here) == len(ranks) or time.monotonic() > deadline:
@@ -109,13 +111,19 @@ class Reunion:
         for rank in set(ranks) - set(going_on):
             self._board.publish(f"left{rank}", prefix)
         self.check_left_behind()
+        if 2 * len(going_on) < len(ranks):
+            raise CodingError(
+                f"only ranks {going_on} of {list(ranks)} answered within {grace:g} s; the others "
+                "may be going on by themselves: restart from a checkpoint, or allow more "
+                "grace_seconds"
+            )
         kept = self._board.read_all([report[rank] for rank in going_on])
         return going_on, {chunk for text in kept for chunk in json.loads(text)}
 
     def _stands(self, key: str, ranks: Sequence[int]) -> bool:
         """Make a group of these ranks; whether all of them have it."""
         try:
-            self._members.keep(ranks)
+            self._members.keep(ranks, f"{self._board.name}/{key}", self._board.below)
         except RuntimeError:
             return self._board.publish(key, _FALLEN) == _STANDING
         if self._board.add(f"{key}/in") == len(ranks):

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from outlast.errors import CodingError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,7 +29,7 @@ class Team:
         """What the leader's `answer` is; the others wait for it and do not ask themselves.
 
         Raises:
-            CodingError: On all of them, when the leader's `answer` raises one.
+            Exception: On all of them, what the leader's `answer` raises.
         """
         if self.size == 1:
             return answer()
@@ -39,9 +37,9 @@ class Team:
         if self.leads:
             try:
                 box = [answer()]
-            except CodingError as error:
+            except Exception as error:
                 box = [error]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
-        if isinstance(box[0], CodingError):
+        if isinstance(box[0], Exception):
             raise box[0]
         return box[0]

@@ -31,6 +31,7 @@ class Watcher:
         self._board = board
         self._orders: queue.SimpleQueue[tuple[str, Iterable[str], int] | None] = queue.SimpleQueue()
         self._written = threading.Event()
+        self._lock = threading.Lock()
         self._turn = 0
         self._value = ""
         self._thread: threading.Thread | None = None
@@ -40,15 +41,18 @@ class Watcher:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="outlast-coding", daemon=True)
             self._thread.start()
-        self._turn += 1
-        self._value = ""
-        self._written.clear()
+        with self._lock:
+            self._turn += 1
+            self._value = ""
+            self._written.clear()
         self._orders.put((key, obsolete, self._turn))
 
     def tell(self, value: str) -> None:
         """Take over what is known to be written under the watched key."""
-        self._value = value
-        self._written.set()
+        with self._lock:
+            self._turn += 1
+            self._value = value
+            self._written.set()
 
     @property
     def value(self) -> str:
@@ -68,9 +72,10 @@ class Watcher:
                 board = board or self._board.connect()
                 board.remove(obsolete)
                 value = board.read(key, _LONGEST_WAIT_SECONDS, "the end of a round")
-                if turn == self._turn:
-                    self._value = value
-                    self._written.set()
+                with self._lock:
+                    if turn == self._turn:
+                        self._value = value
+                        self._written.set()
                 continue
             board = None
 

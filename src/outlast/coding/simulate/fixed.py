@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from outlast.coding.simulate.delays import Array, Delays
 from outlast.errors import CodingError
+
+if TYPE_CHECKING:
+    from outlast.coding.codes.graph.code import GraphCode
 
 _HALVINGS = 60
 
@@ -72,6 +75,23 @@ def repetition(delays: Delays, share_seconds: float, copies: int) -> Steps:
     return Steps.whole(ends.min(axis=-1).max(axis=-1))
 
 
+def erasure_head(delays: Delays, share_seconds: float, copies: int, drop: float) -> Steps:
+    """ErasureHead (Wang et al., 2019): fractional repetition that goes on without some groups.
+
+    The chunks of the slowest groups are lost, the rest is rescaled.
+
+    Args:
+        delays: The draws.
+        share_seconds: See above.
+        copies: Workers of a group, d.
+        drop: Largest share of the groups to lose, rounded down to whole ones.
+    """
+    grouped = _grouped(delays, copies)
+    cost = grouped.chunk_cost.sum(axis=-1, keepdims=True)
+    ends = grouped.start_seconds + grouped.slowdown * cost * share_seconds
+    return _without_slowest(ends.min(axis=-1), drop)
+
+
 def repetition_on_demand(delays: Delays, share_seconds: float, copies: int) -> Steps:
     """Fractional repetition in which everybody begins with its own share and stops when it may.
 
@@ -99,11 +119,7 @@ def drop_slowest(delays: Delays, share_seconds: float, drop: float) -> Steps:
         share_seconds: See above.
         drop: Largest share of the workers to lose, rounded down to whole ones.
     """
-    if not 0.0 <= drop < 1.0:
-        raise CodingError(f"drop = {drop} is not in [0, 1)")
-    kept = delays.workers - math.floor(drop * delays.workers + 1e-9)
-    seconds = _smallest(_own(delays, share_seconds), kept)
-    return Steps(seconds, np.full(seconds.shape, kept / delays.workers))
+    return _without_slowest(_own(delays, share_seconds), drop)
 
 
 def deadline(
@@ -147,24 +163,29 @@ def partial(
     copies: int,
     deadline_seconds: float,
     *,
+    parts: int = 1,
     order: Literal["matching", "random"] = "matching",
     seed: int = 0,
 ) -> Steps:
-    """Coding with the results of partial stragglers (Ramamoorthy, Meng and Girimaji, 2024), l = 1.
+    """Coding with the results of partial stragglers (Ramamoorthy, Meng and Girimaji, 2024).
 
     Worker w holds the shares w to w + d - 1, and computes them one after the other until every
-    share is finished by someone, or until the deadline.
+    share is finished by l workers, or until the deadline. A share with fewer copies is kept for so
+    many l-ths, which is what the certificate of the decoding says.
 
     Args:
         delays: The draws.
         share_seconds: See above; a chunk is a share here.
         copies: Shares that each worker holds, d.
-        deadline_seconds: Shares that nobody has finished by then are lost; may be infinite.
+        deadline_seconds: What is not finished by then is lost; may be infinite.
+        parts: Messages are one so-many-th of a gradient, and shares need so many copies, l.
         order: ``matching`` computes them in that cyclic order, in which the t-th shares of all
             workers are all different; ``random`` in an order of each worker's own.
         seed: Of the random orders.
     """
     _check_copies(delays, copies)
+    if not 1 <= parts <= copies:
+        raise CodingError(f"parts = {parts} is not in [1, {copies}], as copies = {copies} allow")
     shape = delays.slowdown.shape
     place = np.broadcast_to(np.arange(copies), (*shape, copies))
     if order == "random":
@@ -175,9 +196,45 @@ def partial(
     # ends[..., w, t] is when worker w has finished share w + place[..., w, t].
     of_share = np.empty(ends.shape)
     np.put_along_axis(of_share, place, ends, axis=-1)
-    first = np.min([np.roll(of_share[..., i], i, axis=-1) for i in range(copies)], axis=0)
-    kept = (first <= deadline_seconds).mean(axis=-1)
-    return Steps(np.minimum(first.max(axis=-1), deadline_seconds), kept)
+    copied = np.sort([np.roll(of_share[..., i], i, axis=-1) for i in range(copies)], axis=0)
+    needed = copied[:parts]
+    kept = (needed <= deadline_seconds).mean(axis=(0, -1))
+    return Steps(np.minimum(needed[-1].max(axis=-1), deadline_seconds), kept)
+
+
+def graph_code(
+    delays: Delays, share_seconds: float, code: GraphCode, deadline_seconds: float
+) -> Steps:
+    """A graph code (Glasgow and Wootters, 2021), decoded optimally at the deadline.
+
+    Worker w computes the two chunks at the ends of edge w. The decoded coefficients are a
+    projection of 1, so that their sum is that of their squares: with the error of the certificate
+    the gradient is as noisy as one of chunks - error chunks of equal weight, which is what is kept.
+
+    Args:
+        delays: The draws, of as many workers.
+        share_seconds: See above; a chunk is degree / 2 shares.
+        code: Of a regular graph of even degree.
+        deadline_seconds: Of the step, which ends earlier once all workers have finished.
+
+    Raises:
+        CodingError: For another number of workers, or chunks that are no whole number of shares.
+    """
+    if delays.workers != code.workers:
+        raise CodingError(f"delays of {delays.workers} workers, but the code has {code.workers}")
+    if delays.workers % code.chunks:
+        raise CodingError(
+            f"code = {code!r} divides {code.workers} shares into {code.chunks} chunks; take a "
+            "regular graph of even degree"
+        )
+    chunk_cost = delays.chunk_cost.reshape(*delays.chunk_cost.shape[:-1], code.chunks, -1)
+    cost = chunk_cost.sum(axis=-1)[..., code.graph.edges].sum(axis=-1)
+    ends = delays.start_seconds + delays.slowdown * cost * share_seconds
+    alive = ends <= deadline_seconds
+    errors = code.errors(alive.reshape(-1, code.workers)).reshape(alive.shape[:-1])
+    # Rounding must not make an exact gradient an approximate one.
+    kept = np.where(errors <= 1e-9, 1.0, 1.0 - errors / code.chunks)
+    return Steps(np.minimum(ends.max(axis=-1), deadline_seconds), np.maximum(kept, 0.0))
 
 
 def fluid(delays: Delays, share_seconds: float) -> Steps:
@@ -195,6 +252,16 @@ def fluid(delays: Delays, share_seconds: float) -> Steps:
 
 def _own(delays: Delays, share_seconds: float) -> Array:
     return delays.start_seconds + delays.slowdown * delays.chunk_cost * share_seconds
+
+
+def _without_slowest(ends: Array, drop: float) -> Steps:
+    """Without the slowest share of (..., units), each of which holds as much of the batch."""
+    if not 0.0 <= drop < 1.0:
+        raise CodingError(f"drop = {drop} is not in [0, 1)")
+    units = ends.shape[-1]
+    kept = units - math.floor(drop * units + 1e-9)
+    seconds = _smallest(ends, kept)
+    return Steps(seconds, np.full(seconds.shape, kept / units))
 
 
 def _smallest(ends: Array, count: int) -> Array:

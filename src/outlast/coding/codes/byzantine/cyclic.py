@@ -55,6 +55,9 @@ class DracoCyclic:
         self.code = ReedSolomon(workers, 2 * adversaries, mask=mask, dtype="float64")
         self.assignment = self.code.assignment
 
+    def __repr__(self) -> str:
+        return f"DracoCyclic(workers={self.workers}, adversaries={self.adversaries})"
+
     def encode(self, worker: int, gradients: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
         """(gradient,) complex message of a worker.
 

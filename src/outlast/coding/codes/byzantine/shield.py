@@ -7,6 +7,8 @@ workers share, the fewer chunks a given set of adversaries can distort.
 
 from __future__ import annotations
 
+import numpy as np
+
 from outlast.coding.assignment import Assignment
 from outlast.coding.codes.byzantine.vote import Aggregate, ReplicatedVote
 from outlast.coding.codes.primes import is_prime
@@ -16,15 +18,16 @@ from outlast.errors import CodingError
 class ByzShield(ReplicatedVote):
     """Latin squares or a Ramanujan bigraph, majority for each chunk, and the median of chunks.
 
-    For a prime load l above the replication r: r mutually orthogonal Latin squares of order l, the
-    a-th with a i + j mod l in row i and column j (a = 1 .. r; r <= l - 1). The l^2 cells are the
-    chunks, and worker (a, v) holds those where the a-th square has v: n = r l workers. For a load
-    that is a multiple of a prime replication: the bigraph of array codes (Burnwal, Sinha and
-    Vidyasagar), worker (i, j) of n = r^2 holds chunk (b, i + b j mod r) for each b = 0 .. l - 1, of
-    l r chunks; two workers with l = r share at most one chunk, with l = m r at most m.
+    For a prime number l of chunks per worker, above the replication r: r mutually orthogonal Latin
+    squares of order l, the a-th with a i + j mod l in row i and column j (a = 1 .. r; r <= l - 1).
+    The l^2 cells are the chunks, and worker (a, v) holds those where the a-th square has v: n = r l
+    workers. For an l that is a multiple of a prime replication: the bigraph of array codes
+    (Burnwal, Sinha and Vidyasagar), worker (i, j) of n = r^2 holds chunk (b, i + b j mod r) for
+    each b = 0 .. l - 1, of l r chunks; two workers with l = r share at most one chunk, with l = m r
+    at most m.
 
     Args:
-        load: Chunks that each worker computes, l.
+        chunks_per_worker: Chunks that each worker computes, l.
         replication: Workers that compute each chunk, r; odd.
         aggregate: See `ReplicatedVote`; the paper takes the median.
 
@@ -35,7 +38,10 @@ class ByzShield(ReplicatedVote):
     name = "ByzShield"
     source = "Konstantinidis and Ramamoorthy (MLSys 2021)"
 
-    def __init__(self, load: int, replication: int, *, aggregate: Aggregate = "median") -> None:
+    def __init__(
+        self, chunks_per_worker: int, replication: int, *, aggregate: Aggregate = "median"
+    ) -> None:
+        load = chunks_per_worker
         if replication < 1 or replication % 2 == 0:
             nearest = max(replication - replication % 2 - 1, 1)
             raise CodingError(
@@ -49,27 +55,24 @@ class ByzShield(ReplicatedVote):
             self.assignment = _bigraph(load, replication)
         else:
             raise CodingError(
-                f"load = {load} is neither a prime above replication = {replication} nor a "
-                f"multiple of a prime replication; {_nearest(load, replication)} would do"
+                f"chunks_per_worker = {load} is neither a prime above replication = {replication} "
+                f"nor a multiple of a prime replication; {_nearest(load, replication)} would do"
             )
 
 
 def _latin_squares(order: int, squares: int) -> Assignment:
-    held = [
-        [row * order + (value - square * row) % order for row in range(order)]
-        for square in range(1, squares + 1)
-        for value in range(order)
-    ]
-    return Assignment.of(held, order * order)
+    row = np.arange(order)
+    square = np.arange(1, squares + 1)[:, None, None]
+    # (squares, values, rows) of cells, ascending in each row of the squares.
+    cells = row * order + (row[:, None] - square * row) % order
+    return Assignment.of(cells.reshape(-1, order), order * order)
 
 
 def _bigraph(load: int, prime: int) -> Assignment:
-    held = [
-        [block * prime + (first + block * second) % prime for block in range(load)]
-        for first in range(prime)
-        for second in range(prime)
-    ]
-    return Assignment.of(held, load * prime)
+    block = np.arange(load)
+    place = np.arange(prime)
+    held = block * prime + (place[:, None, None] + block * place[:, None]) % prime
+    return Assignment.of(held.reshape(-1, load), load * prime)
 
 
 def _nearest(load: int, replication: int) -> str:

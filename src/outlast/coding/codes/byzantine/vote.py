@@ -127,6 +127,12 @@ class ReplicatedVote:
         """Number of chunks."""
         return self.assignment.chunks
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(workers={self.workers}, chunks={self.chunks}, "
+            f"replication={self.replication}, aggregate={self.aggregate!r})"
+        )
+
     @property
     def tolerated(self) -> int:
         """Adversaries that distort nothing, wherever they are."""

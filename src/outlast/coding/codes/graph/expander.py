@@ -78,23 +78,34 @@ class Expander(GradientCode):
         return np.where(alive, self.workers / max(int(alive.sum()), 1), 0.0)
 
     def worst_error(self, stragglers: int) -> Bound:
-        """(lambda / d)^2 n s / (n - s), which holds for the fixed decoder too."""
+        """The smaller of (lambda / d)^2 n s / (n - s) and n, the error of weights of zero.
+
+        The first holds for the fixed decoder too, which can exceed the second.
+        """
         survivors = survivors_of(self.workers, stragglers)
         if not survivors:
             return Bound(float(self.chunks), "exact", "weights of zero")
         if stragglers == 0:
             return Bound(0.0, "exact", self.source)
         share = (self.expansion / self.degree) ** 2
-        return Bound(share * self.workers * stragglers / survivors, "upper", self.source)
+        spectral = share * self.workers * stragglers / survivors
+        if spectral > self.chunks:
+            return Bound(float(self.chunks), "upper", "weights of zero")
+        return Bound(spectral, "upper", self.source)
 
     def expected_error(self, stragglers: int) -> Bound:
-        """Mean error of the fixed decoder, exact for that one, so an upper bound here."""
+        """The smaller of the fixed decoder's mean error and n, the error of weights of zero.
+
+        The former is exact for that decoder, and so an upper bound of the optimal one's.
+        """
         survivors = survivors_of(self.workers, stragglers)
         if not survivors:
             return Bound(float(self.chunks), "exact", "weights of zero")
         if stragglers == 0:
             return Bound(0.0, "exact", self.source)
         mean = one_step_error(self.workers, self.degree, survivors)
+        if mean > self.chunks:
+            return Bound(float(self.chunks), "upper", "weights of zero")
         return Bound(mean, "upper", "one-step decoder, Charles et al. 2017")
 
 

@@ -48,7 +48,7 @@ class Scheduler(ABC):
         jobs: Number of jobs; None for no end. No tasks are given for later ones.
         delay: Rounds after its first in which a job must be complete, T.
         memory: Rounds before this one that decide whether further stragglers are tolerated.
-        load: Share of a job's data that each worker processes per round, at most.
+        job_share: Share of a job's data that each worker processes per round, at most.
         shares: (chunks,) share of a job's data in each chunk; they sum to 1.
         round: The round that is to be observed next.
     """
@@ -59,13 +59,19 @@ class Scheduler(ABC):
     jobs: int | None
     delay: int
     memory: int
-    load: float
+    job_share: float
     shares: npt.NDArray[np.float64]
     round: int
 
     def _begin(self, workers: int, jobs: int | None) -> None:
         self.workers, self.jobs, self.round = workers, jobs, 0
         self._parts: dict[int, dict[int, dict[int, Task]]] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(workers={self.workers}, jobs={self.jobs}, "
+            f"delay={self.delay}, job_share={self.job_share:g})"
+        )
 
     @abstractmethod
     def admits(self, history: npt.NDArray[np.bool_]) -> bool:

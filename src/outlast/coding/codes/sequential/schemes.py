@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outlast.coding.codes.checks import check_positive, check_workers
 from outlast.coding.codes.inner import checked_code
 from outlast.coding.codes.sequential.histories import arbitrary, bursty, cut, per_round
 from outlast.coding.codes.sequential.scheduler import Scheduler, Task
@@ -27,7 +28,29 @@ if TYPE_CHECKING:
     from outlast.coding.code import GradientCode
 
 
-class EveryRound(Scheduler):
+class _OneCode(Scheduler):
+    """Schemes in which a job is one part, under a code of all workers."""
+
+    code: GradientCode
+
+    def _begin_coded(self, code: GradientCode, jobs: int | None) -> None:
+        self._begin(code.workers, jobs)
+        self.code = code
+        self.job_share = code.load / code.workers
+        self.shares = np.full(code.chunks, 1.0 / code.chunks)
+
+    def _everybody(self, job: int, slot: int) -> list[Task]:
+        return [self._coded(job, slot, worker, 0) for worker in range(self.workers)]
+
+    def _code(self, part: int) -> GradientCode | None:
+        return self.code
+
+    @property
+    def _part_count(self) -> int:
+        return 1
+
+
+class EveryRound(_OneCode):
     """A gradient code used round by round: no delay. With no stragglers, uncoded training.
 
     The baseline of the sequential schemes; load (s + 1) / n.
@@ -46,29 +69,18 @@ class EveryRound(Scheduler):
         code: GradientCode | None = None,
         jobs: int | None = None,
     ) -> None:
-        _check_stragglers(workers, stragglers, workers - 1)
-        self._begin(workers, jobs)
         self.stragglers = stragglers
-        self.code = checked_code(code, workers, stragglers)
-        self.load = self.code.load / workers
-        self.shares = np.full(self.code.chunks, 1.0 / self.code.chunks)
+        self._begin_coded(checked_code(code, workers, stragglers), jobs)
 
     def admits(self, history: npt.NDArray[np.bool_]) -> bool:
         """Whether at most s workers straggle in every round."""
         return per_round(history, self.stragglers)
 
     def _give(self, job: int, slot: int) -> list[Task]:
-        return [self._coded(job, slot, worker, 0) for worker in range(self.workers)]
-
-    def _code(self, part: int) -> GradientCode | None:
-        return self.code
-
-    @property
-    def _part_count(self) -> int:
-        return 1
+        return self._everybody(job, slot)
 
 
-class SelectiveReattempt(Scheduler):
+class SelectiveReattempt(_OneCode):
     """SR-SGC: a code for s stragglers, and a second try B rounds later for what it lacks.
 
     With s = ceil(B lambda / (W - 1 + B)) the load is (s + 1) / n, and every job is complete in time
@@ -102,22 +114,19 @@ class SelectiveReattempt(Scheduler):
         code: GradientCode | None = None,
         jobs: int | None = None,
     ) -> None:
-        _check_burst(burst)
+        check_positive("burst", burst)
         if window <= burst or (window - 1) % burst:
             below = max((window - 1) // burst, 1) * burst + 1
             raise CodingError(
                 f"window = {window} is not a multiple of burst = {burst} plus 1, at least "
                 f"{burst + 1}; {below} or {below + burst} would do"
             )
-        _check_stragglers(workers, stragglers, workers)
-        self._begin(workers, jobs)
+        check_workers(workers, stragglers, workers)
         self.burst, self.window, self.stragglers = burst, window, stragglers
         self.delay = burst
         self.memory = window - 1
         self.tolerance = -(-burst * stragglers // (window - 1 + burst))
-        self.code = checked_code(code, workers, self.tolerance)
-        self.load = self.code.load / workers
-        self.shares = np.full(self.code.chunks, 1.0 / self.code.chunks)
+        self._begin_coded(checked_code(code, workers, self.tolerance), jobs)
 
     def admits(self, history: npt.NDArray[np.bool_]) -> bool:
         """Whether each window of W rounds has at most s stragglers per round, or is bursty."""
@@ -133,7 +142,7 @@ class SelectiveReattempt(Scheduler):
 
     def _give(self, job: int, slot: int) -> list[Task]:
         if slot == 0:
-            return [self._coded(job, slot, worker, 0) for worker in range(self.workers)]
+            return self._everybody(job, slot)
         if slot < self.burst or self.complete(job):
             return []
         done = self._parts.get(job, {}).get(0, {})
@@ -142,13 +151,6 @@ class SelectiveReattempt(Scheduler):
         # does not now: any of them will do.
         lacking = [worker for worker in range(self.workers) if worker not in done]
         return [self._coded(job, slot, worker, 0) for worker in lacking[:missing]]
-
-    def _code(self, part: int) -> GradientCode | None:
-        return self.code
-
-    @property
-    def _part_count(self) -> int:
-        return 1
 
 
 class Multiplexed(Scheduler):
@@ -188,12 +190,12 @@ class Multiplexed(Scheduler):
         code: GradientCode | None = None,
         jobs: int | None = None,
     ) -> None:
-        _check_burst(burst)
+        check_positive("burst", burst)
         if window <= burst:
             raise CodingError(
                 f"window = {window} is not above burst = {burst}; at least {burst + 1} would do"
             )
-        _check_stragglers(workers, stragglers, workers)
+        check_workers(workers, stragglers, workers)
         self._begin(workers, jobs)
         self.burst, self.window, self.stragglers = burst, window, stragglers
         self.delay = self.memory = window - 2 + burst
@@ -209,7 +211,7 @@ class Multiplexed(Scheduler):
         self.shares = np.full(self._uncoded + groups * coded, one)
         if coded:
             self.shares[self._uncoded :] = unit / coded
-        self.load = (window - 1 + burst) * one
+        self.job_share = (window - 1 + burst) * one
 
     def admits(self, history: npt.NDArray[np.bool_]) -> bool:
         """Whether each window of W - 1 + B rounds is bursty or arbitrary."""
@@ -250,19 +252,3 @@ class Multiplexed(Scheduler):
     def _first_chunk(self, part: int) -> int:
         assert self.code is not None
         return self._uncoded + (part - self._uncoded) * self.code.chunks
-
-
-def _check_burst(burst: int) -> None:
-    if burst < 1:
-        raise CodingError(f"burst = {burst} is below 1; 1 would do")
-
-
-def _check_stragglers(workers: int, stragglers: int, most: int) -> None:
-    if workers < 1:
-        raise CodingError(f"workers = {workers} is below 1; 1 would do")
-    if not 0 <= stragglers <= most:
-        nearest = min(max(stragglers, 0), most)
-        raise CodingError(
-            f"stragglers = {stragglers} is not in 0 to {most} for {workers} workers; {nearest} "
-            "would do"
-        )

@@ -37,13 +37,13 @@ def round_seconds(
     scheduler: Scheduler,
     start_seconds: npt.NDArray[np.float64],
     *,
-    seconds_per_load: float,
+    seconds_per_job: float,
     patience: float = 1.0,
 ) -> RoundTimes:
     """Simulate a master and its workers; J jobs take J + delay rounds.
 
-    A worker delivers after its start delay + load x seconds_per_load. The master's rule is that of
-    the paper's experiments (section 4): whoever is later than (1 + patience) times the fastest
+    A worker delivers after its start delay + job_share x seconds_per_job. The master's rule is that
+    of the paper's experiments (section 4): whoever is later than (1 + patience) times the fastest
     straggles, except that the master goes on waiting, worker by worker, until the stragglers so far
     are admitted (`Scheduler.admits`), so that every job is complete in time. Stragglers are told to
     stop and begin the next round with the others. A scheme without delay does not gain from
@@ -51,9 +51,9 @@ def round_seconds(
     takes long or many straggle at once, and lose where a round is little more than its start.
 
     Args:
-        scheduler: The scheme; only its load and its promise are used.
+        scheduler: The scheme; only its `Scheduler.job_share` and its promise are used.
         start_seconds: (rounds, workers) delays that do not depend on the load.
-        seconds_per_load: Time to process all the data of a job.
+        seconds_per_job: Time to process all the data of a job.
         patience: Mu, see above.
 
     Raises:
@@ -64,12 +64,12 @@ def round_seconds(
             f"start_seconds has shape {start_seconds.shape}, but the scheme has "
             f"{scheduler.workers} workers; (rounds, {scheduler.workers}) would do"
         )
-    if seconds_per_load < 0 or patience < 0 or start_seconds.min(initial=0.0) < 0:
+    if seconds_per_job < 0 or patience < 0 or start_seconds.min(initial=0.0) < 0:
         raise CodingError(
-            f"seconds_per_load = {seconds_per_load}, patience = {patience} and all start_seconds "
+            f"seconds_per_job = {seconds_per_job}, patience = {patience} and all start_seconds "
             "must be 0 or more"
         )
-    times = start_seconds + scheduler.load * seconds_per_load
+    times = start_seconds + scheduler.job_share * seconds_per_job
     stragglers = np.zeros(times.shape, dtype=bool)
     seconds = np.empty(len(times))
     for number, row in enumerate(times):
