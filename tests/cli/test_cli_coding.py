@@ -176,7 +176,7 @@ SETTINGS = {
     "Expander": ("--degree", 4),
     "SymmetricDesign": (),
     "SoftDesign": ("--copies", 3),
-    "BernoulliCode": ("--load", 4, "--seed", 3),
+    "BernoulliCode": ("--mean-copies", 4, "--seed", 3),
 }
 
 
@@ -190,7 +190,7 @@ def test_show_knows_every_code_that_it_names(name: str, coding: Any) -> None:
 
 
 def test_a_random_code_without_guarantee_says_so(coding: Any) -> None:
-    _, out, _ = coding("show", "BernoulliCode", "--workers", 20, "--load", 3)
+    _, out, _ = coding("show", "BernoulliCode", "--workers", 20, "--mean-copies", 3)
     assert figures(out)["exact"] == "never for sure: a chunk may be held by nobody"
 
 

@@ -2,6 +2,7 @@ import time
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from coverage_ranks import (
     KILLED,
     Plan,
@@ -111,6 +112,60 @@ def test_chunks_of_a_rank_that_is_killed_after_its_claims_are_computed_again(ran
         assert [step.outcome.ranks for step in steps] == [(0, 1, 2, 3)] + 3 * [(0, 1, 3)]
         # Later steps know of the loss and do not wait for the dead.
         assert max(step.outcome.seconds for step in steps[2:]) < SOON["grace_seconds"]
+
+
+def with_a_group_of(*ranks):
+    """Some ranks have a process group of their own, as hybrid layouts have."""
+
+    def prepare(coverage):
+        if coverage.members.rank in ranks:
+            dist.new_group(list(ranks), use_local_synchronization=True)
+
+    return prepare
+
+
+def test_survivors_that_have_made_other_groups_before_meet_all_the_same(ranks):
+    plan = Plan(
+        {"chunks_per_rank": 2, **SOON},
+        steps=3,
+        seconds=lambda rank: 0.01,
+        prepare=with_a_group_of(0, 2),
+        during=at_chunk(2, 1, die),
+    )
+    outcomes = run(ranks, 3, plan)
+    assert outcomes.pop(2) == KILLED
+    check_equal_and_exact(outcomes)
+    assert [steps[-1].outcome.ranks for steps in outcomes] == [(0, 1), (0, 1)]
+
+
+def test_a_claimant_that_dies_before_its_claim_is_counted_holds_nobody_up(ranks):
+    def prepare(coverage):
+        if coverage.members.rank == 2:
+            coverage._board = Uncounting(coverage._board)
+
+    plan = Plan({"chunks_per_rank": 2, **SOON}, steps=3, seconds=lambda _: 0.01, prepare=prepare)
+    outcomes = run(ranks, 3, plan)
+    assert outcomes.pop(2) == KILLED
+    check_equal_and_exact(outcomes)
+    assert [steps[-1].outcome.ranks for steps in outcomes] == [(0, 1), (0, 1)]
+
+
+class Uncounting:
+    """A board whose process dies when it is to count its claim, in the second step."""
+
+    def __init__(self, board):
+        self.board = board
+        self.counted = 0
+
+    def __getattr__(self, name):
+        return getattr(self.board, name)
+
+    def add(self, key, amount=1):
+        if amount and "/o" in key:
+            self.counted += 1
+            if self.counted == 3:
+                die()
+        return self.board.add(key, amount)
 
 
 @pytest.mark.parametrize("rescale", [True, False])

@@ -119,8 +119,8 @@ def show(
         int | None, typer.Option(min=1, help="Of the graph (GraphCode, Expander).")
     ] = None,
     copies: Annotated[int | None, typer.Option(min=1, help="Of each chunk (SoftDesign).")] = None,
-    load: Annotated[
-        float | None, typer.Option(help="Mean chunks per worker (BernoulliCode).")
+    mean_copies: Annotated[
+        float | None, typer.Option(help="Mean workers per chunk (BernoulliCode).")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Type of the messages: float32, bfloat16, float16 or float64.")
@@ -136,7 +136,7 @@ def show(
         "stragglers": stragglers,
         "degree": degree,
         "copies": copies,
-        "load": load,
+        "mean_copies": mean_copies,
         "seed": seed,
     }
     made = _made(code, {"workers": workers, "dtype": dtype, **given})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.coding.codes.graph.expander import Expander
     from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
     from outlast.coding.codes.partial import PartialCode
-    from outlast.coding.codes.product import ProductCode
+    from outlast.coding.codes.product import Kronecker, ProductCode
     from outlast.coding.codes.repetition import FractionalRepetition
     from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
     from outlast.coding.codes.sequential.schemes import EveryRound, Multiplexed, SelectiveReattempt
@@ -69,6 +69,7 @@ _HOMES = {
     "HeterogeneityAware": "codes.heterogeneous",
     "Multiplexed": "codes.sequential.schemes",
     "PartialCode": "codes.partial",
+    "Kronecker": "codes.product",
     "ProductCode": "codes.product",
     "RealReedSolomon": "codes.roots",
     "ReedSolomon": "codes.roots",
@@ -110,6 +111,7 @@ __all__ = [
     "GraphCode",
     "GroupedBySpeed",
     "HeterogeneityAware",
+    "Kronecker",
     "Multiplexed",
     "PartialCode",
     "ProductCode",

@@ -371,8 +371,9 @@ class CodingSection(Section):
     )
     lost: Literal["recompute", "commit"] = setting(
         "recompute",
-        "what to do about micro-batches that nobody has finished by the deadline, or that were "
-        "lost with a process: compute them again, or go on without, with a certified error",
+        "what to do about micro-batches that were lost with a process: compute them again; or "
+        "commit without them, and without what nobody has finished by the deadline, with a "
+        "certified error",
         identity=False,
     )
     deadline_seconds: Annotated[float, Field(ge=0.0)] = setting(

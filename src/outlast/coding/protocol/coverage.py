@@ -68,8 +68,9 @@ class Coverage:
             to process c // k of the group.
         copies: Processes that may compute each chunk, its owner among them, d; 3 if None (fewer
             where there are fewer processes).
-        lost: What to do at the deadline, and when chunks are lost with a dead process:
-            ``recompute`` them on other holders, or ``commit`` without them, with a certified error.
+        lost: What to do when chunks are lost with a dead process: ``recompute`` them on other
+            holders, or ``commit`` without them, and without those that nobody has finished by the
+            deadline, with a certified error.
         deadline_seconds: With ``commit``: the longest time from the begin of a step to the end of
             its computation; none if None.
         rescale: Whether to scale a gradient that lacks chunks by chunks / (chunks - lost).
