@@ -145,11 +145,9 @@ def test_a_slow_rank_does_not_hoard_the_messages_of_fast_ones(ranks):
         gossip = Gossip(network(), code, [(0, 1), (1, 2)], deadline_seconds=deadline)
         taken, memory = [], []
         for step in gossip.steps(250):
-            if rank:
-                time.sleep(0.6 * (rank == 2) + 0.8 * len(taken))
-            if len(taken) == 2 and rank:
+            if rank and len(taken) == 3 - rank:
                 break
-            time.sleep(0.004)
+            time.sleep(0.004 if rank == 0 else 0.6)
             gossip.mix(step)
             taken.append(step)
             memory.append(gossip.buffer_bytes)

@@ -29,6 +29,7 @@ from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.coding.codes.roots import ReedSolomon
 from outlast.coding.protocol.encoding import encode_, recombine_
 from outlast.coding.protocol.messages import Buffers, Header, Kind, Layout
+from outlast.coding.protocol.post import Post
 from outlast.coding.protocol.server import Hub
 from outlast.coding.protocol.worker import Worker
 from outlast.errors import CodingError
@@ -342,7 +343,8 @@ def test_one_worker_is_a_parameter_server_too(ranks, size):
 
 def test_all_workers_but_one_may_be_dead(ranks):
     def slow(rank, step, position):
-        if rank > 1 and step == 1:
+        # Who was late has skipped step 1.
+        if rank > 1 and step >= 1:
             die()
 
     code = FractionalRepetition(4, 3)
@@ -351,6 +353,55 @@ def test_all_workers_but_one_may_be_dead(ranks):
     assert max(errors) < 2e-5
     assert outcomes[-1].survivors == (0,)
     assert results[1][-1] == 3
+
+
+def test_a_worker_ends_with_the_error_of_a_message_that_it_cannot_take_in(ranks):
+    code = PartialCode(2, 1)
+
+    def work():
+        if start() == 0:
+            post = Post([1, 2], 4096)
+            post.send(post.letter(Header(Kind.PARAMETERS, 0, payload_bytes=320)), [1, 2])
+            for _ in range(2):
+                told = post.receive(10.0)
+                # A plan of one number cannot be one for two chunks.
+                plan = Header(Kind.PLAN, 0, worker=told.header.worker, plan=1, payload_bytes=8)
+                post.send(post.letter(plan), [told.header.worker + 1])
+            time.sleep(3.0)
+            return None
+        worker = Worker(network(), code, patience_seconds=20.0)
+        begun = time.monotonic()
+        try:
+            for _ in worker.steps():
+                worker.add(worker.chunks[0])
+        except RuntimeError as error:
+            return str(error), worker.wanted, time.monotonic() - begun
+
+    for text, wanted, seconds in ranks(3)(lambda: mortal(work))[1:]:
+        assert "shape '[2, -1]' is invalid" in text
+        assert not wanted
+        assert seconds < 2.5
+
+
+def test_waits_may_be_endless(ranks):
+    def work():
+        rank, code = start(), FractionalRepetition(2, 0)
+        endless = float("inf")
+        if rank == 0:
+            hub = Hub(network(), code, deadline_seconds=endless, answer_seconds=endless)
+            hub.publish(0)
+            _, outcome = hub.collect(0)
+            hub.close(endless)
+            return outcome.survivors
+        worker = Worker(network(), code, patience_seconds=endless)
+        for step in worker.steps():
+            for chunk in worker.chunks:
+                worker.add(chunk)
+            time.sleep(0.2)
+            worker.send(step)
+        return None
+
+    assert ranks(3)(work)[0] == (0, 1)
 
 
 def test_messages_of_a_block_code_are_shorter_on_the_wire(ranks):

@@ -229,7 +229,7 @@ class CodedAllReduce:
         """
         now = time.monotonic()
         if not self._unwanted and not self._sharded and now >= self._next_look:
-            self._unwanted = self._decider.is_decided(self._round, self._members.epoch)
+            self._unwanted = self._decider.is_decided_without(self._round, self._members.epoch)
             ended = time.monotonic()
             self._next_look = ended + max(_LOOK_SECONDS, (ended - now) / _LOOK_SHARE)
         return self._unwanted
@@ -259,11 +259,6 @@ class CodedAllReduce:
                 an error and is not whole any more.
         """
         finished = finished and self._finished
-        if not finished and self._decider.has_announced(self._round):
-            raise CodingError(
-                f"worker {self.worker} has told the others that its message of step {step} is "
-                "ready, and calls reduce again without a whole one: compute all of its chunks again"
-            )
         before = self._alive()
         if self._decider.has_gone_on(self._members.epoch):
             raise self._left_behind()

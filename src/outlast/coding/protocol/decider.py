@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.05
 _SHORTEST_POLL_SECONDS = 0.001
 _POLL_SHARE = 0.02
 _GROUP_TIMEOUTS = 2.0
-"""Longest time that a process group takes to fail: gloo waits for addresses, then for connections."""
+"""Longest time in which a process group fails: gloo waits for addresses, then for connections."""
 
 _numbers = itertools.count()
 
@@ -142,10 +142,16 @@ class Decider:
                 message is not ready, and will not be.
 
         Raises:
-            CodingError: When the others count another step.
+            CodingError: When the others count another step, or this worker has said before that its
+                message is ready, and it is not.
         """
         announced: frozenset[int] = frozenset()
         if seconds is None:
+            if self._has_announced(round_):
+                raise CodingError(
+                    f"worker {self._worker} has told the others that its message of step {step} is "
+                    "ready, and has no whole one now: compute all of its chunks again"
+                )
             seconds = self._timeout_seconds
         else:
             announced = self.announce(round_) & members
@@ -168,10 +174,6 @@ class Decider:
         """Say that this worker's message is ready; returns whose are, with its own."""
         return self._join("announced", f"{round_}/announced")
 
-    def has_announced(self, round_: int) -> bool:
-        """Whether this worker has said that its message is ready."""
-        return self._joined.get("announced") == f"{round_}/announced"
-
     def announced(self, round_: int) -> frozenset[int]:
         """Whose messages are ready."""
         return self._marks.read(f"{round_}/announced")
@@ -180,8 +182,13 @@ class Decider:
         """Publish a decision; returns the first that was published, which is the valid one."""
         return Decision.parse(self._board.publish(f"{round_}/{epoch}/decision", decision.written()))
 
-    def is_decided(self, round_: int, epoch: int) -> bool:
-        """Whether there is a decision; one message to the store and back."""
+    def is_decided_without(self, round_: int, epoch: int) -> bool:
+        """Whether there is a decision and this worker's message was not ready.
+
+        One message to the store and back.
+        """
+        if self._has_announced(round_):
+            return False
         return self._board.has(f"{round_}/{epoch}/decision")
 
     def decision(self, round_: int, epoch: int, seconds: float) -> Decision | None:
@@ -275,30 +282,6 @@ class Decider:
             return None
         return float(self._board.read(key, self._timeout_seconds, "a late worker's estimate"))
 
-    def _await(self, key: str, seconds: float) -> str | None:
-        """What is written under `key`; None if nothing is within `seconds`.
-
-        It asks again and again, after 2 % of the time that has passed. A wait of torch's TCPStore
-        that expires looks up the store's host name for its message, which takes five seconds where
-        the name server does not answer; here waits expire as a matter of course.
-        """
-        begun = time.monotonic()
-        while not self._board.has(key):
-            waited = time.monotonic() - begun
-            if waited >= seconds:
-                return None
-            pause = min(max(waited * _POLL_SHARE, _SHORTEST_POLL_SECONDS), _POLL_SECONDS)
-            time.sleep(min(pause, seconds - waited))
-        return self._board.read(key, self._timeout_seconds, key)
-
-    def _join(self, kind: str, key: str) -> frozenset[int]:
-        """Join a set, or read it where this worker has joined it: a bit is added once."""
-        if self._joined.get(kind) == key:
-            return self._marks.read(key)
-        # Written down first, since an addition whose answer was lost must not be repeated either.
-        self._joined[kind] = key
-        return self._marks.join(key, self._worker)
-
     def forget(self, round_: int, epoch: int, members: Collection[int]) -> None:
         """Remove what nobody reads any more, if it is this worker's turn.
 
@@ -319,6 +302,34 @@ class Decider:
                 *late,
             ]
         )
+
+    def _await(self, key: str, seconds: float) -> str | None:
+        """What is written under `key`; None if nothing is within `seconds`.
+
+        It asks again and again, after 2 % of the time that has passed. A wait of torch's TCPStore
+        that expires looks up the store's host name for its message, which takes five seconds where
+        the name server does not answer; here waits expire as a matter of course.
+        """
+        begun = time.monotonic()
+        while not self._board.has(key):
+            waited = time.monotonic() - begun
+            if waited >= seconds:
+                return None
+            pause = min(max(waited * _POLL_SHARE, _SHORTEST_POLL_SECONDS), _POLL_SECONDS)
+            time.sleep(min(pause, seconds - waited))
+        return self._board.read(key, self._timeout_seconds, key)
+
+    def _has_announced(self, round_: int) -> bool:
+        """Whether this worker has said that its message is ready."""
+        return self._joined.get("announced") == f"{round_}/announced"
+
+    def _join(self, kind: str, key: str) -> frozenset[int]:
+        """Join a set, or read it where this worker has joined it: a bit is added once."""
+        if self._joined.get(kind) == key:
+            return self._marks.read(key)
+        # Written down first, since an addition whose answer was lost must not be repeated either.
+        self._joined[kind] = key
+        return self._marks.join(key, self._worker)
 
 
 def synchronise(devices: Iterable[torch.device]) -> None:

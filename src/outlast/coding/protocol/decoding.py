@@ -53,6 +53,9 @@ class Decoding:
         rules: What is asked.
         dtypes: Types of the gradients.
 
+    Attributes:
+        rules: As given.
+
     Raises:
         CodingError: For a `largest_error` that admits a gradient of nothing, and for gradients that
             round more than the type that the code was examined for.
@@ -65,14 +68,14 @@ class Decoding:
                 f"error of {code.chunks}, the number of chunks, no gradient at all would do"
             )
         self._code = code
-        self._rules = rules
+        self.rules = rules
         self._dtype = _message_dtype(code, dtypes)
         self._last: tuple[frozenset[int], Decoded] | None = None
 
     def of(self, survivors: frozenset[int]) -> Decoded:
         """The decoding for these survivors, certified for the gradients' type."""
         if self._last is None or self._last[0] != survivors:
-            decoded = self._code.decode(sorted(survivors), self._rules.decoder)
+            decoded = self._code.decode(sorted(survivors), self.rules.decoder)
             weights, coefficients = decoded.weights, decoded.coefficients
             worth = certify(coefficients, weights, self._code.message_norms, self._dtype)
             self._last = survivors, Decoded(weights, coefficients, worth)
@@ -80,7 +83,7 @@ class Decoding:
 
     def good_enough(self, survivors: frozenset[int]) -> bool:
         """Whether these survivors meet `Rules.largest_error`."""
-        return bool(survivors) and self.of(survivors).error <= self._rules.largest_error
+        return bool(survivors) and self.of(survivors).error <= self.rules.largest_error
 
     def scale(self, survivors: frozenset[int]) -> float | None:
         """What the rules say to multiply the decoding by; None if it is of no use to them.
@@ -89,9 +92,9 @@ class Decoding:
         """
         certificate = self.of(survivors).certificate
         good_enough = self.good_enough(survivors)
-        if good_enough and (certificate.exact or self._rules.on_lost == "raise"):
+        if good_enough and (certificate.exact or self.rules.on_lost == "raise"):
             return 1.0
-        if self._rules.on_lost == "rescale" and math.isfinite(certificate.scale):
+        if self.rules.on_lost == "rescale" and math.isfinite(certificate.scale):
             return certificate.scale
         return None
 
@@ -102,7 +105,7 @@ class Decoding:
         return LostChunksError(
             f"step {step} has messages from workers {sorted(survivors)} of {self._code.workers} "
             f"only, in which chunks {list(missing)} are missing or not whole (error "
-            f"{decoded.error:.3g}, largest_error = {self._rules.largest_error:g}): "
+            f"{decoded.error:.3g}, largest_error = {self.rules.largest_error:g}): "
             'wait longer, take a code with more copies, or set on_lost = "rescale"',
             missing,
         )

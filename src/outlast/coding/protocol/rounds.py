@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outlast.coding.protocol.leader import Gathering
 from outlast.coding.protocol.messages import Kind, Letter
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Collected:
         stragglers: The others.
         gone: Workers whose connection is closed.
         late: Messages of earlier steps or plans, or second ones, that came meanwhile and were
-            dropped.
+            dropped; without those of which the same worker's newer one took the place before.
         plans: How often workers were told what to encode; 0 for codes that need no plan.
         certificate: What is known of the gradient's error.
         scale: What the decoded gradient was multiplied by; 1 unless it was rescaled.
@@ -61,7 +62,7 @@ class Collected:
         return 0.0 if self.certificate.exact else self.certificate.error
 
 
-class Round(ABC):
+class Round(Gathering):
     """One step at the hub.
 
     Args:
@@ -69,42 +70,18 @@ class Round(ABC):
         largest_error: The step is settled when decoding leaves no more error than this.
 
     Attributes:
-        letters: The coded messages that count, by worker.
         plans: See `Collected.plans`.
     """
 
     def __init__(self, step: int, largest_error: float) -> None:
-        self.step = step
+        super().__init__(step)
         self.largest_error = largest_error
-        self.letters: dict[int, Letter] = {}
         self.plans = 0
         self._decoded: DecodedBlocks | None = None
 
     @abstractmethod
     def code(self) -> BlockCode:
         """The code that the letters are encoded with."""
-
-    @abstractmethod
-    def take(self, letter: Letter) -> bool:
-        """Note what a letter says; False for one that is late or has been seen."""
-
-    @abstractmethod
-    def settled(self, gone: Collection[int]) -> bool:
-        """Whether the error is small enough or nothing more can come.
-
-        Args:
-            gone: Workers whose connection is closed.
-        """
-
-    def extension(self, gone: Collection[int]) -> float:
-        """Called at the deadline: seconds for the last answers."""
-        del gone
-        return 0.0
-
-    @property
-    def patience(self) -> float:
-        """Seconds after which `settled` should be asked again although nothing came."""
-        return float("inf")
 
     def decoded(self) -> DecodedBlocks:
         """Decoding weights of what is there, and what they are worth."""
@@ -143,12 +120,12 @@ class WholeRound(Round):
         return self._code
 
     def take(self, letter: Letter) -> bool:
-        """See `Round.take`."""
+        """See `Gathering.take`."""
         header = letter.header
         return header.kind == Kind.CODED and header.step == self.step and self._keep(letter)
 
     def settled(self, gone: Collection[int]) -> bool:
-        """See `Round.settled`."""
+        """See `Gathering.settled`."""
         return self.good or len(self.letters.keys() | set(gone)) == self._code.workers
 
 
@@ -196,7 +173,7 @@ class PartialRound(Round):
         return self._partial.plan(np.zeros_like(self._finished))
 
     def take(self, letter: Letter) -> bool:
-        """See `Round.take`."""
+        """See `Gathering.take`."""
         header = letter.header
         if header.step != self.step:
             return False
@@ -214,13 +191,13 @@ class PartialRound(Round):
 
     @property
     def patience(self) -> float:
-        """See `Round.patience`."""
+        """See `Gathering.patience`."""
         if self._plan is None:
             return float("inf")
         return max(self._asked + self._answer_seconds - time.monotonic(), 0.0)
 
     def settled(self, gone: Collection[int]) -> bool:
-        """See `Round.settled`; announces plans."""
+        """See `Gathering.settled`; announces plans."""
         if self._plan is not None:
             missing = self._missing()
             lost = missing & set(gone) if self.patience > 0 else missing

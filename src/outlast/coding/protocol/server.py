@@ -26,12 +26,14 @@ loss by `code.chunks` for their mean. Buffers of the model (running means) are n
 With a `PartialCode` a slow worker's finished chunks count although it has not finished all: workers
 tell what they have finished, and send when the hub has told them what to encode.
 
-The hub's memory is one coded message for each worker.
+With n workers and s = `code.tolerance` the hub holds up to n + s + 1 places for messages, one for
+each worker and one for each of the s + 1 that can arrive at the same time; and the parameters in a
+place of their own, once more for each worker that stopped while they were on the way to it. Each
+place is as long as the longest message, in general the parameters. It runs 2n + s + 1 threads.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -39,10 +41,11 @@ import torch.distributed as dist
 
 from outlast.coding.codes.blocks import BlockCode, as_blocks
 from outlast.coding.codes.partial import PartialCode
-from outlast.coding.protocol.encoding import Encoder, Shelf, clear, recombine_
+from outlast.coding.protocol.encoding import Encoder, Shelf, recombine_
 from outlast.coding.protocol.flat import FlatGradients
-from outlast.coding.protocol.messages import Header, Kind, Layout, Letter, write_parameters
-from outlast.coding.protocol.post import Post
+from outlast.coding.protocol.leader import Leader
+from outlast.coding.protocol.messages import Header, Kind, Layout
+from outlast.coding.protocol.post import Post, check_seconds
 from outlast.coding.protocol.rounds import Collected, PartialRound, Round, WholeRound
 from outlast.errors import CodingError, LostChunksError
 
@@ -52,11 +55,10 @@ if TYPE_CHECKING:
     from outlast.coding.code import GradientCode
     from outlast.coding.codes.partial import PartialDecoding
 
-HUB = 0
 OnLoss = Literal["raise", "rescale"]
 
 
-class Hub:
+class Hub(Leader):
     """Rank 0 of a parameter server.
 
     It is worker 0 itself where the job has as many ranks as the code has workers, and no worker
@@ -88,39 +90,35 @@ class Hub:
         largest_error: float = 0.0,
         on_loss: OnLoss = "raise",
     ) -> None:
-        for name, value in (("deadline", deadline_seconds), ("answer", answer_seconds)):
-            if not value > 0:
-                raise CodingError(f"{name}_seconds = {value} is not above 0")
+        check_seconds("deadline_seconds", deadline_seconds)
+        check_seconds("answer_seconds", answer_seconds)
         if largest_error < 0:
             raise CodingError(f"largest_error = {largest_error} is below 0")
         if on_loss not in {"raise", "rescale"}:
             raise CodingError(f"on_loss = {on_loss!r} is not one of raise, rescale")
         self.code = code if isinstance(code, PartialCode) else as_blocks(code)
         self.works = hub_works(self.code.workers)
-        self.deadline_seconds = deadline_seconds
         self.answer_seconds = answer_seconds
         self.largest_error = largest_error
         self.on_loss = on_loss
-        self.gradients = FlatGradients(model.parameters())
-        self._parameters = Layout(self.gradients.buffers)
-        self._coded = coded_layout(self.gradients, self.code)
-        capacity = letter_bytes(self._parameters, self._coded, self.code)
+        gradients = FlatGradients(model.parameters())
+        parameters = Layout(gradients.buffers)
+        self._coded = coded_layout(gradients, self.code)
+        capacity = letter_bytes(parameters, self._coded, self.code)
         slots = max(self.code.tolerance, 0) + 1
-        self._post = Post(range(dist.get_world_size()), capacity, slots=slots)
-        self._own = share(self.gradients, self.code, 0) if self.works else None
-        self._step: int | None = None
-        self._begun = 0.0
-        self._counted_bytes = 0
+        super().__init__(
+            gradients,
+            parameters,
+            Post(range(dist.get_world_size()), capacity, slots=slots),
+            deadline_seconds=deadline_seconds,
+            shift=0 if self.works else 1,
+        )
+        self._own = share(gradients, self.code, 0) if self.works else None
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks that the hub itself computes; none where it is no worker."""
         return self._own.chunks if self._own is not None else ()
-
-    @property
-    def gone(self) -> tuple[int, ...]:
-        """Workers whose connection is closed."""
-        return tuple(sorted(rank - self._shift for rank in self._post.gone))
 
     def publish(self, step: int) -> None:
         """Send the model's parameters to all workers, who begin this step; returns at once.
@@ -130,15 +128,7 @@ class Hub:
         Raises:
             CodingError: When the step is not after the last one.
         """
-        if self._step is not None and step <= self._step:
-            raise CodingError(f"step {step} is not after step {self._step}, published before")
-        self._step = step
-        self._begun = time.monotonic()
-        size = self._parameters.payload_bytes
-        letter = self._post.letter(Header(Kind.PARAMETERS, step, payload_bytes=size))
-        write_parameters(self.gradients, self._parameters, letter)
-        self._post.send(letter, self._post.peers)
-        clear(self.gradients)
+        super().publish(step)
         if self._own is not None:
             self._own.begin()
 
@@ -167,26 +157,15 @@ class Hub:
             CodingError: When the step is not the one that was published last.
             LostChunksError: When too few messages came and ``on_loss = "raise"``, or none at all.
         """
-        if step != self._step:
-            raise CodingError(f"step {step} cannot be collected, step {self._step} was published")
+        self._check(step)
         current = self._round(step)
         try:
             late = self._gather(current)
             outcome = self._decode(current, late)
         finally:
-            for letter in current.letters.values():
-                self._post.buffers.release(letter)
+            self._release(current)
         self.gradients.write_back()
         return self.gradients, outcome
-
-    def close(self, seconds: float = 10.0) -> None:
-        """Tell the workers that there are no more steps; waits so long for who does not listen."""
-        self._post.send(self._post.letter(Header(Kind.STOP, 0)), self._post.peers)
-        self._post.flush(seconds)
-
-    @property
-    def _shift(self) -> int:
-        return 0 if self.works else 1
 
     def _round(self, step: int) -> Round:
         """The step with what the hub itself contributes."""
@@ -236,33 +215,6 @@ class Hub:
             letter.payload.copy_(content.view(-1).view(torch.uint8))
             self._post.send(letter, [worker + self._shift])
 
-    def _gather(self, current: Round) -> int:
-        """Take letters until the round is settled or the deadline is there; counts late ones."""
-        deadline = self._begun + self.deadline_seconds
-        late, extended = 0, False
-        while True:
-            letter = self._post.receive(0.0)
-            while letter is not None:
-                late += not self._take(current, letter)
-                letter = self._post.receive(0.0)
-            if current.settled(self.gone):
-                return late
-            if time.monotonic() >= deadline:
-                if extended:
-                    return late
-                extended = True
-                deadline += current.extension(self.gone)
-                continue
-            letter = self._post.receive(min(deadline - time.monotonic(), current.patience))
-            if letter is not None:
-                late += not self._take(current, letter)
-
-    def _take(self, current: Round, letter: Letter) -> bool:
-        taken = current.take(letter)
-        if not taken or letter.header.kind == Kind.FINISHED:
-            self._post.buffers.release(letter)
-        return taken
-
     def _decode(self, current: Round, late: int) -> Collected:
         decoded = current.decoded()
         scale = 1.0
@@ -274,8 +226,6 @@ class Hub:
             views = self._coded.views(letter.payload)
             recombine_(self.gradients.buffers, views, decoded.weights[:, worker])
         self.gradients.mul_(scale)
-        received = self._post.received_bytes
-        self._counted_bytes, before = received, self._counted_bytes
         return Collected(
             step=current.step,
             survivors=tuple(sorted(current.letters)),
@@ -286,8 +236,8 @@ class Hub:
             certificate=decoded.certificate,
             scale=scale,
             payload_bytes=self._coded.payload_bytes,
-            received_bytes=received - before,
-            seconds=time.monotonic() - self._begun,
+            received_bytes=self._received(),
+            seconds=self._waited(),
         )
 
     def _refuse(self, current: Round) -> None:
@@ -297,7 +247,7 @@ class Hub:
             return
         missing = [w for w in range(self.code.workers) if w not in current.letters]
         raise LostChunksError(
-            f"step {current.step}: waited {time.monotonic() - self._begun:.3g} s for messages of "
+            f"step {current.step}: waited {self._waited():.3g} s for messages of "
             f"workers {missing}, of whom {list(self.gone)} are gone; without them the error is "
             f"{certificate.error:.3g}, above largest_error = {self.largest_error:g}",
             current.lost(),

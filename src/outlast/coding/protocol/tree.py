@@ -26,7 +26,6 @@ children, who would otherwise be lost after the step; what they send up is not n
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,27 +33,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from outlast.coding.protocol.encoding import clear, recombine_
+from outlast.coding.protocol.encoding import recombine_
 from outlast.coding.protocol.flat import FlatGradients
-from outlast.coding.protocol.messages import (
-    Header,
-    Kind,
-    Layout,
-    Letter,
-    write_parameters,
-)
-from outlast.coding.protocol.post import Post
+from outlast.coding.protocol.leader import Gathering, Leader
+from outlast.coding.protocol.messages import Kind, Layout, Letter
+from outlast.coding.protocol.post import Post, check_seconds
 from outlast.errors import CodingError, LostChunksError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
     import numpy.typing as npt
     from torch import nn
 
     from outlast.coding.codes.tree import CodedReduce, NodePlan
-
-ROOT = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,8 @@ class TreeOutcome:
         delivered: Children whose messages are in the gradient.
         stragglers: The other children.
         gone: Nodes of the tree whose connection is closed.
-        late: Messages of earlier steps that came meanwhile and were dropped.
+        late: Messages of earlier steps that came meanwhile and were dropped; without those of which
+            the same child's newer one took the place before.
         payload_bytes: Length of a message.
         received_bytes: What the root received since the last outcome, headers included.
         seconds: From publishing the step to its gradient.
@@ -82,19 +75,17 @@ class TreeOutcome:
     seconds: float
 
 
-class Group:
+class Group(Gathering):
     """A node's messages from its children in one step.
 
     Attributes:
-        letters: The messages, by child.
         weights: (children,) decoding weights once the messages are enough, before that None.
         closed: Whether messages are no longer taken.
     """
 
     def __init__(self, plan: NodePlan, step: int) -> None:
+        super().__init__(step)
         self.plan = plan
-        self.step = step
-        self.letters: dict[int, Letter] = {}
         self.closed = False
         self.weights: npt.NDArray[Any] | None = None if plan.children else np.zeros(0)
 
@@ -112,11 +103,11 @@ class Group:
             self.weights = decoded.weights if decoded.certificate.exact else None
         return True
 
-    def hopeless(self, gone: Iterable[int]) -> bool:
-        """Whether the children that are left cannot make the sum."""
+    def settled(self, gone: Collection[int]) -> bool:
+        """Whether the messages decode, or those of the children that are left could not."""
         code = self.plan.code
-        if code is None:
-            return False
+        if self.weights is not None or code is None:
+            return self.weights is not None
         left = (set(self.plan.children) - set(gone)) | self.letters.keys()
         first = self.plan.children.start
         return not code.decode([child - first for child in left]).certificate.exact
@@ -129,8 +120,8 @@ class Group:
             recombine_(buffers, layout.views(letter.payload), np.array([weight]))
 
 
-class Member:
-    """What root and nodes have in common.
+class Place:
+    """What root and nodes have in common: where they stand in the tree.
 
     Args:
         model: Its parameters are those that go down the tree.
@@ -138,6 +129,9 @@ class Member:
 
     Attributes:
         plan: What this rank does.
+        gradients: Made for the model's parameters.
+        layout: Of a message, whether of parameters or of gradients.
+        post: To all nodes above and below.
 
     Raises:
         CodingError: When the number of ranks does not fit the tree, or its code is complex.
@@ -154,28 +148,27 @@ class Member:
             raise CodingError(f"{tree.code.name} is complex; take a tree with a real code")
         self.tree = tree
         self.plan = tree.plan(dist.get_rank())
-        self._gradients = FlatGradients(model.parameters())
-        self._layout = Layout(self._gradients.buffers)
+        self.gradients = FlatGradients(model.parameters())
+        self.layout = Layout(self.gradients.buffers)
         below = list(_below(tree, self.plan))
         above = list(_above(tree, self.plan))
         slots = tree.stragglers + 2
-        self._post = Post([*above, *below], self._layout.payload_bytes, slots=slots)
+        self.post = Post([*above, *below], self.layout.payload_bytes, slots=slots)
 
-    def _hand_down(self, letter: Letter) -> None:
+    def hand_down(self, letter: Letter) -> None:
         """Send a letter to the children, and to those of children that are gone."""
         receivers = []
         waiting = list(self.plan.children)
         while waiting:
             child = waiting.pop()
-            if child in self._post.gone:
+            if child in self.post.gone:
                 waiting.extend(self.tree.plan(child).children)
             else:
                 receivers.append(child)
-        self._post.buffers.hold(letter)
-        self._post.send(letter, receivers)
+        self.post.send(letter, receivers)
 
 
-class TreeRoot(Member):
+class TreeRoot(Leader):
     """Rank 0.
 
     Args:
@@ -188,32 +181,17 @@ class TreeRoot(Member):
     """
 
     def __init__(self, model: nn.Module, tree: CodedReduce, *, deadline_seconds: float) -> None:
-        if not deadline_seconds > 0:
-            raise CodingError(f"deadline_seconds = {deadline_seconds} is not above 0")
-        super().__init__(model, tree)
-        self.deadline_seconds = deadline_seconds
-        self._step: int | None = None
-        self._begun = 0.0
-        self._counted_bytes = 0
+        check_seconds("deadline_seconds", deadline_seconds)
+        self._place = place = Place(model, tree)
+        self.tree = tree
+        self.plan = place.plan
+        super().__init__(
+            place.gradients, place.layout, place.post, deadline_seconds=deadline_seconds
+        )
 
-    def publish(self, step: int) -> None:
-        """Send the model's parameters down the tree; returns at once.
-
-        The parameters have no gradients afterwards.
-
-        Raises:
-            CodingError: When the step is not after the last one.
-        """
-        if self._step is not None and step <= self._step:
-            raise CodingError(f"step {step} is not after step {self._step}, published before")
-        self._step = step
-        self._begun = time.monotonic()
-        size = self._layout.payload_bytes
-        letter = self._post.letter(Header(Kind.PARAMETERS, step, payload_bytes=size))
-        write_parameters(self._gradients, self._layout, letter)
-        self._hand_down(letter)
-        self._post.buffers.release(letter)
-        clear(self._gradients)
+    def hand_out(self, letter: Letter) -> None:
+        """Send the parameters down the tree."""
+        self._place.hand_down(letter)
 
     def collect(self, step: int) -> tuple[FlatGradients, TreeOutcome]:
         """Wait until the children's messages decode.
@@ -226,52 +204,27 @@ class TreeRoot(Member):
             CodingError: When the step is not the one that was published last.
             LostChunksError: When too few messages came before the deadline, or can come.
         """
-        if step != self._step:
-            raise CodingError(f"step {step} cannot be collected, step {self._step} was published")
+        self._check(step)
         group = Group(self.plan, step)
         try:
             late = self._gather(group)
-            self._gradients.zero_()
-            group.add_to(self._gradients.buffers, self._layout)
+            if group.weights is None:
+                self._refuse(group)
+            self.gradients.zero_()
+            group.add_to(self.gradients.buffers, self._parameters)
         finally:
-            for letter in group.letters.values():
-                self._post.buffers.release(letter)
-        self._gradients.write_back()
-        received = self._post.received_bytes
-        self._counted_bytes, before = received, self._counted_bytes
-        return self._gradients, TreeOutcome(
+            self._release(group)
+        self.gradients.write_back()
+        return self.gradients, TreeOutcome(
             step=step,
             delivered=tuple(sorted(group.letters)),
             stragglers=tuple(each for each in self.plan.children if each not in group.letters),
-            gone=tuple(sorted(self._post.gone)),
+            gone=self.gone,
             late=late,
-            payload_bytes=self._layout.payload_bytes,
-            received_bytes=received - before,
-            seconds=time.monotonic() - self._begun,
+            payload_bytes=self._parameters.payload_bytes,
+            received_bytes=self._received(),
+            seconds=self._waited(),
         )
-
-    def close(self, seconds: float = 10.0) -> None:
-        """Tell all nodes that there are no more steps; waits so long for who does not listen."""
-        self._post.send(self._post.letter(Header(Kind.STOP, 0)), self._post.peers)
-        self._post.flush(seconds)
-
-    def _gather(self, group: Group) -> int:
-        deadline = self._begun + self.deadline_seconds
-        late = 0
-        letter = self._post.receive(0.0)
-        while True:
-            if letter is not None:
-                if not group.take(letter):
-                    late += 1
-                    self._post.buffers.release(letter)
-                letter = self._post.receive(0.0)
-                continue
-            remaining = deadline - time.monotonic()
-            if group.weights is not None:
-                return late
-            if remaining <= 0 or group.hopeless(self._post.gone):
-                self._refuse(group)
-            letter = self._post.receive(remaining)
 
     def _refuse(self, group: Group) -> None:
         missing = [each for each in self.plan.children if each not in group.letters]
@@ -279,9 +232,9 @@ class TreeRoot(Member):
         alive[missing] = False
         off = np.abs(self.tree.coefficients(alive) - 1.0) > 1e-6
         raise LostChunksError(
-            f"step {group.step}: waited {time.monotonic() - self._begun:.3g} s for messages of "
+            f"step {group.step}: waited {self._waited():.3g} s for messages of "
             f"nodes {missing}; any {self.tree.messages_received} of the root's children would do; "
-            f"gone are nodes {sorted(self._post.gone)}",
+            f"gone are nodes {list(self.gone)}",
             tuple(int(point) for point in np.flatnonzero(off)),
         )
 

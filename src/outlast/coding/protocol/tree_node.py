@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
-from outlast.coding.protocol.encoding import Encoder, clear
-from outlast.coding.protocol.messages import Header, Kind, Letter, read_parameters
-from outlast.coding.protocol.tree import ROOT, Group, Member
+from outlast.coding.protocol.encoding import Encoder
+from outlast.coding.protocol.follower import Follower
+from outlast.coding.protocol.messages import Header, Kind, Letter
+from outlast.coding.protocol.post import check_seconds
+from outlast.coding.protocol.tree import Group, Place
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
     from outlast.coding.codes.tree import CodedReduce
 
-_PAUSE_SECONDS = 1.0
 
-
-class TreeNode(Member):
+class TreeNode(Follower):
     """Any other rank.
 
     Args:
@@ -35,54 +32,30 @@ class TreeNode(Member):
     def __init__(
         self, model: nn.Module, tree: CodedReduce, *, patience_seconds: float = 600.0
     ) -> None:
-        if not patience_seconds > 0:
-            raise CodingError(f"patience_seconds = {patience_seconds} is not above 0")
-        super().__init__(model, tree)
-        if self.plan.parent is None:
+        check_seconds("patience_seconds", patience_seconds)
+        self._place = place = Place(model, tree)
+        self.tree = tree
+        self.plan = plan = place.plan
+        if plan.parent is None:
             raise CodingError("rank 0 is the root: make a TreeRoot there")
-        self.patience_seconds = patience_seconds
+        self._parent = plan.parent
         self._encoder = Encoder(
-            self._gradients,
-            self._layout,
-            self.plan.points.tolist(),
-            self.plan.coefficients[:, None],
+            place.gradients, place.layout, plan.points.tolist(), plan.coefficients[:, None]
         )
-        self._changed = threading.Condition()
-        self._newest: Letter | None = None
-        self._published = -1
-        self._step = -1
-        self._group = Group(self.plan, -1)
+        self._group = Group(plan, -1)
         self._early: dict[int, Letter] = {}
-        self._over = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__(
+            place.gradients,
+            place.layout,
+            place.post,
+            name=f"node {plan.node}",
+            patience_seconds=patience_seconds,
+        )
 
     @property
     def points(self) -> tuple[int, ...]:
         """The points of the batch that this node computes."""
         return self._encoder.chunks
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the root has not gone on to a later step."""
-        return self._published <= self._step and not self._over
-
-    def steps(self) -> Iterator[int]:
-        """The steps that the root publishes; the model has their parameters and no gradients.
-
-        Skips missed ones.
-
-        Raises:
-            CodingError: When the root is gone, or publishes nothing for `patience_seconds`.
-        """
-        while True:
-            letter = self._await_newer()
-            if letter is None:
-                return
-            read_parameters(self._gradients, self._layout, letter)
-            self._post.buffers.release(letter)
-            clear(self._gradients)
-            self._encoder.begin()
-            yield self._step
 
     def add(self, point: int) -> bool:
         """Say that the parameters' gradients are those of `point`; they are moved away.
@@ -112,15 +85,7 @@ class TreeNode(Member):
             raise CodingError(f"step {step} cannot be sent before {self.points} are added")
         with self._changed:
             group = self._group
-            came = self._changed.wait_for(
-                lambda: (
-                    group.weights is not None
-                    or not self.wanted
-                    or ROOT in self._post.gone
-                    or group.hopeless(self._post.gone)
-                ),
-                self.patience_seconds,
-            )
+            came = self._wait_for(lambda: not self.wanted or group.settled(self._post.gone))
             # What comes later must not change the messages while they are added up.
             group.closed = True
         if not came:
@@ -132,38 +97,20 @@ class TreeNode(Member):
         if not self.wanted or group.weights is None:
             return False
         self._encoder.write(self._gradients.buffers)
-        group.add_to(self._gradients.buffers, self._layout)
-        size = self._layout.payload_bytes
+        group.add_to(self._gradients.buffers, self._parameters)
+        size = self._parameters.payload_bytes
         header = Header(Kind.UP, step, worker=self.plan.node, payload_bytes=size)
         letter = self._post.letter(header)
-        for view, buffer in zip(
-            self._layout.views(letter.payload), self._gradients.buffers, strict=True
-        ):
+        views = self._parameters.views(letter.payload)
+        for view, buffer in zip(views, self._gradients.buffers, strict=True):
             view.copy_(buffer)
-        parent = self.plan.parent
-        self._post.send(letter, [] if parent is None else [parent])
+        self._post.send(letter, [self._parent])
         return True
-
-    def _await_newer(self) -> Letter | None:
-        """The newest parameters, once they are newer than the node's; None at the end."""
-        with self._changed:
-            came = self._changed.wait_for(
-                lambda: self._newest is not None or self._over or ROOT in self._post.gone,
-                self.patience_seconds,
-            )
-            letter, self._newest = self._newest, None
-            if self._over:
-                return None
-            if letter is not None:
-                self._begin(letter.header.step)
-                return letter
-        why = "rank 0 is gone" if came else f"waited {self.patience_seconds:g} s in vain"
-        raise CodingError(f"{why}; node {self.plan.node} awaited a step after step {self._step}")
 
     def _begin(self, step: int) -> None:
         """Forget the last step's messages; children may have begun the new one before."""
         old = [*self._group.letters.values()]
-        self._step = step
+        self._encoder.begin()
         self._group = Group(self.plan, step)
         early, self._early = self._early, {}
         for letter in early.values():
@@ -174,29 +121,14 @@ class TreeNode(Member):
         for letter in old:
             self._post.buffers.release(letter)
 
-    def _listen(self) -> None:
-        """Take in messages, and pass parameters on, while the node computes."""
-        while not self._over:
-            letter = self._post.receive(_PAUSE_SECONDS)
-            with self._changed:
-                if letter is not None:
-                    for dropped in self._take(letter):
-                        self._post.buffers.release(dropped)
-                self._changed.notify_all()
-            if letter is None and ROOT in self._post.gone:
-                return
+    def _pass_on(self, letter: Letter) -> None:
+        """Send new parameters down at once: the children need not wait for this node."""
+        self._post.buffers.hold(letter)
+        self._place.hand_down(letter)
 
-    def _take(self, letter: Letter) -> list[Letter]:
-        """Keep a letter; returns those that are not needed any more."""
+    def _answer(self, letter: Letter) -> list[Letter]:
+        """Keep a child's message, which may be of a step that this node has not begun."""
         header = letter.header
-        if header.kind == Kind.STOP:
-            self._over = True
-            return [letter]
-        if header.kind == Kind.PARAMETERS and header.step > self._published:
-            self._published = header.step
-            self._hand_down(letter)
-            replaced, self._newest = self._newest, letter
-            return [] if replaced is None else [replaced]
         if header.kind == Kind.UP and header.step > self._step:
             replaced = self._early.get(header.worker)
             self._early[header.worker] = letter
