@@ -1,6 +1,7 @@
 """The coded all-reduce among real processes: exact with some workers gone, and never a hang."""
 
 import functools
+import threading
 import time
 
 import numpy as np
@@ -27,9 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from outlast.coding.protocol import coded as coded_module
 from outlast.coding.protocol.board import Board
 from outlast.coding.protocol.coded import CodedAllReduce
-from outlast.coding.protocol.decider import Decider, Decision, Marks
+from outlast.coding.protocol.decider import Decider, Decision, Marks, synchronise
 from outlast.coding.protocol.decoding import Decoding, Rules
 from outlast.coding.protocol.members import Members
 from outlast.coding.protocol.weighting import LossWeights
@@ -379,6 +381,66 @@ def test_a_lone_survivor_that_dies_takes_the_step_with_it_and_the_others_are_tol
         assert record.error.chunks == (0, 1, 2)
 
 
+def meeting_badly(impatient, times, code, steps, **settings):
+    """The first attempts to make a group fail: at once for one worker, late for the others."""
+    whole = Members.keep
+    calls = []
+
+    def keep(self, ranks, name):
+        calls.append(None)
+        if len(calls) > times:
+            whole(self, ranks, name)
+            return
+        patience = self.timeout_seconds
+        if self.rank != impatient:
+            time.sleep(0.5 * patience)
+        self.timeout_seconds = 0.01 if self.rank == impatient else patience
+        try:
+            # Each of them waits in a place of its own.
+            whole(self, ranks, f"{name}/{self.rank}")
+        finally:
+            self.timeout_seconds = patience
+
+    Members.keep = keep
+    return work(code, steps, **settings)
+
+
+@processes
+def test_nobody_decides_alone_that_those_who_still_try_to_make_a_group_are_dead(workers):
+    records = workers(4)(
+        functools.partial(
+            meeting_badly,
+            0,
+            1,
+            repetition(4, 3),
+            2,
+            at=last_chunk_of(3, 0, die),
+            timeout_seconds=1.0,
+        )
+    )
+    for step in range(2):
+        assert_equal_and_right(records[:3], step)
+    for record in records[:3]:
+        assert [each.lost for each in record.outcomes] == [(3,), ()]
+
+
+@processes
+def test_living_workers_that_cannot_make_a_group_are_told_so(workers):
+    records = workers(3)(
+        functools.partial(
+            meeting_badly,
+            0,
+            9,
+            repetition(3, 2),
+            1,
+            at=last_chunk_of(2, 0, die),
+            timeout_seconds=0.5,
+        )
+    )
+    for record in records[:2]:
+        assert "workers [0, 1] are alive, but no process group" in str(record.error)
+
+
 def both_of_a_group_die(worker, step):
     if step == 1 and worker in {2, 3}:
         die()
@@ -607,6 +669,116 @@ def test_many_workers_join_a_set_and_see_who_is_in(tmp_path):
     assert marks.read("another") == frozenset()
 
 
+class RacingBoard(Board):
+    """Whoever joins a set waits, before it looks at the others' words, until both have joined."""
+
+    both = threading.Barrier(2)
+
+    def add(self, key, amount=1):
+        value = super().add(key, amount)
+        if amount > 0:
+            self.both.wait(timeout=5.0)
+        return value
+
+
+def test_rounds_are_forgotten_though_nobody_was_the_first_to_be_ready(tmp_path):
+    keys = []
+
+    def take_part(worker):
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        decider = Decider(
+            RacingBoard("racing", store), worker=worker, workers=63, timeout_seconds=5.0
+        )
+        for round_ in range(10):
+            assert decider.announce(round_) == {0, 62}
+            RacingBoard.both.wait(timeout=5.0)
+            decider.forget(round_ - 1, 0, frozenset({0, 62}))
+            RacingBoard.both.wait(timeout=5.0)
+            if worker == 0:
+                keys.append(store.num_keys())
+
+    threads = [threading.Thread(target=take_part, args=(worker,)) for worker in (0, 62)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(keys) == 10
+    # A round has two keys, and a file store may count those of one that was just removed.
+    assert max(keys) <= keys[0] + 2
+
+
+def test_a_worker_that_says_twice_that_it_is_ready_counts_once(tmp_path):
+    board = Board("twice", dist.FileStore(str(tmp_path / "store"), 1))
+    decider = Decider(board, worker=3, workers=8, timeout_seconds=1.0)
+    assert decider.announce(0) == {3}
+    assert decider.announce(0) == {3}
+    assert decider.announced(0) == {3}
+    assert decider.announce(1) == {3}
+
+
+def test_what_is_queued_on_an_accelerator_is_awaited_and_nothing_on_the_cpu(monkeypatch):
+    awaited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
+    synchronise([torch.device("cpu"), torch.device("meta")])
+    assert awaited == []
+    synchronise([torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 1)])
+    assert awaited == [torch.device("cuda", 1)]
+
+
+def ready_when():
+    start()
+    order = []
+    announce = Decider.announce
+    Decider.announce = lambda *given: order.append("announce") or announce(*given)
+    coded_module.synchronise = lambda devices: order.append(sorted(map(str, devices)))
+    model = model_of()
+    coded = CodedAllReduce(model, repetition(1, 0))
+    for chunk, weight in coded.chunks():
+        (weight * losses_of(model, samples_of(0, chunk)).sum()).backward()
+    coded.reduce(0)
+    return order
+
+
+@processes
+def test_a_message_is_announced_when_its_device_has_done_it(workers):
+    devices, then = workers(1)(ready_when)[0]
+    assert set(devices) == {"cpu"}
+    assert then == "announce"
+
+
+def ready_no_more():
+    """Worker 1 counts steps wrongly, begins again, and has no whole message then."""
+    rank = start()
+    model = model_of()
+    coded = CodedAllReduce(model, repetition(2, 0), timeout_seconds=3.0)
+    dist.barrier()
+    for chunk, weight in coded.chunks():
+        (weight * losses_of(model, samples_of(0, chunk)).sum()).backward()
+    # The other one decides, on both, when this one has announced itself.
+    time.sleep(0.3 * (1 - rank))
+    errors = []
+    if rank == 1:
+        for again in (lambda: coded.reduce(7), lambda: coded.reduce(0, finished=False)):
+            with pytest.raises(CodingError) as error:
+                again()
+            errors.append(str(error.value))
+        model.zero_grad()
+        for chunk, weight in coded.chunks():
+            (weight * losses_of(model, samples_of(0, chunk)).sum()).backward()
+    outcome = coded.reduce(0)
+    return errors, outcome.survivors, gradient_of(model)
+
+
+@processes
+def test_a_message_that_was_announced_is_not_summed_in_part_and_not_twice(workers):
+    records = workers(2)(ready_no_more)
+    assert "reduces step 7 while the others reduce step 0" in records[1][0][0]
+    assert "compute all of its chunks again" in records[1][0][1]
+    for _, survivors, gradient in records:
+        assert survivors == (0, 1)
+        assert relative(gradient, full_gradient(0, np.ones(2))) < CLOSE
+
+
 def test_a_decision_survives_being_written():
     decision = Decision(12, frozenset({0, 61, 62, 9999}))
     assert Decision.parse(decision.written()) == decision
@@ -623,8 +795,9 @@ def stay_small():
         for chunk, weight in coded.chunks():
             (weight * losses_of(model, samples_of(step, chunk)).sum()).backward()
         coded.reduce(step)
+        dist.barrier()
         keys.append(dist.distributed_c10d._get_default_store().num_keys())
-    dist.barrier()
+        dist.barrier()
     return keys
 
 

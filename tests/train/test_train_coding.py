@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 from forked import RanksFailedError, run_ranks
 from runs import finish, start_process, wait_for_step
 from tiny import losses, tiny_job, train
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from outlast.coding import FractionalRepetition
+from outlast.coding.protocol import CodedAllReduce
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.guard.inject import inject, parse_faults
 from outlast.records import (
@@ -27,6 +32,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
+from outlast.train.coding import CodedEngine, CodingNotes
 from outlast.train.engine import ReplicaEngine
 from outlast.train.guarding import RunGuard
 from outlast.train.ranks import ranks_from
@@ -261,6 +267,35 @@ def test_other_mechanisms_do_not_mind_passes_that_are_given_up(
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     assert totals(job).by_replica[1].slow_steps >= 4
     assert records(job).of(WrongNumbers) == []
+
+
+def _reduce_without_the_second(step_loss: float) -> float:
+    """The loss that this rank adds in a step whose first rank suffices."""
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(1, 1)
+
+    class Passes:
+        device, waits = torch.device("cpu"), SimpleNamespace(add=lambda seconds: None)
+
+        def loss(self, batch: torch.Tensor, step: int) -> torch.Tensor:
+            return model(batch).sum() * 0 + (2.0 if dist.get_rank() == 0 else step_loss)
+
+    class Samples:
+        microbatches = 1
+
+        def part(self, step: int, chunk: int, number: int) -> torch.Tensor:
+            time.sleep(0.3 * dist.get_rank())
+            return torch.ones(1, 1)
+
+    coded = CodedAllReduce(model, FractionalRepetition(2, 1))
+    notes = CodingNotes("fractional_repetition", dist.get_rank(), 2, True)
+    engine = CodedEngine(cast("Any", Passes()), coded, cast("Any", Samples()), 2, notes)
+    return float(engine.forward_backward([], 0, 1))
+
+
+@pytest.mark.parametrize("worthless", [float("nan"), float("inf")])
+def test_the_loss_of_a_replica_that_was_done_without_is_nothing(worthless: float) -> None:
+    assert run_ranks(2, _reduce_without_the_second, worthless) == [4.0, 0.0]
 
 
 def test_accumulation_keeps_its_micro_batches(uncoded: list[float], tmp_path: Path) -> None:

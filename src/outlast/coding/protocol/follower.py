@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from outlast.coding.protocol.encoding import clear
 from outlast.coding.protocol.leader import LEADER
 from outlast.coding.protocol.messages import Kind, Layout, Letter, read_parameters
-from outlast.coding.protocol.post import Post, patience
+from outlast.coding.protocol.post import Post, waitable
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Follower(ABC):
             lambda: (
                 enough() or self._over or self._failure is not None or LEADER in self._post.gone
             ),
-            patience(self.patience_seconds),
+            waitable(self.patience_seconds),
         )
 
     def _await_newer(self) -> Letter | None:

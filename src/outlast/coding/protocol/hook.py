@@ -158,7 +158,16 @@ class DecodingState:
 
     @property
     def last_chunk(self) -> tuple[int, float]:
-        """This worker's last chunk and the weight of its loss."""
+        """This worker's last chunk and the weight of its loss.
+
+        Raises:
+            CodingError: When it has none.
+        """
+        if not self._losses.coefficients:
+            raise CodingError(
+                f"worker {self._losses.worker} has no chunks, but DDP waits for its backward pass: "
+                "run one on any samples, with the weight 0"
+            )
         return list(self.chunks())[-1]
 
     def _decider_now(self) -> Decider:

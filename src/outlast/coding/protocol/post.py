@@ -37,8 +37,8 @@ class Post:
     All ranks of the job make their post at the same time: it has a gloo group of its own.
 
     Letters come in while the rank computes. A newer letter of the same worker and key replaces one
-    that was not read yet, so memory is bounded however slow the reader is. There are two threads
-    for each peer and one for each slot.
+    that was not read yet, so memory is bounded however slow the reader is. There are up to
+    two threads for each peer, and one for each slot.
 
     Args:
         peers: Ranks that letters are exchanged with.
@@ -97,7 +97,7 @@ class Post:
             None when the time is over, or when a peer has gone, which the caller may want to know.
         """
         with self._news:
-            self._news.wait_for(lambda: self._inbox or self._lost_one, patience(seconds))
+            self._news.wait_for(lambda: self._inbox or self._lost_one, waitable(seconds))
             if self._inbox:
                 return self._inbox.pop()
             self._lost_one = False
@@ -192,7 +192,7 @@ class _Outbox:
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._waiting or self._busy) or self._rank in self._post.gone,
-                patience(seconds),
+                waitable(seconds),
             )
 
     def _run(self) -> None:
@@ -222,7 +222,7 @@ def check_seconds(name: str, seconds: float) -> None:
         raise CodingError(f"{name} = {seconds} is not above 0")
 
 
-def patience(seconds: float) -> float:
+def waitable(seconds: float) -> float:
     """What a lock can be told to wait for; infinity it does not take."""
     return min(max(seconds, 0.0), _FOREVER.total_seconds())
 

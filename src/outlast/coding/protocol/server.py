@@ -29,7 +29,8 @@ tell what they have finished, and send when the hub has told them what to encode
 With n workers and s = `code.tolerance` the hub holds up to n + s + 1 places for messages, one for
 each worker and one for each of the s + 1 that can arrive at the same time; and the parameters in a
 place of their own, once more for each worker that stopped while they were on the way to it. Each
-place is as long as the longest message, in general the parameters. It runs 2n + s + 1 threads.
+place is as long as the longest message, in general the parameters. With a `PartialCode` the plans
+that were not sent yet take n more. There are 2n + s + 1 threads.
 """
 
 from __future__ import annotations

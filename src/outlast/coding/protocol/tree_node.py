@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outlast.coding.protocol.encoding import Encoder
 from outlast.coding.protocol.follower import Follower
-from outlast.coding.protocol.messages import Header, Kind, Letter
+from outlast.coding.protocol.messages import Header, Kind, Letter, Newest
 from outlast.coding.protocol.post import check_seconds
 from outlast.coding.protocol.tree import Group, Place
 from outlast.errors import CodingError
@@ -43,7 +43,7 @@ class TreeNode(Follower):
             place.gradients, place.layout, plan.points.tolist(), plan.coefficients[:, None]
         )
         self._group = Group(plan, -1)
-        self._early: dict[int, Letter] = {}
+        self._early = Newest()
         super().__init__(
             place.gradients,
             place.layout,
@@ -112,10 +112,10 @@ class TreeNode(Follower):
         old = [*self._group.letters.values()]
         self._encoder.begin()
         self._group = Group(self.plan, step)
-        early, self._early = self._early, {}
-        for letter in early.values():
+        early, self._early = self._early, Newest()
+        for letter in early:
             if letter.header.step > step:
-                self._early[letter.header.worker] = letter
+                self._early.put(letter)
             elif not self._group.take(letter):
                 old.append(letter)
         for letter in old:
@@ -130,7 +130,6 @@ class TreeNode(Follower):
         """Keep a child's message, which may be of a step that this node has not begun."""
         header = letter.header
         if header.kind == Kind.UP and header.step > self._step:
-            replaced = self._early.get(header.worker)
-            self._early[header.worker] = letter
+            replaced = self._early.put(letter)
             return [] if replaced is None else [replaced]
         return [] if self._group.take(letter) else [letter]
