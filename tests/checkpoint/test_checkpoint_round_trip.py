@@ -194,7 +194,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
         5: {"integer key": True, (1, "pair"): "tuple key", None: 0},
         "bytes": b"\x80\x04\xff",
         "set": {3, 1, 2},
-        "frozen": frozenset({"b", "a"}),
+        "frozen": frozenset({8, 7}),
         "special": [float("inf"), float("-inf"), -0.0, 1e-320, 2**100],
         "complex": complex(-0.0, float("inf")),
         "!tensor": "a key like a tag",

@@ -414,6 +414,8 @@ def test_nobody_decides_alone_that_those_who_still_try_to_make_a_group_are_dead(
             1,
             repetition(4, 3),
             2,
+            # Any one of them could decide; who dies must not have given up before.
+            pause=lambda worker, step, chunk: 0.0 if worker == 3 else 0.1,
             at=last_chunk_of(3, 0, die),
             timeout_seconds=1.0,
         )

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+_AWAY = threading.local()
+
+
+@contextmanager
+def looking_away() -> Iterator[None]:
+    """Have the functions themselves called in this thread, for passes over meaningless numbers."""
+    _AWAY.looks = True
+    try:
+        yield
+    finally:
+        _AWAY.looks = False
+
 
 class Replaced:
     """A function that others look up in its module at every call, replaced while that is asked for.
@@ -61,7 +73,7 @@ class Replaced:
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not asking:
+            if torch.compiler.is_compiling() or not asking or getattr(_AWAY, "looks", False):
                 return original(*args, **kwargs)
             return asking[-1](original, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from outlast.errors import OutlastError
+from outlast.guard.replaced import looking_away
 from outlast.train.model import Elsewhere, logits_of
 
 if TYPE_CHECKING:
@@ -206,10 +207,15 @@ class _Stage(PipelineStage):
         for each in guarded:
             each.training = False
         try:
-            return super()._forward_metadata_inference(*arguments, **options)
+            with looking_away():
+                return super()._forward_metadata_inference(*arguments, **options)
         finally:
             for each, training in zip(guarded, before, strict=True):
                 each.training = training
+
+    def _backward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
+        with looking_away():
+            return super()._backward_metadata_inference(*arguments, **options)
 
 
 def make_stage(
