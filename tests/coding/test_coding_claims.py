@@ -15,7 +15,7 @@ from outlast.coding.protocol.claims import COVERED, NOBODY, Claims
 from outlast.coding.protocol.reunion import Reunion
 from outlast.coding.protocol.watcher import Watcher
 from outlast.coding.spread import spread
-from outlast.errors import CodingError
+from outlast.errors import CodingError, LeftBehindError
 
 WAIT = 10.0
 
@@ -212,9 +212,16 @@ def meet(board, crowd, grace, prefix="round"):
     reunion = Reunion(board.connect(), crowd, WAIT, grace)
     try:
         kept = reunion.after_loss(prefix, [crowd.rank, 10 + crowd.rank])
-    except CodingError as error:
+    except LeftBehindError as error:
         return str(error)
     return crowd.ranks, kept
+
+
+def meet_or_complain(board, crowd, grace):
+    try:
+        return meet(board, crowd, grace)
+    except CodingError as error:
+        return str(error)
 
 
 def test_deciders_that_race_agree_on_who_goes_on(board):
@@ -223,7 +230,7 @@ def test_deciders_that_race_agree_on_who_goes_on(board):
         crowds = [Crowd(rank, workers + 1) for rank in range(workers)]
         place = Board(f"{board.name}{number}", board.below)
         # No grace: everybody decides from what it happens to see.
-        found = together(workers, lambda rank, c=crowds, p=place: meet(p, c[rank], 0.0))
+        found = together(workers, lambda rank, c=crowds, p=place: meet_or_complain(p, c[rank], 0.0))
         decided = json.loads(place.read("round/meeting0/members", WAIT, "the decision"))
         assert decided
         for rank, each in enumerate(found):
