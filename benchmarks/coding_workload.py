@@ -30,6 +30,7 @@ from outlast.coding import CyclicMDS, FractionalRepetition
 from outlast.coding.protocol import CodedAllReduce, Coverage
 
 CONTEXT = 16
+Step = Callable[[int], object]
 FORWARD_SHARE = 1 / 3
 
 
@@ -149,12 +150,10 @@ class Course:
     Attributes:
         seconds: Of every step.
         losses: (step, held-out loss in nats), every few steps.
-        exact_steps: Steps with an exact gradient.
     """
 
     seconds: list[float]
     losses: list[tuple[int, float]]
-    exact_steps: int
 
 
 @dataclass(frozen=True)
@@ -216,49 +215,46 @@ class Worker:
 
     def train(self) -> Course:
         """All steps."""
-        seconds, losses, exact = [], [], 0
+        seconds, losses = [], []
         for step in range(len(self.setting.slowdown)):
             self.slow_down(step)
             dist.barrier()
             begun = time.perf_counter()
-            exact += self.run_step(step)
+            self.run_step(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
             seconds.append(time.perf_counter() - begun)
             if self.setting.every and (step + 1) % self.setting.every == 0 and self.rank == 0:
                 losses.append((step + 1, self.evaluate()))
-        return Course(seconds, losses, exact)
+        return Course(seconds, losses)
 
 
-def wait_all(worker: Worker) -> Callable[[int], bool]:
+def wait_all(worker: Worker) -> Step:
     """DDP: everybody is waited for."""
     model = DistributedDataParallel(worker.model)
     first = worker.rank * worker.setting.chunks
     last = first + worker.setting.chunks - 1
 
-    def step(number: int) -> bool:
+    def step(number: int) -> None:
         for chunk in range(first, last + 1):
             waiting = contextlib.nullcontext() if chunk == last else model.no_sync()
             with waiting:
                 # DDP divides by the number of workers; the losses are shares of the mean already.
                 (worker.loss(model, number, chunk) * worker.workers).backward()
-        return True
 
     return step
 
 
-def coverage(worker: Worker) -> Callable[[int], bool]:
+def coverage(worker: Worker) -> Step:
     """Micro-coverage."""
     setting = worker.setting
     protocol = Coverage(worker.model, chunks_per_rank=setting.chunks, copies=setting.copies)
-    return lambda number: (
-        protocol.step(
-            number, lambda chunk: worker.loss(worker.model, number, chunk)
-        ).certificate.exact
+    return lambda number: protocol.step(
+        number, lambda chunk: worker.loss(worker.model, number, chunk)
     )
 
 
-def deadline(worker: Worker) -> Callable[[int], bool]:
+def deadline(worker: Worker) -> Step:
     """DropCompute's rule: micro-batches that are not finished in time are dropped."""
     setting = worker.setting
     protocol = Coverage(
@@ -268,36 +264,34 @@ def deadline(worker: Worker) -> Callable[[int], bool]:
         lost="commit",
         deadline_seconds=setting.chunks * setting.chunk_seconds * 1.3,
     )
-    return lambda number: (
-        protocol.step(
-            number, lambda chunk: worker.loss(worker.model, number, chunk)
-        ).certificate.exact
+    return lambda number: protocol.step(
+        number, lambda chunk: worker.loss(worker.model, number, chunk)
     )
 
 
 def fixed(make: Callable[[int, int], Any], largest_error: float = 0.0) -> Any:
     """A fixed code over workers' shares; with one copy and an error: drop and rescale."""
 
-    def scheme(worker: Worker) -> Callable[[int], bool]:
+    def scheme(worker: Worker) -> Step:
         code = make(worker.workers, worker.setting.copies)
         protocol = CodedAllReduce(
             worker.model, code, on_lost="rescale", largest_error=largest_error
         )
         size = worker.setting.chunks
 
-        def step(number: int) -> bool:
+        def step(number: int) -> None:
             with protocol.computing():
                 for share, weight in protocol.chunks():
                     for chunk in range(share * size, (share + 1) * size):
                         (weight * worker.loss(worker.model, number, chunk)).backward()
-            return protocol.reduce(number).exact
+            protocol.reduce(number)
 
         return step
 
     return scheme
 
 
-SCHEMES: dict[str, Callable[[Worker], Callable[[int], bool]]] = {
+SCHEMES: dict[str, Callable[[Worker], Step]] = {
     "wait for all (DDP)": wait_all,
     "micro-coverage": coverage,
     "drop the slowest and rescale": fixed(lambda n, _: FractionalRepetition(n, 0), 1.0),

@@ -20,6 +20,7 @@ from outlast.coding.protocol.coded import CodedAllReduce
 from outlast.errors import CodingError
 
 STOPPED_SECONDS = 3.0
+DECISION_SECONDS = 30.0
 
 
 class Code(GradientCode):
@@ -89,11 +90,20 @@ def start(timeout_seconds=60.0):
     return dist.get_rank()
 
 
-def work(code, steps, *, pause=None, at=None, after=None, patient=False, **settings):
+def wait_for_the_others(coded):
+    """Return when the others have decided the step without this worker."""
+    deadline = time.monotonic() + DECISION_SECONDS
+    while not coded.decided():
+        assert time.monotonic() < deadline, "the others did not decide without this worker"
+        time.sleep(0.005)
+
+
+def work(code, steps, *, pause=None, slow=None, at=None, after=None, patient=False, **settings):
     """Train for some steps on the same weights; the record ends at the first CodingError.
 
     Args:
         pause: (worker, step, chunk) -> seconds that the chunk takes.
+        slow: (worker, step) -> whether its first chunk lasts until the others do without it.
         at: (worker, step) -> None, called before the worker's last chunk.
         after: (worker, step) -> None, called between `reduce` and the use of the gradient.
         patient: Whether workers finish their chunks when the others need them no more.
@@ -114,6 +124,8 @@ def work(code, steps, *, pause=None, at=None, after=None, patient=False, **setti
                 (weight * losses_of(model, samples_of(step, chunk)).sum()).backward()
                 if pause is not None:
                     time.sleep(pause(rank, step, chunk))
+                if slow is not None and chunk == chunks[0] and slow(rank, step):
+                    wait_for_the_others(coded)
             outcome = coded.reduce(step)
         except CodingError as error:
             record.error = error

@@ -145,3 +145,14 @@ def figures_of(page: str) -> dict[str, Any]:
     text = page.partition('id="figure-data">')[2].partition("</script>")[0]
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+def run_with(run: RunMaker, *events: records.Event) -> RunMaker:
+    """A complete run of 50 steps with these events at its end."""
+    run.start()
+    run.ready()
+    run.steps(0, 50)
+    for event in events:
+        run.write(event)
+    run.end(50, "completed")
+    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from report_runs import figures_of
+from report_runs import figures_of, run_with
 from test_report import page_of, visible
 
 from outlast.records import GradientsCoded
@@ -30,16 +30,6 @@ def coded(step: int, stragglers: list[list[int]], **changes: Any) -> GradientsCo
     return GradientsCoded(step, stragglers=stragglers, **{**known, **changes})
 
 
-def coded_run(run: RunMaker, *events: GradientsCoded) -> RunMaker:
-    run.start()
-    run.ready()
-    run.steps(0, 50)
-    for event in events:
-        run.write(event)
-    run.end(50, "completed")
-    return run
-
-
 def coding_section(*runs: RunMaker) -> str:
     words = visible(page_of(*runs, output=runs[0].path / "report.html"))
     return words[words.rindex("Measured. Waiting is") :].partition("Warnings")[0]
@@ -51,7 +41,7 @@ def traces_of(run: RunMaker) -> dict[str, dict[str, Any]]:
 
 
 def test_the_picture_holds_both_times_and_marks_stragglers(new_run: Any) -> None:
-    traces = traces_of(coded_run(new_run(), coded(4, [[], [2], [0, 3], []])))
+    traces = traces_of(run_with(new_run(), coded(4, [[], [2], [0, 3], []])))
     assert traces["taken"]["x"] == [1, 2, 3, 4]
     assert traces["taken"]["y"] == [2, 2, 2, 2]
     # Nobody to wait for in the first and last step: their lower bound says nothing.
@@ -61,7 +51,7 @@ def test_the_picture_holds_both_times_and_marks_stragglers(new_run: Any) -> None
 
 
 def test_the_picture_is_said_in_words(new_run: Any) -> None:
-    section = coding_section(coded_run(new_run(), coded(4, [[], [2], [0, 3], []])))
+    section = coding_section(run_with(new_run(), coded(4, [[], [2], [0, 3], []])))
     assert (
         "4 steps, 2 with a straggler; the gradients took 8.0 s in all, and with waiting for all "
         "replicas at least 14.0 s." in section
@@ -74,30 +64,30 @@ def test_the_picture_is_said_in_words(new_run: Any) -> None:
 
 def test_short_steps_are_shown_in_milliseconds(new_run: Any) -> None:
     short = coded(2, [[], [1]], coded_seconds=[0.02, 0.03], waiting_seconds=[0.01, 0.25])
-    run = coded_run(new_run(), short)
+    run = run_with(new_run(), short)
     assert traces_of(run)["taken"]["y"] == [20, 30]
     title = figures_of(page_of(run))["coding-lark"]["layout"]["yaxis"]["title"]["text"]
     assert title == "time of the gradient in milliseconds"
 
 
 def test_a_run_without_stragglers_has_no_marks(new_run: Any) -> None:
-    assert "straggler" not in traces_of(coded_run(new_run(), coded(3, [[], [], []])))
+    assert "straggler" not in traces_of(run_with(new_run(), coded(3, [[], [], []])))
 
 
 def test_every_replica_has_its_row(new_run: Any) -> None:
-    section = coding_section(coded_run(new_run(), coded(8, [[2], [2], [2], [], [1], [], [], []])))
+    section = coding_section(run_with(new_run(), coded(8, [[2], [2], [2], [], [1], [], [], []])))
     assert "0 0 0.0 unknown 1 1 12.5 0 2 3 37.5 67 3 0 0.0 unknown" in section
 
 
 def test_the_key_figures_name_stragglers_and_time_saved(new_run: Any) -> None:
-    words = visible(page_of(coded_run(new_run(), coded(4, [[], [2], [0, 3], []]))))
+    words = visible(page_of(run_with(new_run(), coded(4, [[], [2], [0, 3], []]))))
     figure = "Steps with a straggler 2 of 4 steps coverage; all exact; saved at least 6.0 s"
     assert figure in words
 
 
 def test_inexact_steps_are_listed_with_their_errors(new_run: Any) -> None:
     event = coded(4, [[], [2], [0, 3], []], lost=[0, 2, 1, 0], errors=[0, 2.4, 1.0909, 0])
-    run = coded_run(new_run(), event)
+    run = run_with(new_run(), event)
     section = coding_section(run)
     assert "2 2 2.400 2 3 1 1.091 0, 3" in section
     assert "2 gradients not exact: certified error at worst 2.400, on average" in section
@@ -107,13 +97,13 @@ def test_inexact_steps_are_listed_with_their_errors(new_run: Any) -> None:
 
 def test_of_many_inexact_steps_the_first_are_listed(new_run: Any) -> None:
     late = coded(250, [[1]] * 250, lost=[1] * 250, errors=[1.25] * 250)
-    section = coding_section(coded_run(new_run(), late))
+    section = coding_section(run_with(new_run(), late))
     assert section.count("1.250 1") == 100
     assert "(the first 100 of 250)" in section
 
 
 def test_advice_is_given(new_run: Any) -> None:
-    section = coding_section(coded_run(new_run(), coded(50, [[3]] * 40 + [[]] * 10)))
+    section = coding_section(run_with(new_run(), coded(50, [[3]] * 40 + [[]] * 10)))
     assert "Replica 3 was slow in 80 % of the steps: give it less work or replace it" in section
 
 
@@ -123,23 +113,23 @@ def test_long_runs_are_thinned_without_losing_a_peak(steps: int, new_run: Any) -
     stragglers[12_345] = [1]
     waiting = [1.5] * steps
     waiting[12_345] = 77.0
-    traces = traces_of(coded_run(new_run(), coded(steps, stragglers, waiting_seconds=waiting)))
+    traces = traces_of(run_with(new_run(), coded(steps, stragglers, waiting_seconds=waiting)))
     line = traces["waiting for all, at least"]
     assert len(line["x"]) < 10_000
     assert line["y"][line["x"].index(12_346)] == 77
 
 
 def test_a_run_without_coding_says_so_in_a_line(new_run: Any) -> None:
-    run = coded_run(new_run())
+    run = run_with(new_run())
     assert "The run used no gradient coding." in coding_section(run)
     assert "Steps with a straggler" not in visible(page_of(run))
     assert "coding-lark" not in figures_of(page_of(run))
 
 
 def test_several_runs_have_a_picture_each(new_run: Any) -> None:
-    first = coded_run(new_run("lark"), coded(4, [[], [2], [], []]))
-    second = coded_run(new_run("wren"), coded(4, [[0], [0], [0], []], scheme="cyclic_mds"))
-    third = coded_run(new_run("crow"))
+    first = run_with(new_run("lark"), coded(4, [[], [2], [], []]))
+    second = run_with(new_run("wren"), coded(4, [[0], [0], [0], []], scheme="cyclic_mds"))
+    third = run_with(new_run("crow"))
     section = coding_section(first, second, third)
     lark, rest = section.split("lark", 1)[1].split("wren", 1)
     wren, crow = rest.split("crow", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from report_runs import run_with
 from test_report import page_of, visible
 
 from outlast import records
@@ -46,23 +47,13 @@ def wrong(step: int, outcome: str, **changes: Any) -> WrongNumbers:
     return WrongNumbers(step=step, outcome=outcome, **{**known, **changes})
 
 
-def guarded_run(run: RunMaker, *events: records.Event) -> RunMaker:
-    run.start()
-    run.ready()
-    run.steps(0, 50)
-    for event in events:
-        run.write(event)
-    run.end(50, "completed")
-    return run
-
-
 def guard_section(*runs: RunMaker) -> str:
     words = visible(page_of(*runs, output=runs[0].path / "report.html"))
     return words[words.rindex("Measured on rank 0; findings") :].partition("Gradient norm")[0]
 
 
 def test_the_certificate_of_every_check_is_shown(new_run: Any) -> None:
-    section = guard_section(guarded_run(new_run(), guarded(50)))
+    section = guard_section(run_with(new_run(), guarded(50)))
     assert "linear.forward 1,234,567 0.88 4.25 0.0089" in section
     assert "rest 20 0.00 0.00 exact" in section
     assert "10 of 39 modules with parameters have no check at this level: " in section
@@ -71,7 +62,7 @@ def test_the_certificate_of_every_check_is_shown(new_run: Any) -> None:
 
 
 def test_the_key_figures_name_checks_policy_and_price(new_run: Any) -> None:
-    run = guarded_run(new_run(), guarded(50), wrong(7, "corrected"), wrong(9, "repeated"))
+    run = run_with(new_run(), guarded(50), wrong(7, "corrected"), wrong(9, "repeated"))
     words = visible(page_of(run))
     compute_seconds = records.read_run(run.path).seconds()["compute"]
     share = f"{100 * 0.25 / compute_seconds:.2f} % of the compute time"
@@ -79,7 +70,7 @@ def test_the_key_figures_name_checks_policy_and_price(new_run: Any) -> None:
 
 
 def test_a_time_that_cannot_be_known_is_not_shown(new_run: Any) -> None:
-    words = visible(page_of(guarded_run(new_run(), guarded(50, seconds=None))))
+    words = visible(page_of(run_with(new_run(), guarded(50, seconds=None))))
     assert "Wrong numbers 0 found in 1,234,587 checks; policy linear " in words
 
 
@@ -96,7 +87,7 @@ def test_a_time_that_cannot_be_known_is_not_shown(new_run: Any) -> None:
     ],
 )
 def test_a_finding_is_shown_with_its_place_and_end(new_run: Any, outcome: str, grade: str) -> None:
-    run = guarded_run(new_run(), guarded(50), wrong(1233, outcome))
+    run = run_with(new_run(), guarded(50), wrong(1233, outcome))
     section = guard_section(run)
     shown = outcome.replace("_", " ")
     place = "model.layers.3.mlp.up_proj linear.forward 5 (cuda:5)"
@@ -107,39 +98,39 @@ def test_a_finding_is_shown_with_its_place_and_end(new_run: Any, outcome: str, g
 
 
 def test_names_in_findings_are_text(new_run: Any) -> None:
-    run = guarded_run(new_run(), guarded(50), wrong(1, "corrected", module="<b>x</b>"))
+    run = run_with(new_run(), guarded(50), wrong(1, "corrected", module="<b>x</b>"))
     assert "<b>x</b>" not in page_of(run)
     assert "<b>x</b>" in guard_section(run)
 
 
 def test_a_difference_of_an_exact_check_is_infinite_and_readable(new_run: Any) -> None:
-    run = guarded_run(new_run(), guarded(50), wrong(1, "detected", magnitude=float("inf")))
+    run = run_with(new_run(), guarded(50), wrong(1, "detected", magnitude=float("inf")))
     assert "2 inf detected" in guard_section(run)
 
 
 def test_of_many_findings_the_first_are_shown(new_run: Any) -> None:
     many = [wrong(step, "corrected") for step in range(1500)]
-    section = guard_section(guarded_run(new_run(), guarded(50), *many))
+    section = guard_section(run_with(new_run(), guarded(50), *many))
     assert "(the first 100 of 1,500)" in section
     assert section.count("corrected") == 100
 
 
 def test_full_coverage_is_said(new_run: Any) -> None:
-    section = guard_section(guarded_run(new_run(), guarded(50, uncovered={})))
+    section = guard_section(run_with(new_run(), guarded(50, uncovered={})))
     assert "Every module with parameters has a check." in section
 
 
 def test_a_run_without_a_guard_says_so(new_run: Any) -> None:
-    run = guarded_run(new_run())
+    run = run_with(new_run())
     assert "The run was not guarded." in guard_section(run)
     assert "Wrong numbers" not in visible(page_of(run))
     assert guard_totals(read_run(run.path)) is None
 
 
 def test_several_runs_are_side_by_side(new_run: Any) -> None:
-    first = guarded_run(new_run("lark"), guarded(50), wrong(3, "corrected"))
-    second = guarded_run(new_run("wren"), guarded(50, scale=2, policy="full", uncovered={}))
-    third = guarded_run(new_run("crow"))
+    first = run_with(new_run("lark"), guarded(50), wrong(3, "corrected"))
+    second = run_with(new_run("wren"), guarded(50, scale=2, policy="full", uncovered={}))
+    third = run_with(new_run("crow"))
     section = guard_section(first, second, third)
     parts = section.split("lark", 1)[1]
     lark, rest = parts.split("wren", 1)

@@ -13,17 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+    from torch import nn
+
 _AWAY = threading.local()
 
 
 @contextmanager
-def looking_away() -> Iterator[None]:
-    """Have the functions themselves called in this thread, for passes over meaningless numbers."""
+def looking_away(model: nn.Module) -> Iterator[None]:
+    """Have nothing checked in this thread, for passes of `model` over meaningless numbers."""
+    # A layer's stand-in checks in training only; in evaluation its forward is the same.
+    guarded = [each for each in model.modules() if "forward" in each.__dict__ and each.training]
+    before = getattr(_AWAY, "looks", False)
     _AWAY.looks = True
+    for each in guarded:
+        each.training = False
     try:
         yield
     finally:
-        _AWAY.looks = False
+        _AWAY.looks = before
+        for each in guarded:
+            each.training = True
 
 
 class Replaced:

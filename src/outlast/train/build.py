@@ -271,8 +271,9 @@ def _coded_engine(
         largest_error=settings.largest_error * code.chunks,
     )
     load = len(code.assignment.chunks_of(coded.worker))
-    shares = replace(loader, rank=0, ranks=code.chunks)
-    return CodedEngine(inner, coded, shares, load, notes), notes
+    prefetched = code.chunks == loader.ranks
+    shares = loader if prefetched else replace(loader, rank=0, ranks=code.chunks)
+    return CodedEngine(inner, coded, shares, load, notes, prefetched), notes
 
 
 def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:

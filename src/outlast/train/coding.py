@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from outlast.coding import (
     CyclicMDS,
@@ -26,6 +25,7 @@ from outlast.coding.protocol import CodedAllReduce, Coverage, Covered, Outcome
 from outlast.errors import CodingError, JobError
 from outlast.records import GradientsCoded, WrongNumbers
 from outlast.records.coded import DUPLICATE
+from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,12 +157,7 @@ class CodingNotes:
         """
         mine = (self.replica, list(self._steps.values()) if self.speaks else [], self._wrong)
         self._steps, self._wrong = {}, []
-        everyone = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[tuple[int, list[_Step], list[WrongNumbers]]] = [mine]
-            gathered *= dist.get_world_size()
-            dist.all_gather_object(gathered, mine)
-            everyone = gathered if dist.get_rank() == 0 else []
+        everyone = gathered(mine)
         spoken = [(replica, steps) for replica, steps, _ in everyone if steps]
         if not spoken:
             return []
@@ -257,6 +252,7 @@ class CodedEngine:
         loader: Gathers micro-batches; its `ranks` are the code's chunks.
         load: Chunks that this replica computes.
         notes: Where steps are noted.
+        prefetched: Whether the batches that a step is given are chunk `loader.rank`.
     """
 
     inner: ReplicaEngine
@@ -264,6 +260,7 @@ class CodedEngine:
     loader: BatchLoader
     load: int
     notes: CodingNotes
+    prefetched: bool = False
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -273,8 +270,10 @@ class CodedEngine:
         encoded = torch.zeros((), device=self.inner.device)
         with self.coded.computing():
             for chunk, weight in self.coded.chunks():
+                own = self.prefetched and chunk == self.loader.rank
                 for number in range(self.loader.microbatches):
-                    loss = self.inner.loss(self.loader.part(step, chunk, number), step)
+                    batch = batches[number] if own else self.loader.part(step, chunk, number)
+                    loss = self.inner.loss(batch, step)
                     (loss * (weight / global_tokens)).backward()  # type: ignore[no-untyped-call]
                     encoded += weight * loss.detach()
                     passes.append(time.monotonic() - begun)

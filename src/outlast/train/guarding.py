@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from outlast.guard import Finding, Guard, Policy, guard
 from outlast.records import Guarded, WrongNumbers
+from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,12 +72,7 @@ class RunGuard:
         """
         mine = self.guard.ledger.findings[self._reported :]
         self._reported += len(mine)
-        gathered: list[list[Finding]] = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everyone, mine)
-            gathered = everyone if dist.get_rank() == 0 else []
-        return [_event(finding) for findings in gathered for finding in findings]
+        return [_event(finding) for findings in gathered(mine) for finding in findings]
 
     def summary(self, step: int) -> Guarded:
         """What has been checked in this attempt so far."""

@@ -201,20 +201,11 @@ class _Stage(PipelineStage):
     """A stage that learns its shapes from memory that nobody has written to, unseen by a guard."""
 
     def _forward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
-        # Guarded layers are checked in training only; their own forward is the same.
-        guarded = [each for each in self.submod.modules() if "forward" in each.__dict__]
-        before = [each.training for each in guarded]
-        for each in guarded:
-            each.training = False
-        try:
-            with looking_away():
-                return super()._forward_metadata_inference(*arguments, **options)
-        finally:
-            for each, training in zip(guarded, before, strict=True):
-                each.training = training
+        with looking_away(self.submod):
+            return super()._forward_metadata_inference(*arguments, **options)
 
     def _backward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
-        with looking_away():
+        with looking_away(self.submod):
             return super()._backward_metadata_inference(*arguments, **options)
 
 

@@ -257,3 +257,12 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     if first is not None:
         raise OutlastError(first)
     return cast("T", result)
+
+
+def gathered(mine: T) -> list[T]:
+    """Every rank's `mine`, by rank, on rank 0, and nothing on the others; all call it together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone if dist.get_rank() == 0 else []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.coding.certificate import Certificate, exact_up_to_rounding, roundoff
+from outlast.coding.certificate import Certificate, Decoded, exact_up_to_rounding, roundoff
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -18,7 +17,7 @@ _SAME = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class DecodedBlocks:
+class DecodedBlocks(Decoded):
     """The outcome of decoding for one set of survivors; unpacks into ``weights, error``.
 
     Attributes:
@@ -28,15 +27,6 @@ class DecodedBlocks:
             g_c this often, at [b, c, b']; 1 is right where b = b', else 0.
         certificate: What follows for the gradient; see `certify_blocks`.
     """
-
-    weights: npt.NDArray[Any]
-    coefficients: npt.NDArray[Any]
-    certificate: Certificate
-
-    @property
-    def error(self) -> float:
-        """See `Certificate.error`; exactly 0 where the decoding is exact."""
-        return 0.0 if self.certificate.exact else self.certificate.error
 
     @property
     def mean_error(self) -> float:
@@ -49,9 +39,6 @@ class DecodedBlocks:
             return 0.0
         missing = _missing(self.coefficients)
         return float(np.sum(np.abs(missing) ** 2)) / len(self.weights)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.weights, self.error))
 
 
 def certify_blocks(

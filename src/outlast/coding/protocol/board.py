@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from outlast.coding.protocol.randomness import key as key_of
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
 
 _RETRY_SECONDS = 0.1
+_numbers = itertools.count()
+
+
+def board_name(use: str, group: ProcessGroup | None) -> str:
+    """A name for a new board of a process group, all of whose processes call this in equal order.
+
+    Args:
+        use: What for; equal on all processes.
+        group: The processes; all if None.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return f"{use}/{next(_numbers)}/{key_of(*ranks)}"
 
 
 class StoreLostError(CodingError):

@@ -126,14 +126,14 @@ class Claims:
                 self.made |= {self.key("n"), self.key("done")}
                 self.close(COVERED)
 
-    def complete(self) -> bool:
-        """Whether the round has ended, or should have: ends it where all is claimed.
+    def ended(self) -> str | None:
+        """How the round has ended, which is ended here where all is claimed; None if it goes on.
 
         A process that dies between a claim and its count leaves that to the others.
         """
-        if self._board.has(self.key("done")):
-            return True
-        return self.finished(*self.wanted) and bool(self.close(COVERED))
+        if self._board.has(self.key("done")) or self.finished(*self.wanted):
+            return self.close(COVERED)
+        return None
 
     def close(self, how: str) -> str:
         """End the round; returns how it has ended, which the first to end it decides."""

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from outlast.coding.protocol.decider import Decider, Decision, board_for, synchronise
+from outlast.coding.protocol.board import Board, board_name
+from outlast.coding.protocol.decider import Decider, Decision, synchronise
 from outlast.coding.protocol.decoding import Decoding, OnLost, Rules
 from outlast.coding.protocol.flat import FlatGradients, local
 from outlast.coding.protocol.interrupt import Abandoned, Interrupt
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
     from outlast.coding.certificate import Certificate
     from outlast.coding.code import Decoder, GradientCode
-    from outlast.coding.protocol.board import Board
 
 _LOOK_SECONDS = 0.01
 _LOOK_SHARE = 0.01
@@ -147,7 +147,7 @@ class CodedAllReduce:
             {each.dtype for each in self._parameters},
         )
         if board is None:
-            board = board_for("coded", group)
+            board = Board(board_name("coded", group))
         self._members = Members(group, timeout_seconds)
         self._ranks = self._members.ranks
         if len(self._ranks) != code.workers:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from outlast.coding.protocol.board import Board, StoreLostError
+from outlast.coding.protocol.board import Board, StoreLostError, board_name
 from outlast.coding.protocol.claims import BROKEN, COVERED, NOBODY, Claims
 from outlast.coding.protocol.covered import Covered, Disagreement, Progress
 from outlast.coding.protocol.fingerprint import Fingerprint
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 
-_numbers = itertools.count()
 _COMMITTED = "committed"
 _REMEMBERED_CHUNKS = 32
 _LOOK_UP_SECONDS, _LOOK_UP_CHUNK_SECONDS = 1.0, 1e-3
@@ -134,7 +133,7 @@ class Coverage:
         usual = 3e-2 if self._gradients.dtype in {"bfloat16", "float16"} else 1e-3
         self.tolerance = usual if tolerance is None else tolerance
         self._chunk_seconds: deque[float] = deque(maxlen=_REMEMBERED_CHUNKS)
-        name = f"coverage/{next(_numbers)}/{self._origin[0]}"
+        name = board_name("coverage", group)
         board = Board(self._team.told(lambda: name), store)
         self._board, self._watcher = board, Watcher(board)
         self._reunion = Reunion(board, self.members, timeout_seconds, grace_seconds)
@@ -302,8 +301,8 @@ class Coverage:
             return
         self._looked_up = now
         self._reunion.check_left_behind()
-        if claims.complete():
-            self._watcher.tell(claims.close(COVERED))
+        if (ended := claims.ended()) is not None:
+            self._watcher.tell(ended)
 
     def _over(self, claims: Claims) -> bool:
         """Whether the round has ended, which it does soon after the deadline."""

@@ -14,22 +14,18 @@ members. Every wait ends at a deadline.
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from outlast.coding.protocol.board import Board
-from outlast.coding.protocol.randomness import key as key_of
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from torch.distributed import ProcessGroup
+    from outlast.coding.protocol.board import Board
 
 _WORD_BITS = 62
 _COMMITTED, _BROKEN = "committed", "broken"
@@ -39,8 +35,6 @@ _SHORTEST_POLL_SECONDS = 0.001
 _POLL_SHARE = 0.02
 _GROUP_TIMEOUTS = 2.0
 """Longest time in which a process group fails: gloo waits for addresses, then for connections."""
-
-_numbers = itertools.count()
 
 
 class Marks:
@@ -341,17 +335,6 @@ def synchronise(devices: Iterable[torch.device]) -> None:
     for device in set(devices):
         if device.type not in {"cpu", "meta"}:
             torch.accelerator.synchronize(device)
-
-
-def board_for(use: str, group: ProcessGroup | None) -> Board:
-    """A board of its own for a process group, all of whose processes call this in the same order.
-
-    Args:
-        use: What for; equal on all processes.
-        group: The processes; all if None.
-    """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return Board(f"{use}/{next(_numbers)}/{key_of(*ranks)}")
 
 
 def members_key(epoch: int) -> str:

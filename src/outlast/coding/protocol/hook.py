@@ -35,7 +35,8 @@ from torch.distributed import ProcessGroup
 
 from outlast.coding.certificate import Certificate
 from outlast.coding.code import Decoder, GradientCode, Survivors
-from outlast.coding.protocol.decider import Decider, board_for, synchronise
+from outlast.coding.protocol.board import Board, board_name
+from outlast.coding.protocol.decider import Decider, synchronise
 from outlast.coding.protocol.decoding import Decoding, Rules
 from outlast.coding.protocol.weighting import LossWeights
 from outlast.errors import CodingError
@@ -180,7 +181,7 @@ class DecodingState:
                     f"build it for {size}"
                 )
             self._decider = Decider(
-                board_for("hook", self.group),
+                Board(board_name("hook", self.group)),
                 worker=self._losses.worker,
                 workers=workers,
                 timeout_seconds=self._deadline_seconds,

@@ -37,7 +37,6 @@ class Kind(enum.IntEnum):
     STOP = 5
     MIX = 6
     UP = 7
-    DOWN = 8
 
 
 @dataclass(frozen=True)
