@@ -57,6 +57,10 @@ class WrongNumbersError(OutlastError):
     """A computation gave wrong numbers that could not be put right."""
 
 
+class TensorizeError(OutlastError):
+    """A layer cannot take the structured form, rank or plan that was asked for."""
+
+
 class CodingError(OutlastError):
     """A gradient code or its protocol cannot be used as asked."""
 

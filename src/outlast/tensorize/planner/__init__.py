@@ -1,0 +1,1 @@
+"""Tensorized layers."""
