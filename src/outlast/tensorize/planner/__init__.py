@@ -1,1 +1,5 @@
-"""Tensorized layers."""
+"""Which of a layer's routes is the fastest, from what the machine's operations cost."""
+
+from outlast.tensorize.planner.choose import plan_for
+
+__all__ = ["plan_for"]

@@ -1,0 +1,117 @@
+"""Block tensor-train and Monarch: two block-diagonal matrices with a permutation between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.layer import CoredLinear
+from outlast.tensorize.network import Network
+from outlast.tensorize.shapes import block_modes, monarch_modes, monarch_rank
+
+if TYPE_CHECKING:
+    import torch
+
+
+def block_network(
+    in_features: int,
+    out_features: int,
+    rank: int,
+    *,
+    in_modes: tuple[int, int],
+    out_modes: tuple[int, int],
+) -> Network:
+    """h[m, n, r] = sum_i R[m, n, r, i] x[m, i]; y[n, o] = sum_{m, r} L[n, o, m, r] h[m, n, r].
+
+    (Qiu et al., 2024, arXiv 2406.06248.)
+    """
+    sizes = (
+        ("m", in_modes[0]),
+        ("i", in_modes[1]),
+        ("n", out_modes[0]),
+        ("o", out_modes[1]),
+        ("r", rank),
+    )
+    return Network("mi", "no", ("mnri", "nomr"), sizes, in_features, out_features)
+
+
+class BTTLinear(CoredLinear):
+    """Block tensor-train of two cores: full rank with few parameters.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Rank of each of the blocks that the weight is cut into.
+        in_modes: Two factors of the input features; None: near the square root.
+        out_modes: Likewise of the output features.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "btt"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int = 1,
+        *,
+        in_modes: tuple[int, int] | None = None,
+        out_modes: tuple[int, int] | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if rank < 1:
+            raise TensorizeError(f"rank = {rank} of a {self.form} layer must be at least 1")
+        usual = block_modes(in_features, out_features)
+        network = block_network(
+            in_features,
+            out_features,
+            rank,
+            in_modes=in_modes or usual[0],
+            out_modes=out_modes or usual[1],
+        )
+        super().__init__(network, bias=bias, device=device, dtype=dtype)
+
+
+class MonarchLinear(BTTLinear):
+    """Two block-diagonal matrices of `blocks` blocks each (Dao et al. 2022, arXiv 2204.00595).
+
+    x goes through blocks of (in / blocks) features each, every one of which gives as many, and a
+    transposition deals these out to the blocks of the second matrix.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        blocks: Blocks of each matrix; the parameters are (in + out) min(in, out) / blocks.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "monarch"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        blocks: int = 4,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        in_modes, out_modes = monarch_modes(in_features, out_features, blocks)
+        super().__init__(
+            in_features,
+            out_features,
+            monarch_rank(in_features, out_features, blocks),
+            in_modes=in_modes,
+            out_modes=out_modes,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.blocks = blocks

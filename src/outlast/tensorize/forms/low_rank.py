@@ -1,0 +1,147 @@
+"""Two factors: a plain product, or one with a nonlinearity between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.bottleneck import ACTIVATIONS, bottleneck
+from outlast.tensorize.initialize import activation_gain
+from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.network import Network
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def low_rank_network(in_features: int, out_features: int, rank: int) -> Network:
+    """y = (x A^T) B^T with A of shape (rank, in) and B of shape (out, rank)."""
+    sizes = (("i", in_features), ("r", rank), ("o", out_features))
+    return Network("i", "o", ("ri", "or"), sizes, in_features, out_features)
+
+
+class LowRankLinear(StructuredLinear):
+    """y = (x A^T) B^T + b: two matrix products.
+
+    The factors are those of the children ``down`` and ``up``, two `nn.Linear`, so that whatever
+    replaces linear layers (float8, tensor parallelism, a guard) replaces these as well.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Features between.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "low_rank"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if rank < 1:
+            raise TensorizeError(f"rank = {rank} of a {self.form} layer must be at least 1")
+        super().__init__(low_rank_network(in_features, out_features, rank))
+        self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def factors(self) -> tuple[Tensor, ...]:
+        """The weights of `down` and `up`."""
+        return self.down.weight, self.up.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of `up`."""
+        return self.up.bias
+
+    def _replaced(self) -> bool:
+        """Whether the children are not plain linear layers any more, or are listened to."""
+        return any(
+            type(each) is not nn.Linear or each._forward_hooks or each._forward_pre_hooks
+            for each in (self.down, self.up)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x: (..., in_features) -> (..., out_features)."""
+        if self._replaced() or torch.compiler.is_compiling():
+            result: Tensor = self.up(self.down(x))
+            return result
+        return super().forward(x)
+
+
+class BottleneckLinear(LowRankLinear):
+    """y = act(x A^T) B^T + b: low rank with a nonlinearity in the middle (Liu et al. 2025, CoLA).
+
+    Not a linear map any more, so there is no `to_dense`; a dense layer is turned into one by
+    distillation alone.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Features between.
+        activation: ``silu``, ``gelu``, ``relu`` or ``tanh``.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "cola"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        activation: str = "silu",
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise TensorizeError(f"activation = {activation!r} is not one of {known}")
+        self.activation = activation
+        super().__init__(in_features, out_features, rank, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x: (..., in_features) -> (..., out_features)."""
+        if self._replaced():
+            result: Tensor = self.up(ACTIVATIONS[self.activation](self.down(x)))
+            return result
+        return bottleneck(x, self.down.weight, self.up.weight, self.bias, self.activation)
+
+    def to_dense(self) -> Tensor:
+        """Refuse.
+
+        Raises:
+            TensorizeError: Always.
+        """
+        raise TensorizeError(
+            f"a layer with {self.activation} between its factors is no matrix: export its two "
+            "factors as they are, or use form = 'low_rank'"
+        )
+
+    @torch.no_grad()
+    def reset_parameters(
+        self, std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """Draw the factors anew; for x of unit variance y varies as after a weight of `std`."""
+        super().reset_parameters(std, generator)
+        self.up.weight.div_(activation_gain(self.activation))
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"{super().extra_repr()}, activation={self.activation}"

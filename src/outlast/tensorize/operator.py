@@ -1,0 +1,239 @@
+"""The layer y = x W^T + b whose W is a chain of cores, as one differentiable operation.
+
+Four ways of one computation:
+
+* eager: one autograd function, which keeps x and what is rank-wide, and nothing else;
+* where a plan says so, plain torch operations, which have less overhead for a few tokens;
+* under ``torch.compile``: the custom operator ``outlast::chain``, opaque to the compiler, which
+  chooses its plan when it runs, for then it knows the number of tokens;
+* under ``torch.func`` transforms, and for second derivatives: plain operations again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from outlast.tensorize.execute import Path, apply, differentiate
+from outlast.tensorize.network import Network, dense_route
+from outlast.tensorize.plan import Plan
+from outlast.tensorize.planner import plan_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outlast.tensorize.network import Route
+
+
+def chain(
+    x: Tensor,
+    cores: Sequence[Tensor],
+    network: Network,
+    bias: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Multiply x with the matrix that a network makes of its cores.
+
+    Under autocast x and the merged cores get its dtype; the cores are merged in their own.
+
+    Args:
+        x: (..., in_features).
+        cores: The network's cores.
+        network: What they are the cores of.
+        bias: (out_features,).
+        plan: How; None: what the planner says.
+
+    Returns:
+        (..., out_features)
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            x = x.to(dtype)
+            return chain(x, cores, network, None if bias is None else bias.to(dtype), plan)
+    rows = x.reshape(-1, network.in_features)
+    y = _chain(rows, tuple(cores), network, bias, plan)
+    return y.view(*x.shape[:-1], network.out_features)
+
+
+def _chain(
+    x: Tensor,
+    cores: tuple[Tensor, ...],
+    network: Network,
+    bias: Tensor | None,
+    plan: Plan | None,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.outlast.chain(x, list(cores), str(network))
+        return y if bias is None else y + bias
+    if torch._C._are_functorch_transforms_active() or x.is_meta:
+        return Path(network, two_products(network), cores, x.dtype).forward(x, bias)
+    learns = torch.is_grad_enabled() and (
+        x.requires_grad or any(core.requires_grad for core in cores)
+    )
+    if plan is None:
+        plan = plan_for(network, x.shape[0], x.dtype, x.device, learns)
+    if plan.plain or not learns:
+        path = Path(network, plan.forward, cores, x.dtype)
+        return path.forward(x, bias) if plan.plain else apply(path, x, bias)[0]
+    result: Tensor = _Chain.apply(x, bias, network, plan, *cores)  # type: ignore[no-untyped-call]
+    return result
+
+
+def two_products(network: Network) -> Route:
+    """Cut the chain into two groups, so that what is between them is narrowest.
+
+    A route that is right for any number of tokens; the planner knows better ones.
+    """
+    from outlast.tensorize.network import Route, lower
+
+    count = len(network.cores)
+    if count == 1:
+        return dense_route(network)
+    cuts = [Route((left, count - left)) for left in range(1, count)]
+    return min(cuts, key=lambda route: lower(network, route).stages[1].width)
+
+
+class _Chain(Function):
+    """See the module; keeps x, the cores and inputs of stages that are narrower than half of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, network: Network, plan: Plan, *cores: Tensor
+    ) -> Tensor:
+        path = Path(network, plan.forward, cores, x.dtype)
+        y, inputs = apply(path, x, bias)
+        ctx.network, ctx.plan, ctx.biased = network, plan, bias is not None
+        kept = _worth_keeping(path, plan, inputs)
+        ctx.save_for_backward(x, *cores, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        network: Network = ctx.network
+        count = len(network.cores)
+        x, *saved = ctx.saved_tensors
+        cores, kept = saved[:count], saved[count:]
+        needs = ctx.needs_input_grad
+        wanted = [core for core in range(count) if needs[4 + core]]
+        dbias = dy.sum(0) if ctx.biased and needs[1] else None
+        if torch.is_grad_enabled():
+            dx, found = _differentiable(network, x, dy, cores, (needs[0], wanted))
+        else:
+            dx, found = gradients_of(
+                network, ctx.plan, x, dy, cores, wanted=wanted, want_x=needs[0], kept=kept
+            )
+        return dx, dbias, None, None, *(found.get(core) for core in range(count))
+
+
+def _worth_keeping(path: Path, plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
+    """The inputs of the stages after the first, if the backward pass can use them all."""
+    narrow = all(stage.width * 2 <= path.network.in_features for stage in path.stages[1:])
+    return inputs[1:] if inputs and narrow and plan.forward in plan.core_gradients else []
+
+
+def gradients_of(
+    network: Network,
+    plan: Plan,
+    x: Tensor,
+    dy: Tensor,
+    cores: Sequence[Tensor],
+    *,
+    wanted: Sequence[int],
+    want_x: bool,
+    kept: Sequence[Tensor] = (),
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """Go backward along a plan's routes.
+
+    Args:
+        network: What the cores are those of.
+        plan: Which routes.
+        x: (tokens, in_features).
+        dy: (tokens, out_features).
+        cores: All cores.
+        wanted: Cores whose gradients are asked for.
+        want_x: Whether that of x is.
+        kept: Inputs of the forward route's stages after the first, if they were kept.
+
+    Returns:
+        The gradient of x or None, and those of the wanted cores.
+    """
+    dx: Tensor | None = None
+    found: dict[int, Tensor] = {}
+    routes = [plan.input_gradient] if want_x else []
+    routes += [plan.core_gradients[core] for core in wanted]
+    for route in dict.fromkeys(routes):
+        path = Path(network, route, cores, x.dtype)
+        inputs: list[Tensor] = []
+        if kept and route == plan.forward:
+            inputs = [path.entered(x), *kept]
+        mine = [core for core in wanted if plan.core_gradients[core] == route]
+        for_x = want_x and route == plan.input_gradient
+        part, cores_found = differentiate(
+            path, x, dy, cores=cores, wanted=mine, want_x=for_x, inputs=inputs
+        )
+        dx = part if for_x else dx
+        found.update(cores_found)
+    return dx, found
+
+
+def _differentiable(
+    network: Network,
+    x: Tensor,
+    dy: Tensor,
+    cores: Sequence[Tensor],
+    asked: tuple[bool, list[int]],
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """Gradients that have gradients themselves, by plain operations."""
+    want_x, wanted = asked
+    y = Path(network, two_products(network), cores, x.dtype).forward(x)
+    targets = ([x] if want_x else []) + [cores[core] for core in wanted]
+    found = list(torch.autograd.grad(y, targets, dy, create_graph=True, allow_unused=True))
+    dx = found.pop(0) if want_x else None
+    return dx, dict(zip(wanted, found, strict=True))
+
+
+@torch.library.custom_op("outlast::chain", mutates_args=())
+def _chain_op(x: Tensor, cores: list[Tensor], network: str) -> Tensor:
+    description = Network.parse(network)
+    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
+    return apply(Path(description, plan.forward, cores, x.dtype), x)[0]
+
+
+@_chain_op.register_fake
+def _(x: Tensor, cores: list[Tensor], network: str) -> Tensor:
+    return x.new_empty(x.shape[0], Network.parse(network).out_features)
+
+
+@torch.library.custom_op("outlast::chain_backward", mutates_args=())
+def _chain_backward_op(dy: Tensor, x: Tensor, cores: list[Tensor], network: str) -> list[Tensor]:
+    description = Network.parse(network)
+    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
+    everything = range(len(cores))
+    dx, found = gradients_of(description, plan, x, dy, cores, wanted=everything, want_x=True)
+    assert dx is not None
+    return [dx, *(found[core].contiguous() for core in everything)]
+
+
+@_chain_backward_op.register_fake
+def _(dy: Tensor, x: Tensor, cores: list[Tensor], network: str) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(core.new_empty(core.shape) for core in cores)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cores, ctx.network = inputs
+    ctx.save_for_backward(x, *cores)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, *cores = ctx.saved_tensors
+    dx, *found = torch.ops.outlast.chain_backward(dy.contiguous(), x, cores, ctx.network)
+    return dx, found, None
+
+
+_chain_op.register_autograd(_backward, setup_context=_keep)
