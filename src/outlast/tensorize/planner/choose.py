@@ -29,3 +29,8 @@ def _plan(
     if len(best.groups) == 2 and lower(network, best).stages[1].b > 1:
         best = Route(best.groups, layout="features", chunk=64)
     return Plan.uniform(best, count)
+
+
+def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The plan in words."""
+    return str(plan_for(network, tokens, dtype, device, True))
