@@ -252,14 +252,7 @@ def match_ranks(
     for name, layer in model.named_modules():
         if not isinstance(layer, StructuredLinear):
             continue
-        keys = {id(each): key for key, each in layer.named_parameters(prefix=name)}
-        for bond in layer.network.bonds:
-            cores = layer.factors()
-            holder = next(k for k, letters in enumerate(layer.network.cores) if bond in letters)
-            saved = state.get(keys[id(cores[holder])])
-            if saved is None or saved.ndim != cores[holder].ndim:
-                continue
-            rank = saved.shape[layer.network.cores[holder].index(bond)]
+        for bond, rank in _ranks_in(state, name, layer).items():
             if rank != layer.network.size(bond):
                 changes.append(resize(layer, rank, bond=bond, optimizers=optimizers, name=name))
         for key, parameter in layer.named_parameters(prefix=name):
@@ -270,3 +263,15 @@ def match_ranks(
                     "layer with the modes of the checkpoint"
                 )
     return changes
+
+
+def _ranks_in(state: Mapping[str, Tensor], name: str, layer: StructuredLinear) -> dict[str, int]:
+    """The sizes of a layer's bonds in a state dict, as far as that has them."""
+    keys = {id(parameter): key for key, parameter in layer.named_parameters(prefix=name)}
+    ranks = {}
+    for letters, core in zip(layer.network.cores, layer.factors(), strict=True):
+        saved = state.get(keys[id(core)])
+        if saved is not None and saved.ndim == core.ndim:
+            sizes = zip(letters, saved.shape, strict=True)
+            ranks |= {letter: size for letter, size in sizes if letter in layer.network.bonds}
+    return ranks
