@@ -91,9 +91,10 @@ class Path:
 
     def weight_gradient(self, du: Tensor, act: Tensor) -> Tensor:
         """The gradient of a stage's matrix, (b, m, k), from that of its result and its input."""
-        if self._features:
-            return torch.bmm(du, act.transpose(1, 2))
-        return torch.bmm(du.transpose(1, 2), act)
+        left, right = (du, act.mT) if self._features else (du.mT, act)
+        if left.shape[0] == 1:
+            return torch.mm(left[0], right[0]).unsqueeze(0)
+        return torch.bmm(left, right)
 
     def add_weight_gradient(self, total: Tensor, du: Tensor, act: Tensor) -> None:
         """Add a chunk's `weight_gradient` to a sum."""
@@ -109,11 +110,11 @@ class Path:
         return self._arranged(self._enter(x), self.stages[0], x.shape[0])
 
     def _multiply(self, matrix: Tensor, act: Tensor) -> Tensor:
-        if self._features:
-            return torch.bmm(matrix, act)
-        if matrix.shape[0] == 1:
-            return torch.mm(act[0], matrix[0].t()).unsqueeze(0)
-        return torch.bmm(act, matrix.transpose(1, 2))
+        left, right = (matrix, act) if self._features else (act, matrix.mT)
+        # A product of matrices is faster than a batch of one.
+        if left.shape[0] == 1:
+            return torch.mm(left[0], right[0]).unsqueeze(0)
+        return torch.bmm(left, right)
 
     def _enter(self, x: Tensor) -> Tensor:
         """Give x as (in, t) or (t, in), padded where the first stage has columns for that."""
@@ -288,6 +289,6 @@ def differentiate(
         stage = stages[position]
         for core in stage.cores:
             if core in wanted:
-                gradient = total.to(cores[core].dtype)
-                found[core] = unmerge(path.network, stage, cores, gradient, core)
+                gradient = unmerge(path.network, stage, cores, total, core)
+                found[core] = gradient.to(cores[core].dtype)
     return dx, found

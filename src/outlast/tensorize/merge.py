@@ -49,6 +49,11 @@ def _unfolded(network: Network, stage: Stage) -> str:
     return stage.batch + stage.new + stage.contracted
 
 
+def widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that products of these tensors are made in."""
+    return functools.reduce(torch.promote_types, (each.dtype for each in tensors))
+
+
 def merge(network: Network, stage: Stage, cores: Sequence[Tensor]) -> Tensor:
     """The matrix of a stage, of shape (b, m, k); differentiable.
 
@@ -58,7 +63,8 @@ def merge(network: Network, stage: Stage, cores: Sequence[Tensor]) -> Tensor:
         cores: All cores of the network.
     """
     terms = tuple(network.cores[core] for core in stage.cores)
-    operands = [cores[core] for core in stage.cores]
+    dtype = widest(cores)
+    operands = [cores[core].to(dtype) for core in stage.cores]
     merged = contract(terms, _unfolded(network, stage), network.sizes, operands)
     new, contracted = network.size(stage.new), network.size(stage.contracted)
     matrix = merged.reshape(stage.b, new, contracted)
@@ -85,7 +91,8 @@ def unmerge(
     gradient = gradient.reshape([network.size(letter) for letter in unfolded])
     others = [other for other in stage.cores if other != core]
     terms = (unfolded, *(network.cores[other] for other in others))
-    operands = [gradient, *(cores[other] for other in others)]
+    dtype = widest(cores)
+    operands = [gradient.to(dtype), *(cores[other].to(dtype) for other in others)]
     if len(terms) == 1:
-        return gradient.permute([unfolded.index(letter) for letter in network.cores[core]])
+        return operands[0].permute([unfolded.index(letter) for letter in network.cores[core]])
     return contract(terms, network.cores[core], network.sizes, operands)
