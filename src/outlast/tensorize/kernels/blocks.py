@@ -1,0 +1,262 @@
+"""Block tensor-trains and Monarch in two launches, with no permutation between them.
+
+For x (tokens, m1 m0) and cores R (m1, n0, r, m0), L (n0, n1, m1, r) the layer is::
+
+    h[t, m1, n0, r] = sum over m0 of R[m1, n0, r, m0] x[t, m1, m0]        m1 products of (t, m0)
+    y[t, n0, n1]    = sum over m1, r of L[n0, n1, m1, r] h[t, m1, n0, r]  n0 products of (t, m1 r)
+
+Batched products of cuBLAS cannot write h in the order in which they read it, so they need a pass
+that permutes it: where h is as wide as x, the memory sees that width six times (x, four times h,
+y), which at d = 1024 is longer than a dense product takes. One kernel,
+`outlast.tensorize.kernels.block_product`, does both halves without that pass. h lies feature-major,
+(n0, m1, r, tokens): whatever r is, neighbouring tokens are neighbours in memory, both when the
+first half stores and when the second loads; token-major, r = 2 would write 4 bytes of every 32-byte
+sector at a time.
+
+Why h does leave the chip: a program that owned it would hold either all of it, which is as wide as
+x (64 tokens of 2048 features do not fit in shared memory beside their operands), or one n0 of it,
+and then x is read n0 times and the second product sums only r terms at a time, of which matrix
+units need 16. At d = 2048 with 8 blocks in bf16 that moves 52 KiB per token through the L2 cache
+(tiles of 128 tokens and 256 features), against 32 here. Instead, tokens are taken in chunks whose h
+stays in the L2 cache between the halves, so that the memory sees little more than x and y. Where h
+is wanted for the gradients (`keep`), it is written anyway, and there is one chunk.
+
+The input's gradient has the same structure with the cores exchanged and transposed, by strides
+alone: dh (m1, n0, r, tokens) from dy and L, then dx from dh and R. In these layouts both cores'
+gradients are batched products that cuBLAS does without copies (`blocks_weight_gradients`).
+
+Compiled for compute capability 9.0 and tested in Triton's interpreter; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.kernels import TYPES
+from outlast.tensorize.kernels.block_product import block_product
+from outlast.tensorize.kernels.launch import (
+    SMALLEST_DOT,
+    check_not_empty,
+    check_operands,
+    check_shape,
+    rows_contiguous,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ALIGNMENT = 16
+"""Tokens: rows of h begin at multiples of as many numbers, so that loads are vectors."""
+
+_CHUNK_MULTIPLE = 128
+"""Tokens: the highest tile, so that only the last chunk has an incomplete one."""
+
+
+def fits(
+    in_modes: tuple[int, int], out_modes: tuple[int, int], rank: int, dtype: torch.dtype
+) -> bool:
+    """Whether the kernel serves these sizes well, not only correctly.
+
+    Both products must have at least 16 terms and columns in either direction; below, most of what
+    the matrix units do is padding.
+
+    Args:
+        in_modes: m1, m0.
+        out_modes: n0, n1.
+        rank: r.
+        dtype: Of the activations and cores.
+    """
+    (m1, m0), (n0, n1) = in_modes, out_modes
+    return dtype in TYPES and min(m0, n1, n0 * rank, m1 * rank) >= SMALLEST_DOT
+
+
+def blocks_forward(
+    x: Tensor,
+    right: Tensor,
+    left: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keep: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``y[t, n0, n1] = sum of left[n0, n1, m1, r] right[m1, n0, r, m0] x[t, m1, m0]``, plus bias.
+
+    The first call of a size (and of all token counts up to the next power of two) measures which
+    configuration is fastest, and waits for the device.
+
+    Args:
+        x: (tokens, m1 m0), in fp32, bf16 or fp16.
+        right: R (m1, n0, r, m0).
+        left: L (n0, n1, m1, r).
+        bias: (n0 n1,) or None.
+        keep: Return h too, computed in one chunk.
+        chunk_tokens: Tokens whose h is in memory at a time; by default as many as keep it in half
+            of the L2 cache. Not together with `keep`.
+
+    Returns:
+        y (tokens, n0 n1); h (n0, m1, r, tokens), whose last stride is 1, if it is kept, else None.
+
+    Raises:
+        TensorizeError: For operands of different sizes, types or devices, or bf16 in Triton's
+            interpreter.
+    """
+    check_operands(x, right=right, left=left, bias=bias)
+    m1, m0, n0, n1, rank = _sizes(right, left)
+    tokens = x.shape[0]
+    check_shape("x", x, (tokens, m1 * m0))
+    if bias is not None:
+        check_shape("bias", bias, (n0 * n1,))
+    y = x.new_empty(tokens, n0 * n1)
+    if keep:
+        if chunk_tokens is not None:
+            raise TensorizeError(
+                f"chunk_tokens = {chunk_tokens} would drop the h that keep = True wants; pass one."
+            )
+        hidden = _first_half(x, right)
+        _second_half(hidden, left, y, bias)
+        return y, hidden
+    chunk = chunk_tokens
+    if chunk is None:
+        chunk = _chunk(tokens, n0 * m1 * rank * x.element_size(), x.device)
+    if chunk < 1:
+        raise TensorizeError(f"chunk_tokens = {chunk} takes no tokens; make it at least 1.")
+    for start in range(0, tokens, chunk):
+        part = x[start : start + chunk]
+        # The same memory every time: torch's allocator hands it out again.
+        _second_half(_first_half(part, right), left, y[start : start + chunk], bias)
+    return y, None
+
+
+def blocks_hidden(x: Tensor, right: Tensor) -> Tensor:
+    """The first half alone, to recompute h (n0, m1, r, tokens) of x (tokens, m1 m0).
+
+    Raises:
+        TensorizeError: As `blocks_forward`.
+    """
+    check_operands(x, right=right)
+    m1, n0, rank, m0 = _four("right", right)
+    check_not_empty(m1=m1, m0=m0, n0=n0, rank=rank)
+    check_shape("x", x, (x.shape[0], m1 * m0))
+    return _first_half(x, right)
+
+
+def blocks_backward(dy: Tensor, right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """The input's gradient, and that of h for `blocks_weight_gradients`.
+
+    Args:
+        dy: (tokens, n0 n1).
+        right: R (m1, n0, r, m0).
+        left: L (n0, n1, m1, r).
+
+    Returns:
+        dx (tokens, m1 m0); dh (m1, n0, r, tokens), whose last stride is 1.
+
+    Raises:
+        TensorizeError: As `blocks_forward`.
+    """
+    check_operands(dy, right=right, left=left)
+    m1, m0, n0, n1, _ = _sizes(right, left)
+    check_shape("dy", dy, (dy.shape[0], n0 * n1))
+    dx = dy.new_empty(dy.shape[0], m1 * m0)
+    # With the roles of the modes exchanged, L (n0, m1, r, n1) is the first core and R
+    # (m1, m0, n0, r) the second.
+    gradient = _first_half(dy, left.permute(0, 2, 3, 1), half=2)
+    _second_half(gradient, right.permute(0, 3, 1, 2), dx, None, half=3)
+    return dx, gradient
+
+
+def blocks_weight_gradients(
+    x: Tensor, dy: Tensor, hidden: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The cores' gradients, by batched products of torch that copy nothing.
+
+    Args:
+        x: (tokens, m1 m0).
+        dy: (tokens, n0 n1).
+        hidden: h (n0, m1, r, tokens), of `blocks_forward` or `blocks_hidden`.
+        gradient: dh (m1, n0, r, tokens), of `blocks_backward`.
+
+    Returns:
+        dR (m1, n0, r, m0) and dL (n0, n1, m1, r), in the type of `x`.
+    """
+    n0, m1, rank, tokens = hidden.shape
+    x_blocks = x.view(tokens, m1, x.shape[1] // m1)
+    dy_blocks = dy.view(tokens, n0, dy.shape[1] // n0)
+    d_right = torch.bmm(gradient.flatten(1, 2), x_blocks.transpose(0, 1))
+    d_left = torch.bmm(dy_blocks.permute(1, 2, 0), hidden.flatten(1, 2).transpose(1, 2))
+    return d_right.view(m1, n0, rank, -1), d_left.view(n0, -1, m1, rank)
+
+
+def _first_half(x: Tensor, core: Tensor, *, half: int = 0) -> Tensor:
+    """The h (q, p, s, tokens) of x (tokens, p k) and a core (p, q, s, k) with any strides."""
+    blocks, outer, rank, terms = core.shape
+    # A copy only where (q, s) is not one axis.
+    weight = core.reshape(blocks, outer * rank, terms)
+    x = rows_contiguous(x)
+    tokens = x.shape[0]
+    length = math.ceil(tokens / _ALIGNMENT) * _ALIGNMENT
+    hidden = x.new_empty(outer, blocks, rank, length)[..., :tokens]
+    strides = 1, hidden.stride(1), hidden.stride(0), length
+    block_product(
+        x, (x.stride(0), terms, 1), weight, hidden, strides, tokens=tokens, inner=rank, half=half
+    )
+    return hidden
+
+
+def _second_half(
+    hidden: Tensor, core: Tensor, y: Tensor, bias: Tensor | None, *, half: int = 1
+) -> None:
+    """Store y (tokens, q n) of h (q, p, s, tokens) and a core (q, n, p, s) with any strides."""
+    blocks, columns, outer, rank = core.shape
+    weight = core.reshape(blocks, columns, outer * rank)
+    x_strides = 1, hidden.stride(0), hidden.stride(2)
+    strides = y.stride(0), columns, 0, 1
+    block_product(
+        hidden,
+        x_strides,
+        weight,
+        y,
+        strides,
+        bias=bias,
+        tokens=hidden.shape[-1],
+        inner=columns,
+        half=half,
+    )
+
+
+def _sizes(right: Tensor, left: Tensor) -> tuple[int, int, int, int, int]:
+    """m1, m0, n0, n1, r of cores that fit each other."""
+    m1, n0, rank, m0 = _four("right", right)
+    n1 = _four("left", left)[1]
+    check_shape("left", left, (n0, n1, m1, rank))
+    check_not_empty(m1=m1, m0=m0, n0=n0, n1=n1, rank=rank)
+    return m1, m0, n0, n1, rank
+
+
+def _four(name: str, core: Tensor) -> tuple[int, int, int, int]:
+    if core.ndim != 4:
+        raise TensorizeError(
+            f"{name} has {core.ndim} dimensions; a core of two blocks has 4, see blocks_forward."
+        )
+    one, two, three, four = core.shape
+    return one, two, three, four
+
+
+def _chunk(tokens: int, bytes_per_token: int, device: torch.device) -> int:
+    """Tokens to a chunk, all about equal, whose h fills at most half of the L2 cache."""
+    limit = max(_cache_bytes(device) // 2 // bytes_per_token, _CHUNK_MULTIPLE)
+    chunks = max(math.ceil(tokens / limit), 1)
+    return max(math.ceil(tokens / chunks / _CHUNK_MULTIPLE), 1) * _CHUNK_MULTIPLE
+
+
+@functools.cache
+def _cache_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 50 * 2**20
+    size: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return size

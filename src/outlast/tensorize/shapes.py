@@ -1,0 +1,241 @@
+"""How feature sizes split into modes, and which ranks those modes allow.
+
+A tensorized layer reads its input features as a small tensor: 768 features as (8, 8, 12). Modes of
+similar size give the fewest parameters for a rank, so sizes that have no balanced factorization
+into the modes asked for (in three: LLaMA's 5461 = 43 x 127 and 1376 = 2^5 x 43; any prime) are
+padded with zeros to the next size that has one. No torch here: planners import this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from outlast.errors import TensorizeError
+
+LARGEST_IMBALANCE = 3.0
+"""Largest over smallest mode up to which a size needs no padding."""
+
+LARGEST_PADDING = 0.04
+"""Share of a size that may be added as zeros; they cost parameters and a copy of the input."""
+
+MULTIPLE_OF_PRECISION = {"float8": 16, "bfloat16": 8, "float16": 8, "float32": 4}
+"""Multiples that matrix units want of a rank: 16 bytes a row (cuBLAS alignment)."""
+
+
+@lru_cache(maxsize=4096)
+def balanced_modes(
+    size: int,
+    count: int,
+    *,
+    imbalance: float = LARGEST_IMBALANCE,
+    padding: float = LARGEST_PADDING,
+) -> tuple[int, ...]:
+    """Modes for a feature size, as even as possible, in ascending order.
+
+    The rule, in this order:
+
+    1. the smallest padded size ``n`` in ``[size, (1 + padding) size]`` that factors into `count`
+       modes with largest / smallest <= `imbalance`; so nothing is padded where `size` itself does;
+    2. where there is none (sizes below about 100 in many modes), the ``n`` of that range with the
+       smallest largest / smallest, and of those the smallest ``n``.
+
+    Of the factorizations of ``n``, the one with the smallest largest / smallest is taken, and of
+    those the one with the smallest sum. A mode can be 1 where `size` < 2 ** `count`.
+
+    Args:
+        size: Features to split.
+        count: Number of modes.
+        imbalance: Bound of largest / smallest mode.
+        padding: Bound of (product - size) / size.
+
+    Returns:
+        (count,) modes whose product is between `size` and ``(1 + padding) size``.
+
+    Raises:
+        TensorizeError: For a size or count below 1, or bounds that nothing can meet.
+    """
+    if size < 1 or count < 1:
+        raise TensorizeError(
+            f"{size} features cannot be split in {count} modes: both must be 1 or more"
+        )
+    if imbalance < 1.0 or padding < 0.0:
+        raise TensorizeError(
+            f"imbalance = {imbalance} and padding = {padding} must be at least 1 and 0"
+        )
+    best = most_even_factorization(size, count)
+    for padded in range(size, math.floor(size * (1.0 + padding)) + 1):
+        modes = most_even_factorization(padded, count)
+        if modes[-1] <= imbalance * modes[0]:
+            return modes
+        if modes[-1] * best[0] < best[-1] * modes[0]:
+            best = modes
+    return best
+
+
+@lru_cache(maxsize=65536)
+def most_even_factorization(size: int, count: int) -> tuple[int, ...]:
+    """The exact factorization with the smallest largest / smallest factor, then smallest sum.
+
+    Args:
+        size: Number to factor, at least 1.
+        count: Number of factors, at least 1.
+
+    Returns:
+        (count,) factors in ascending order; their product is `size`.
+    """
+    divisors = _divisors(size)
+    best: tuple[int, ...] = (1,) * (count - 1) + (size,)
+
+    def extend(chosen: tuple[int, ...], rest: int, left: int) -> None:
+        nonlocal best
+        if left == 1:
+            candidate = (*chosen, rest)
+            if _unevenness(candidate) < _unevenness(best):
+                best = candidate
+            return
+        smallest_next = chosen[-1] if chosen else 1
+        for divisor in divisors:
+            if divisor < smallest_next or rest % divisor:
+                continue
+            if divisor**left > rest:
+                break
+            # The largest factor is at least the geometric mean of what is left, so a branch that
+            # starts too small is cut before it is walked.
+            smallest = chosen[0] if chosen else divisor
+            largest = (rest / divisor) ** (1.0 / (left - 1))
+            if largest * best[0] <= best[-1] * smallest * (1.0 + 1e-9):
+                extend((*chosen, divisor), rest // divisor, left - 1)
+
+    extend((), size, count)
+    return best
+
+
+def _unevenness(modes: tuple[int, ...]) -> tuple[float, int]:
+    return (modes[-1] / modes[0], sum(modes))
+
+
+def _divisors(size: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
+    return small + [size // divisor for divisor in reversed(small) if divisor * divisor != size]
+
+
+def block_modes(in_features: int, out_features: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Mode pairs of a two-core block tensor train, near the square roots.
+
+    A block tensor train of rank r has ``r (in n0 + out m1)`` parameters ("Compute Better Spent",
+    arXiv 2406.06248), so the smaller mode of each pair is the one that counts.
+
+    Returns:
+        ``(m1, m0), (n0, n1)``: input features are row-major (m1, m0) with m1 <= m0, output features
+        row-major (n0, n1) with n0 <= n1.
+    """
+    m1, m0 = balanced_modes(in_features, 2)
+    n0, n1 = balanced_modes(out_features, 2)
+    return (m1, m0), (n0, n1)
+
+
+def monarch_modes(
+    in_features: int, out_features: int, blocks: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Mode pairs of a Monarch matrix: `blocks` blocks on both sides, padded where they divide not.
+
+    Returns:
+        ``(blocks, ceil(in / blocks)), (blocks, ceil(out / blocks))``, read as in `block_modes`.
+
+    Raises:
+        TensorizeError: For fewer than 1 block or more than there are features.
+    """
+    if not 1 <= blocks <= min(in_features, out_features):
+        raise TensorizeError(
+            f"blocks = {blocks} must be between 1 and the {min(in_features, out_features)} "
+            f"features of the narrower side"
+        )
+    return (blocks, -(-in_features // blocks)), (blocks, -(-out_features // blocks))
+
+
+def monarch_rank(in_features: int, out_features: int, blocks: int) -> int:
+    """Rank that makes a block tensor train with `monarch_modes` a Monarch matrix.
+
+    Monarch (arXiv 2204.00595) is a block-diagonal matrix of b blocks, a permutation
+    and another block-diagonal matrix of b blocks, with an intermediate as wide as the narrower
+    side w = min(in, out). In the block tensor train the intermediate is (m1, n0, r) = (b, b, r), so
+    r = w / b^2, rounded up: ``(in + out) w / b`` parameters.
+    """
+    monarch_modes(in_features, out_features, blocks)
+    rank = -(-min(in_features, out_features) // blocks**2)
+    return min(rank, largest_block_rank(*monarch_modes(in_features, out_features, blocks)))
+
+
+def largest_block_rank(in_modes: tuple[int, int], out_modes: tuple[int, int]) -> int:
+    """Rank at which a two-core block tensor train holds any matrix: min(n1, m0)."""
+    return min(in_modes[1], out_modes[1])
+
+
+def largest_train_ranks(modes: Sequence[int]) -> tuple[int, ...]:
+    """Largest useful tensor-train rank of every bond: min(product left, product right).
+
+    A train with these ranks holds any tensor (Oseledets 2011, theorem 2.1).
+
+    Args:
+        modes: Sizes along the train: for a TT layer in_1..in_d, out_1..out_d; for a TTM layer the
+            products in_k x out_k.
+
+    Returns:
+        (len(modes) - 1,) ranks.
+    """
+    return tuple(
+        min(math.prod(modes[:bond]), math.prod(modes[bond:])) for bond in range(1, len(modes))
+    )
+
+
+def bond_ranks(rank: int | Sequence[int], modes: Sequence[int]) -> tuple[int, ...]:
+    """Ranks of every bond, cut to what the modes and the neighbouring bonds can use.
+
+    Args:
+        rank: One rank for all bonds, or one per bond.
+        modes: Sizes along the train.
+
+    Returns:
+        (len(modes) - 1,) ranks, each at most the largest useful one and at most the neighbouring
+        rank times the mode between them.
+
+    Raises:
+        TensorizeError: For a rank below 1 or the wrong number of ranks.
+    """
+    bonds = len(modes) - 1
+    asked = [rank] * bonds if isinstance(rank, int) else list(rank)
+    if len(asked) != bonds:
+        raise TensorizeError(f"rank = {tuple(asked)} must be one number or one per bond ({bonds})")
+    if any(one < 1 for one in asked):
+        raise TensorizeError(f"rank = {rank} must be 1 or more")
+    ranks = [min(one, most) for one, most in zip(asked, largest_train_ranks(modes), strict=True)]
+    for bond in range(1, bonds):
+        ranks[bond] = min(ranks[bond], ranks[bond - 1] * modes[bond])
+    for bond in range(bonds - 2, -1, -1):
+        ranks[bond] = min(ranks[bond], ranks[bond + 1] * modes[bond + 1])
+    return tuple(ranks)
+
+
+def rounded_rank(rank: int, multiple: int, *, largest: int | None = None) -> int:
+    """A rank rounded up to what matrix units want.
+
+    Args:
+        rank: Rank asked for.
+        multiple: See `MULTIPLE_OF_PRECISION`: 16 for float8, 8 for bfloat16.
+        largest: Largest useful rank; where rounding up passes it, the rank is rounded down, and
+            where no multiple is left, it is `largest` itself.
+
+    Raises:
+        TensorizeError: For numbers below 1.
+    """
+    if rank < 1 or multiple < 1 or (largest is not None and largest < 1):
+        raise TensorizeError(
+            f"rank = {rank}, multiple = {multiple} and largest = {largest} must be 1 or more"
+        )
+    up = -(-rank // multiple) * multiple
+    if largest is None or up <= largest:
+        return up
+    down = largest // multiple * multiple
+    return down if down else largest

@@ -1,0 +1,173 @@
+"""The kernels of structured layers on a CUDA device, beside the same products in double."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outlast.tensorize.kernels import available
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        not available("cuda"), reason="no Triton (pip install 'outlast[gpu]'), or an old device"
+    ),
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOTTLENECKS = (
+    (1, 33, 5, 7),
+    (17, 130, 48, 70),
+    (64, 70, 128, 333),
+    (8192, 2048, 64, 2048),
+    (8192, 2048, 128, 2048),
+    (1021, 768, 256, 3072),  # does not fit in fp32
+)
+"""Tokens, inputs, rank and outputs."""
+BLOCKS = (
+    (1, (3, 5), (2, 7), 1),
+    (17, (4, 16), (3, 33), 5),
+    (8192, (8, 256), (8, 256), 32),
+    (8192, (32, 64), (32, 64), 2),
+    (1021, (16, 48), (48, 64), 4),
+)
+"""Tokens, (m1, m0), (n0, n1) and rank."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda h: h,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
+}
+
+
+@pytest.fixture(autouse=True)
+def tf32() -> Iterator[None]:
+    """Products of fp32 on matrix units, which is where the kernels are of use."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
+def normal(seed: int, *sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = [torch.randn(*size, generator=generator, device="cuda") for size in sizes]
+    return [(each / each.shape[-1] ** 0.25).to(dtype) for each in drawn]
+
+
+def near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Equal but for the roundings of a few numbers of about the size of the largest."""
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
+    # TF32 reads 10 bits after the first, as fp16 has.
+    rounding = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps
+    error = (found.double() - exact).abs().max().item()
+    assert error <= 8 * rounding * exact.abs().max().item()
+
+
+def test_the_kernels_are_available() -> None:
+    device = torch.device("cuda", 0)
+    assert available(device)
+    assert available(device, torch.float32)
+    assert not available(device, torch.float64)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert not available(device, torch.float32)
+
+
+@pytest.mark.parametrize("shape", BOTTLENECKS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fused_bottleneck_is_two_products(
+    dtype: torch.dtype, activation: str, shape: tuple[int, int, int, int]
+) -> None:
+    from outlast.tensorize.kernels.bottleneck import (
+        bottleneck_backward,
+        bottleneck_forward,
+        fits,
+    )
+
+    tokens, inputs, rank, outputs = shape
+    if not fits(rank, dtype):
+        pytest.skip(f"rank {rank} does not fit in {dtype}")
+    sizes = (tokens, inputs), (rank, inputs), (outputs, rank), (1, outputs), (tokens, outputs)
+    operands = normal(tokens, *sizes, dtype=dtype)
+    x, down, up, bias, dy = operands
+    y, hidden = bottleneck_forward(x, down, up, bias[0], activation=activation, save=True)
+    assert hidden is not None
+    dx, gradient, activated = bottleneck_backward(dy, hidden, down, up, activation=activation)
+    assert activated is not None
+
+    x, down, up, bias, dy = (each.double().requires_grad_() for each in operands)
+    exact_hidden = x @ down.t()
+    exact_hidden.retain_grad()
+    exact_activated = ACTIVATIONS[activation](exact_hidden)
+    exact = functional.linear(exact_activated, up, bias[0])
+    exact.backward(dy)
+    assert x.grad is not None
+    assert exact_hidden.grad is not None
+    near(y, exact, dtype)
+    near(hidden, exact_hidden, dtype)
+    near(activated, exact_activated, dtype)
+    near(gradient, exact_hidden.grad, dtype)
+    near(dx, x.grad, dtype)
+
+
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_blocks_are_the_contraction(
+    dtype: torch.dtype, shape: tuple[int, tuple[int, int], tuple[int, int], int]
+) -> None:
+    from outlast.tensorize.kernels.blocks import (
+        blocks_backward,
+        blocks_forward,
+        blocks_weight_gradients,
+    )
+
+    tokens, (m1, m0), (n0, n1), rank = shape
+    sizes = (tokens, m1 * m0), (m1, n0, rank, m0), (n0, n1, m1, rank), (1, n0 * n1)
+    operands = normal(tokens, *sizes, (tokens, n0 * n1), dtype=dtype)
+    x, right, left, bias, dy = operands
+    y, hidden = blocks_forward(x, right, left, bias[0], keep=True)
+    assert hidden is not None
+    chunked, _ = blocks_forward(x, right, left, bias[0])
+    dx, gradient = blocks_backward(dy, right, left)
+    d_right, d_left = blocks_weight_gradients(x, dy, hidden, gradient)
+
+    x, right, left, bias, dy = (each.double().requires_grad_() for each in operands)
+    exact_hidden = torch.einsum("abrm,tam->bart", right, x.view(tokens, m1, m0))
+    exact_hidden.retain_grad()
+    exact = torch.einsum("bnar,bart->tbn", left, exact_hidden).reshape(tokens, -1) + bias
+    exact.backward(dy)
+    assert exact_hidden.grad is not None
+    pairs = (
+        (y, exact),
+        (chunked, exact),
+        (hidden, exact_hidden),
+        (dx, x.grad),
+        (gradient, exact_hidden.grad.transpose(0, 1)),
+        (d_right, right.grad),
+        (d_left, left.grad),
+    )
+    for found, reference in pairs:
+        assert reference is not None
+        near(found, reference, dtype)
+
+
+def test_inference_in_chunks_keeps_little_memory() -> None:
+    from outlast.tensorize.kernels.blocks import blocks_forward
+
+    tokens = 65536
+    sizes = (tokens, 2048), (8, 8, 32, 256), (8, 256, 8, 32)
+    x, right, left = normal(0, *sizes, dtype=torch.bfloat16)
+    blocks_forward(x, right, left)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y, _ = blocks_forward(x, right, left)
+    kept = torch.cuda.max_memory_allocated() - before - y.nbytes
+    # h as a whole would be as large as y.
+    assert kept < y.nbytes / 4
