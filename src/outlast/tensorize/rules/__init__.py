@@ -1,1 +1,1 @@
-"""Tensorized layers."""
+"""Rules for training structured layers: rates, decay, bounds on updates, and what to watch."""

@@ -1,0 +1,222 @@
+"""Muon for cores of any number of dimensions, as the matrices that they are in the chain.
+
+Muon orthogonalises the update of a matrix between hidden features (Jordan et al. 2024). A core is
+such a matrix too, once its dimensions are sorted into those that the chain sums over (columns),
+those that it makes (rows), and those that pass by, which number independent matrices (batch): the
+steepest step for the largest change that x can see is then taken for every block by itself.
+`torch.optim.Muon` refuses parameters that are not matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.network import Route, lower
+from outlast.tensorize.rules.layers import structured_layers
+from outlast.tensorize.rules.orthogonal import COEFFICIENTS, orthogonalize
+from outlast.tensorize.rules.sharded import sharded_like, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    from outlast.tensorize.network import Network
+
+
+@dataclass(frozen=True)
+class Unfolding:
+    """Which dimensions of a core are which side of its matrix.
+
+    Attributes:
+        batch: Dimensions that number independent matrices.
+        rows: Dimensions of what the core makes.
+        columns: Dimensions of what it sums over.
+    """
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All dimensions, batch first and columns last."""
+        return self.batch + self.rows + self.columns
+
+    def sides(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Matrices, and rows and columns of each, for a core of this shape."""
+        batch, rows, columns = (
+            math.prod(shape[dimension] for dimension in dimensions)
+            for dimensions in (self.batch, self.rows, self.columns)
+        )
+        return batch, rows, columns
+
+    def unfold(self, core: Tensor) -> Tensor:
+        """The matrices, of shape (batch, rows, columns), or (rows, columns) without a batch."""
+        batch, rows, columns = self.sides(tuple(core.shape))
+        matrices = core.permute(self.order).reshape(batch, rows, columns)
+        return matrices if self.batch else matrices[0]
+
+    def fold(self, matrices: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The core whose unfolding these matrices are."""
+        permuted = matrices.reshape([shape[dimension] for dimension in self.order])
+        return permuted.permute(tuple(self.order.index(place) for place in range(len(shape))))
+
+
+MATRIX = Unfolding((), (0,), (1,))
+"""Of a parameter that is a matrix already, with the outputs first as in `nn.Linear`."""
+
+
+def unfoldings(network: Network) -> tuple[Unfolding, ...]:
+    """The unfolding of every core when the cores meet x one after the other."""
+    stages = lower(network, Route((1,) * len(network.cores))).stages
+    found = []
+    for letters, stage in zip(network.cores, stages, strict=True):
+        sides = [
+            tuple(place for place, letter in enumerate(letters) if letter in side)
+            for side in (stage.batch, stage.new)
+        ]
+        rest = tuple(place for place in range(len(letters)) if place not in sides[0] + sides[1])
+        found.append(Unfolding(sides[0], sides[1], rest))
+    return tuple(found)
+
+
+def factor_unfoldings(model: nn.Module) -> dict[Tensor, Unfolding]:
+    """The unfolding of each factor of a model's structured linear layers, for `UnfoldedMuon`.
+
+    Embeddings are left out: their rows are picked, not summed, and belong to AdamW.
+    """
+    return {
+        factor: unfolding
+        for layer in structured_layers(model)
+        if not layer.looks_up
+        for factor, unfolding in zip(layer.factors, unfoldings(layer.network), strict=True)
+    }
+
+
+class UnfoldedMuon(Optimizer):
+    """Muon, for matrices and for cores that are unfolded to matrices.
+
+    On matrices it computes what `torch.optim.Muon` computes, and has the same state and settings.
+    Sharded parameters are gathered, and every rank computes the update of its own part.
+
+    Args:
+        params: Parameters or groups, as for any optimizer.
+        unfoldings: How to unfold parameters; matrices that are not in it are taken as they are.
+        lr: Learning rate.
+        weight_decay: Decoupled, of each parameter by itself; 0 where `ProductDecay` is used.
+        momentum: Of the moving average of gradients.
+        nesterov: Whether to look ahead by one step of momentum.
+        ns_coefficients: Of the Newton-Schulz polynomial.
+        eps: Smallest norm that is divided by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: ``original``: rate times sqrt(max(1, rows / columns)); ``match_rms_adamw``:
+            rate times 0.2 sqrt(max(rows, columns)); None is the first.
+
+    Raises:
+        TensorizeError: A parameter that is no matrix and has no unfolding, or a setting out of
+            range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        unfoldings: Mapping[Tensor, Unfolding] | None = None,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        if not (lr >= 0.0 and weight_decay >= 0.0 and 0.0 <= momentum <= 1.0):
+            raise TensorizeError(
+                f"lr = {lr}, weight_decay = {weight_decay} and momentum = {momentum} must be at "
+                "least 0, the last at most 1"
+            )
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise TensorizeError(
+                f"adjust_lr_fn = {adjust_lr_fn!r} must be 'original' or 'match_rms_adamw'"
+            )
+        self._unfoldings = dict(unfoldings or {})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, each of whose parameters is a matrix or can be unfolded to some."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            known = self._unfoldings.get(parameter, MATRIX)
+            if sorted(known.order) != list(range(parameter.ndim)):
+                raise TensorizeError(
+                    f"a parameter of shape {tuple(parameter.shape)} is no matrix: give its "
+                    "unfolding (factor_unfoldings(model)) or leave it to AdamW"
+                )
+
+    def exchange(self, parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Unfold new parameters as the (old, new) ones they replace, after a change of rank."""
+        for old, new in parameters:
+            if old in self._unfoldings:
+                self._unfoldings[new] = self._unfoldings.pop(old)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step.
+
+        Args:
+            closure: Computes the loss and its gradients anew.
+
+        Returns:
+            What `closure` gave.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum, average = group["momentum"], state["momentum_buffer"]
+        average.lerp_(gradient, 1 - momentum)
+        update = whole(gradient.lerp(average, momentum) if group["nesterov"] else average)
+        unfolding, shape = self._unfoldings.get(parameter, MATRIX), tuple(parameter.shape)
+        matrices = orthogonalize(
+            unfolding.unfold(update), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        update = sharded_like(unfolding.fold(matrices, shape), parameter)
+        lr = float(group["lr"])
+        _, rows, columns = unfolding.sides(shape)
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            adjusted = lr * 0.2 * math.sqrt(max(rows, columns))
+        else:
+            adjusted = lr * math.sqrt(max(1.0, rows / columns))
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(update, alpha=-adjusted)

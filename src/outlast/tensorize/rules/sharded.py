@@ -1,0 +1,41 @@
+"""Whole tensors of parameters that may be sharded (FSDP2's DTensor), and the way back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor on this rank; a collective where it is sharded.
+
+    Args:
+        tensor: Of any shape; a DTensor is gathered, any other tensor is returned as it is.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def precise(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All of some tensors, in float32, or float64 if one of them is."""
+    kinds = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+    dtype = torch.float64 if torch.float64 in kinds else torch.float32
+    return [whole(tensor).to(dtype) for tensor in tensors]
+
+
+def sharded_like(tensor: Tensor, reference: Tensor) -> Tensor:
+    """This rank's part of a tensor that all ranks have alike; no communication.
+
+    Args:
+        tensor: The whole tensor, with the shape of `reference`.
+        reference: Says how to shard; a plain tensor means not at all.
+    """
+    if not isinstance(reference, DTensor):
+        return tensor
+    mesh, placements = reference.device_mesh, reference.placements
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
