@@ -1,1 +1,28 @@
-"""Tensorized layers."""
+"""Distributed training of structured layers.
+
+`parallelize_bottleneck` splits a model of low-rank layers over ranks with collectives as wide as
+the rank; `group_projections` groups products on one rank; `shard_tensorized` is FSDP2 without empty
+shards; `CountedCollectives` counts the bytes of all of them.
+"""
+
+from outlast.tensorize.parallel.bottleneck import LLAMA, ModelPlan, parallelize_bottleneck
+from outlast.tensorize.parallel.fsdp import WholeCores, placement, shard_tensorized, whole_cores
+from outlast.tensorize.parallel.grouped import LLAMA_BLOCK, BlockPlan, group_projections
+from outlast.tensorize.parallel.online_norm import normalized_projection
+from outlast.tensorize.parallel.traffic import CountedCollectives, Traffic
+
+__all__ = [
+    "LLAMA",
+    "LLAMA_BLOCK",
+    "BlockPlan",
+    "CountedCollectives",
+    "ModelPlan",
+    "Traffic",
+    "WholeCores",
+    "group_projections",
+    "normalized_projection",
+    "parallelize_bottleneck",
+    "placement",
+    "shard_tensorized",
+    "whole_cores",
+]
