@@ -23,6 +23,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _FEW = 1 << 14
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast wants products of x to be computed in; None where it is off."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def bottleneck(
     x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
@@ -39,15 +47,14 @@ def bottleneck(
         (..., out_features)
     """
     act = ACTIVATIONS[activation]
-    device = x.device.type
     plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if plain or x.numel() <= _FEW:
         return functional.linear(act(functional.linear(x, down)), up, bias)
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
         x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return bottleneck(x, down, up, bias, activation)
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _Bottleneck.apply(rows, down, up, bias, activation)  # type: ignore[no-untyped-call]
@@ -72,6 +79,8 @@ class _Bottleneck(Function):
         act = ACTIVATIONS[ctx.activation]
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
+            # Views, so that a factor which depends on x does not count twice.
+            x, down, up = x.view_as(x), down.view_as(down), up.view_as(up)
             y = functional.linear(act(functional.linear(x, down)), up)
             places = [place for place in range(3) if needs[place]]
             targets = [(x, down, up)[place] for place in places]

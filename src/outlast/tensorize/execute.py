@@ -41,7 +41,7 @@ class Path:
         self.route = route
         self.lowered: Lowered = lower(network, route)
         self.stages = self.lowered.stages
-        self.matrices = [merge(network, stage, cores).to(dtype) for stage in self.stages]
+        self.matrices = [_ready(merge(network, stage, cores).to(dtype)) for stage in self.stages]
         self._features = route.layout == "features"
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,7 +139,7 @@ class Path:
                 act = act.reshape(*self._sizes(stage.before), tokens)
                 places = [stage.before.index(letter) for letter in wanted]
                 act = act.permute(*places, len(places))
-            return act.reshape(stage.b, stage.k, stage.f * tokens)
+            return _ready(act.reshape(stage.b, stage.k, stage.f * tokens))
         given, wanted = self._with_tokens(stage)
         if given == wanted:
             return act.reshape(stage.b, tokens * stage.f, stage.k)
@@ -147,7 +147,7 @@ class Path:
             [tokens if letter == "." else self.network.size(letter) for letter in given]
         )
         act = act.permute([given.index(letter) for letter in wanted])
-        return act.reshape(stage.b, tokens * stage.f, stage.k)
+        return _ready(act.reshape(stage.b, tokens * stage.f, stage.k))
 
     def _with_tokens(self, stage: Stage) -> tuple[str, str]:
         """Token-major orders of indices before and in a stage; a dot stands for the tokens."""
@@ -168,14 +168,14 @@ class Path:
                 act = act.permute(*places, len(places))
             if before is None:
                 return act
-            return act.reshape(before.b, before.m, before.f * tokens)
+            return _ready(act.reshape(before.b, before.m, before.f * tokens))
         given, wanted = self._with_tokens(stage)
         if given != wanted:
             sizes = [tokens if letter == "." else self.network.size(letter) for letter in wanted]
             act = act.reshape(sizes).permute([wanted.index(letter) for letter in given])
         if before is None:
             return act
-        return act.reshape(before.b, tokens * before.f, before.m)
+        return _ready(act.reshape(before.b, tokens * before.f, before.m))
 
     def _leave(self, act: Tensor, tokens: int) -> Tensor:
         """What the last stage gives as (tokens, out_features)."""
@@ -205,12 +205,18 @@ class Path:
         if self._features:
             act = dy.t().contiguous().reshape(*self._sizes(outputs), tokens)
             places = [outputs.index(letter) for letter in after]
-            return act.permute(*places, len(places)).reshape(stage.b, stage.m, stage.f * tokens)
+            act = act.permute(*places, len(places))
+            return _ready(act.reshape(stage.b, stage.m, stage.f * tokens))
         given = stage.batch + "." + after[len(stage.batch) :]
         wanted = "." + outputs
         act = dy.reshape(tokens, *self._sizes(outputs))
         act = act.permute([wanted.index(letter) for letter in given])
-        return act.reshape(stage.b, tokens * stage.f, stage.m)
+        return _ready(act.reshape(stage.b, tokens * stage.f, stage.m))
+
+
+def _ready(act: Tensor) -> Tensor:
+    """Copy what no batched product takes as it lies: it would copy it itself, slice by slice."""
+    return act if 1 in (act.stride(1), act.stride(2)) else act.contiguous()
 
 
 def apply(path: Path, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:

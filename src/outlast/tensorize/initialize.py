@@ -38,15 +38,25 @@ _TOLERANCE = 2e-3
 """Relative error of the product's deviation that sampling may leave."""
 
 
-def fans(network: Network) -> tuple[tuple[int, int], ...]:
+def fans(network: Network, *, one_hot: bool = False) -> tuple[tuple[int, int], ...]:
     """(fan in, fan out) of every core when the cores meet x one after the other.
 
     The fan in is the number of terms that the core's contraction sums, the fan out the number of
     features that it makes for each value of the indices that pass by (arXiv 2406.06248: r_i m_i and
     r_(i+1) n_i).
+
+    Args:
+        network: The chain.
+        one_hot: x picks rows (an embedding): input modes are not summed over.
     """
     stages = lower(network, Route((1,) * len(network.cores))).stages
-    return tuple((network.size(stage.contracted), network.size(stage.new)) for stage in stages)
+    found = []
+    for stage in stages:
+        summed = stage.contracted
+        if one_hot:
+            summed = "".join(letter for letter in summed if letter not in network.inputs)
+        found.append((network.size(summed), network.size(stage.new)))
+    return tuple(found)
 
 
 def core_stds(

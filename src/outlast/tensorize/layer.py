@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.operator import chain
+from outlast.tensorize.operator import Merged, chain
 from outlast.tensorize.planner import explain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from outlast.tensorize.network import Network
@@ -91,6 +94,21 @@ class StructuredLinear(nn.Module):
             bound = 1 / math.sqrt(self.in_features)
             bias.uniform_(-bound, bound, generator=generator)
 
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build such a layer; ``type(layer)(**layer.settings())`` is another."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "rank": self.rank,
+            "bias": self._bias() is not None,
+        }
+
+    def resized(self, rank: int | tuple[int, ...]) -> StructuredLinear:
+        """A new layer of this form with another rank, on the same device and of the same dtype."""
+        first = self.factors()[0]
+        settings = {**self.settings(), "rank": rank, "device": first.device, "dtype": first.dtype}
+        return type(self)(**settings)
+
     def explain(self, tokens: int = 4096) -> str:
         """What the layer does for a number of tokens, and what else it could do, with costs."""
         first = self.factors()[0]
@@ -118,6 +136,7 @@ class CoredLinear(StructuredLinear):
     """
 
     bias: nn.Parameter | None
+    _merged: Merged | None = None
 
     def __init__(
         self,
@@ -139,3 +158,37 @@ class CoredLinear(StructuredLinear):
     def factors(self) -> tuple[Tensor, ...]:
         """The cores."""
         return tuple(self.cores)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x: (..., in_features) -> (..., out_features)."""
+        return chain(x, tuple(self.cores), self.network, self.bias, merged=self._merged)
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build such a layer."""
+        sizes = dict(self.network.sizes)
+        return {
+            **super().settings(),
+            "in_modes": tuple(sizes[letter] for letter in self.network.inputs),
+            "out_modes": tuple(sizes[letter] for letter in self.network.outputs),
+        }
+
+
+@contextlib.contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """Within this context a model's layers merge their cores once and not at every call.
+
+    For inference: with gradients nothing is kept. Updates in place, `load_state_dict` and ``.to()``
+    are noticed; writing through ``parameter.data`` is not.
+
+    Args:
+        model: A model with tensorized layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CoredLinear)]
+    before = [layer._merged for layer in layers]
+    for layer in layers:
+        layer._merged = Merged()
+    try:
+        yield
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer._merged = old

@@ -20,9 +20,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from outlast.errors import TensorizeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Layout = Literal["tokens", "features"]
 
@@ -59,6 +62,12 @@ class Network:
                 f"the network {self} is no map: every index of inputs and outputs must be on a "
                 "core and have a size, and none may be on both sides"
             )
+        for bond in self.bonds:
+            if sum(bond in core for core in self.cores) < 2:
+                raise TensorizeError(
+                    f"the index {bond!r} of the network {self} is on one core alone and on neither "
+                    "side: sum it away"
+                )
         if self.in_features > self.size(self.inputs) or self.out_features > self.size(self.outputs):
             raise TensorizeError(
                 f"the modes of {self} multiply to {self.size(self.inputs)} and "
@@ -242,7 +251,8 @@ def lower(network: Network, route: Route) -> Lowered:
         if not batch + free:
             # Without the columns and rows of the padding there is nothing to pad.
             k = network.in_features if position == 0 and contracted == network.inputs else k
-            m = network.out_features if new == network.outputs else m
+            last = position == len(groups) - 1
+            m = network.out_features if last and new == network.outputs else m
         stages.append(
             Stage(group, batch, new, contracted, free, act, network.size(batch), m, k,
                   network.size(free))
@@ -251,9 +261,9 @@ def lower(network: Network, route: Route) -> Lowered:
     return Lowered(tuple(stages), act)
 
 
-def _letters(cores: object) -> str:
+def _letters(cores: Iterable[str]) -> str:
     """The letters of some cores, each once, in order."""
-    return "".join(dict.fromkeys("".join(cores)))  # type: ignore[call-overload]
+    return "".join(dict.fromkeys("".join(cores)))
 
 
 def dense_route(network: Network) -> Route:

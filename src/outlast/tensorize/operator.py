@@ -6,7 +6,8 @@ Four ways of one computation:
 * where a plan says so, plain torch operations, which have less overhead for a few tokens;
 * under ``torch.compile``: the custom operator ``outlast::chain``, opaque to the compiler, which
   chooses its plan when it runs, for then it knows the number of tokens;
-* under ``torch.func`` transforms, and for second derivatives: plain operations again.
+* under ``torch.func`` transforms, and for second derivatives: plain operations again. (An operator
+  that takes a list of tensors has no derivative there.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
+from outlast.errors import TensorizeError
+from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.execute import Path, apply, differentiate
 from outlast.tensorize.network import Network, dense_route
 from outlast.tensorize.plan import Plan
@@ -28,12 +32,41 @@ if TYPE_CHECKING:
     from outlast.tensorize.network import Route
 
 
+class Merged:
+    """Merged cores that are kept from call to call, until the cores change.
+
+    A change is another tensor, another version of it, or another storage. Writing through
+    ``core.data`` is none of these, so whoever keeps an object of this class must not do that
+    meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[Route, torch.dtype], tuple[list[Tensor], list[Any], Path]] = {}
+
+    def path(
+        self, network: Network, route: Route, cores: Sequence[Tensor], dtype: torch.dtype
+    ) -> Path:
+        """The route with its groups merged."""
+        stamp: list[Any] = [id(network)]
+        for core in cores:
+            version = 0 if core.is_inference() else core._version
+            stamp += [id(core), version, core.data_ptr(), core.dtype]
+        known = self._paths.get((route, dtype))
+        if known is None or known[1] != stamp:
+            # With the cores, whose identities nothing else can get while they are held.
+            known = list(cores), stamp, Path(network, route, cores, dtype)
+            self._paths[route, dtype] = known
+        return known[2]
+
+
 def chain(
     x: Tensor,
     cores: Sequence[Tensor],
     network: Network,
     bias: Tensor | None = None,
     plan: Plan | None = None,
+    *,
+    merged: Merged | None = None,
 ) -> Tensor:
     """Multiply x with the matrix that a network makes of its cores.
 
@@ -45,18 +78,26 @@ def chain(
         network: What they are the cores of.
         bias: (out_features,).
         plan: How; None: what the planner says.
+        merged: Where to keep the merged cores for the next call, of use without gradients alone.
 
     Returns:
         (..., out_features)
+
+    Raises:
+        TensorizeError: x has another number of features.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
+    if x.shape[-1] != network.in_features:
+        raise TensorizeError(
+            f"x of shape {tuple(x.shape)} must end in the layer's {network.in_features} features"
+        )
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
-            return chain(x, cores, network, None if bias is None else bias.to(dtype), plan)
+            bias = None if bias is None else bias.to(dtype)
+            return chain(x, cores, network, bias, plan, merged=merged)
     rows = x.reshape(-1, network.in_features)
-    y = _chain(rows, tuple(cores), network, bias, plan)
+    y = _chain(rows, tuple(cores), network, bias, plan, merged=merged)
     return y.view(*x.shape[:-1], network.out_features)
 
 
@@ -66,22 +107,37 @@ def _chain(
     network: Network,
     bias: Tensor | None,
     plan: Plan | None,
+    *,
+    merged: Merged | None,
 ) -> Tensor:
+    transformed = torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling():
+        if transformed:
+            return functional.linear(x, _by_einsum(cores, network).to(x.dtype), bias)
         y: Tensor = torch.ops.outlast.chain(x, list(cores), str(network))
         return y if bias is None else y + bias
-    if torch._C._are_functorch_transforms_active() or x.is_meta:
+    if transformed or x.is_meta:
         return Path(network, two_products(network), cores, x.dtype).forward(x, bias)
     learns = torch.is_grad_enabled() and (
         x.requires_grad or any(core.requires_grad for core in cores)
     )
     if plan is None:
         plan = plan_for(network, x.shape[0], x.dtype, x.device, learns)
-    if plan.plain or not learns:
-        path = Path(network, plan.forward, cores, x.dtype)
-        return path.forward(x, bias) if plan.plain else apply(path, x, bias)[0]
+    if not learns:
+        if merged is None:
+            return apply(Path(network, plan.forward, cores, x.dtype), x, bias)[0]
+        return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
+    if plan.plain:
+        return Path(network, plan.forward, cores, x.dtype).forward(x, bias)
     result: Tensor = _Chain.apply(x, bias, network, plan, *cores)  # type: ignore[no-untyped-call]
     return result
+
+
+def _by_einsum(cores: tuple[Tensor, ...], network: Network) -> Tensor:
+    """The dense weight by one operation, all that the compiler can trace under a transform."""
+    equation = ",".join(network.cores) + "->" + network.outputs + network.inputs
+    weight = torch.einsum(equation, *cores).flatten(0, len(network.outputs) - 1).flatten(1)
+    return weight[: network.out_features, : network.in_features]
 
 
 def two_products(network: Network) -> Route:
@@ -191,6 +247,8 @@ def _differentiable(
 ) -> tuple[Tensor | None, dict[int, Tensor]]:
     """Gradients that have gradients themselves, by plain operations."""
     want_x, wanted = asked
+    # Views, so that neither a core that is used twice nor one that depends on x counts twice.
+    x, cores = x.view_as(x), [core.view_as(core) for core in cores]
     y = Path(network, two_products(network), cores, x.dtype).forward(x)
     targets = ([x] if want_x else []) + [cores[core] for core in wanted]
     found = list(torch.autograd.grad(y, targets, dy, create_graph=True, allow_unused=True))

@@ -13,6 +13,7 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms.low_rank import LowRankLinear
+from outlast.tensorize.forms.sparse import SparseLowRankLinear
 from outlast.tensorize.layer import StructuredLinear
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def use_float8(model: nn.Module, *, recipe: Recipe = "rowwise") -> list[str]:
     factors = {
         f"{name}.{side}"
         for name, layer in model.named_modules()
-        if isinstance(layer, LowRankLinear)
+        if isinstance(layer, LowRankLinear) and not isinstance(layer, SparseLowRankLinear)
         for side in ("down", "up")
     }
     fitting = sorted(

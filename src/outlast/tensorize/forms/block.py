@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.layer import CoredLinear
@@ -115,3 +115,15 @@ class MonarchLinear(BTTLinear):
             dtype=dtype,
         )
         self.blocks = blocks
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build such a layer."""
+        modes = ("rank", "in_modes", "out_modes")
+        rest = {key: value for key, value in super().settings().items() if key not in modes}
+        return {**rest, "blocks": self.blocks}
+
+    def resized(self, rank: int | tuple[int, ...]) -> BTTLinear:
+        """A block tensor train with the same modes: a Monarch layer has no other rank."""
+        first, settings = self.cores[0], super().settings()
+        settings.update(rank=rank, device=first.device, dtype=first.dtype)
+        return BTTLinear(**settings)

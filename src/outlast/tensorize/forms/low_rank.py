@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def low_rank_network(in_features: int, out_features: int, rank: int) -> Network:
-    """y = (x A^T) B^T with A of shape (rank, in) and B of shape (out, rank)."""
+    """Give y = (x A^T) B^T with A of shape (rank, in) and B of shape (out, rank)."""
     sizes = (("i", in_features), ("r", rank), ("o", out_features))
     return Network("i", "o", ("ri", "or"), sizes, in_features, out_features)
 
@@ -141,6 +141,10 @@ class BottleneckLinear(LowRankLinear):
         """Draw the factors anew; for x of unit variance y varies as after a weight of `std`."""
         super().reset_parameters(std, generator)
         self.up.weight.div_(activation_gain(self.activation))
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build such a layer."""
+        return {**super().settings(), "activation": self.activation}
 
     def extra_repr(self) -> str:
         """What `print` shows."""

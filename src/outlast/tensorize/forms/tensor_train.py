@@ -33,7 +33,9 @@ def train_network(
     modes = inputs + outputs
     bonds = _BONDS[: len(modes) - 1]
     ends = ["", *bonds, ""]
-    cores = tuple(left + mode + right for mode, (left, right) in zip(modes, pairwise(ends), strict=True))
+    cores = tuple(
+        left + mode + right for mode, (left, right) in zip(modes, pairwise(ends), strict=True)
+    )
     sizes = (
         *zip(modes, (*in_modes, *out_modes), strict=True),
         *zip(bonds, bond_ranks(rank, (*in_modes, *out_modes)), strict=True),

@@ -268,7 +268,7 @@ def match_ranks(
 def _ranks_in(state: Mapping[str, Tensor], name: str, layer: StructuredLinear) -> dict[str, int]:
     """The sizes of a layer's bonds in a state dict, as far as that has them."""
     keys = {id(parameter): key for key, parameter in layer.named_parameters(prefix=name)}
-    ranks = {}
+    ranks: dict[str, int] = {}
     for letters, core in zip(layer.network.cores, layer.factors(), strict=True):
         saved = state.get(keys[id(core)])
         if saved is not None and saved.ndim == core.ndim:

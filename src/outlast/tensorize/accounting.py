@@ -1,0 +1,378 @@
+"""Parameters, operations, kept bytes and joules of a model with structured layers.
+
+Operations are counted as `torch.utils.flop_counter.FlopCounterMode` counts them: two for each
+multiplication and addition of a matrix product, none for what is done element by element. The
+formulas follow the routes of a `Plan`, with what is computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import opt_einsum
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+from outlast.errors import TensorizeError
+from outlast.hardware.figure import Unavailable
+from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
+from outlast.tensorize.forms.latent import LatentLinear
+from outlast.tensorize.forms.low_rank import BottleneckLinear
+from outlast.tensorize.forms.sparse import SparseLowRankLinear
+from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.network import Network, Route, Stage, lower
+from outlast.tensorize.plan import Plan
+from outlast.tensorize.planner import plan_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def route_flops(network: Network, route: Route, tokens: int) -> int:
+    """Operations of going forward along a route, without merging its groups."""
+    stages = lower(network, route).stages
+    return sum(_stage_flops(stage) for stage in stages) * tokens
+
+
+def _stage_flops(stage: Stage) -> int:
+    return 2 * stage.b * stage.m * stage.k * stage.f
+
+
+def merge_flops(network: Network, route: Route) -> int:
+    """Operations of merging the groups of a route, once; outer products count as well."""
+    return sum(_merge_flops(network, stage) for stage in lower(network, route).stages)
+
+
+def _merge_flops(network: Network, stage: Stage) -> int:
+    if len(stage.cores) == 1:
+        return 0
+    terms = [network.cores[core] for core in stage.cores]
+    return _contraction_flops(network, terms, stage.batch + stage.new + stage.contracted)
+
+
+def _contraction_flops(network: Network, terms: Sequence[str], result: str) -> int:
+    shapes = [tuple(network.size(letter) for letter in term) for term in terms]
+    equation = ",".join(terms) + "->" + result
+    how = "optimal" if len(terms) <= 7 else "dp"
+    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=how)
+    # What opt_einsum counts once is an outer product, which torch.einsum does as a matrix product.
+    total = 0
+    for step in info.contraction_list:
+        letters = set(step[2].replace(",", "").partition("->")[0])
+        total += 2 * math.prod(network.size(letter) for letter in letters)
+    return total
+
+
+def forward_flops(network: Network, plan: Plan, tokens: int) -> int:
+    """Operations of a forward pass."""
+    return route_flops(network, plan.forward, tokens) + merge_flops(network, plan.forward)
+
+
+def backward_flops(
+    network: Network,
+    plan: Plan,
+    tokens: int,
+    *,
+    want_x: bool = True,
+    wanted: Sequence[int] | None = None,
+) -> int:
+    """Operations of a backward pass, as `operator.gradients_of` does it.
+
+    Args:
+        network: The chain.
+        plan: Its routes.
+        tokens: Number of tokens.
+        want_x: Whether the gradient of x is asked for.
+        wanted: Cores whose gradients are; None: all.
+    """
+    cores = range(len(network.cores)) if wanted is None else wanted
+    if plan.plain:
+        return 2 * forward_flops(network, plan, tokens)
+    kept = _keeps(network, plan, tokens)
+    routes = [plan.input_gradient] if want_x else []
+    routes += [plan.core_gradients[core] for core in cores]
+    total = 0
+    for route in dict.fromkeys(routes):
+        stages = lower(network, route).stages
+        mine = [core for core in cores if plan.core_gradients[core] == route]
+        for_x = want_x and route == plan.input_gradient
+        asked = [any(core in mine for core in stage.cores) for stage in stages]
+        first = asked.index(True) if any(asked) else len(stages)
+        products = 0
+        if any(asked) and not (kept and route == plan.forward):
+            products += sum(_stage_flops(stage) for stage in stages[:-1])
+        products += sum(_stage_flops(stage) for stage in (stages if for_x else stages[first + 1 :]))
+        products += sum(
+            _stage_flops(stage) for stage, is_asked in zip(stages, asked, strict=True) if is_asked
+        )
+        total += products * tokens + merge_flops(network, route)
+        total += sum(_unmerge_flops(network, stage, mine) for stage in stages)
+    return total
+
+
+def _unmerge_flops(network: Network, stage: Stage, wanted: Sequence[int]) -> int:
+    if len(stage.cores) == 1:
+        return 0
+    unfolded = stage.batch + stage.new + stage.contracted
+    total = 0
+    for core in stage.cores:
+        if core in wanted:
+            others = [network.cores[other] for other in stage.cores if other != core]
+            total += _contraction_flops(network, [unfolded, *others], network.cores[core])
+    return total
+
+
+def _keeps(network: Network, plan: Plan, tokens: int) -> bool:
+    """Whether the inputs of later stages are kept; see `operator._Chain`."""
+    whole = not 0 < plan.forward.chunk < tokens
+    later = lower(network, plan.forward).stages[1:]
+    narrow = all(stage.width * 2 <= network.in_features for stage in later)
+    return whole and narrow and plan.forward in plan.core_gradients
+
+
+@dataclass(frozen=True)
+class LinearFlops:
+    """Operations of a model's linear layers, by formula.
+
+    Attributes:
+        forward: Of a forward pass.
+        backward: Of a backward pass with all gradients, that of the model's input as well.
+    """
+
+    forward: int
+    backward: int
+
+    @property
+    def training(self) -> int:
+        """Of both."""
+        return self.forward + self.backward
+
+
+def linear_flops(
+    model: nn.Module,
+    tokens: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LinearFlops:
+    """Operations of all linear layers, dense and structured ones, without running them.
+
+    Every layer is taken to see all tokens once a pass, and none to be frozen.
+
+    Args:
+        model: On any device, also meta.
+        tokens: In one pass.
+        dtype: Of activations, for the plans.
+        device: Where the model will run, for the plans.
+    """
+    where = torch.device(device)
+    forward = backward = 0
+    parts: set[int] = set()
+    for module in model.modules():
+        if id(module) in parts:
+            continue
+        if isinstance(module, StructuredLinear):
+            parts.update(map(id, module.modules()))
+            ahead, back = _layer_flops(module, tokens, dtype, where)
+            forward, backward = forward + ahead, backward + back
+        elif isinstance(module, nn.Linear):
+            flops = 2 * module.in_features * module.out_features * tokens
+            forward, backward = forward + flops, backward + 2 * flops
+    return LinearFlops(forward, backward)
+
+
+def _layer_flops(
+    layer: StructuredLinear, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    network = layer.network
+    if isinstance(layer, SparseLowRankLinear):
+        # The weight is built once in each direction, and its gradient taken to both factors.
+        dense = 2 * layer.in_features * layer.out_features
+        rank = layer.down.out_features
+        return dense * (rank + tokens), dense * (3 * rank + 2 * tokens)
+    if isinstance(layer, BottleneckLinear | LatentLinear):
+        flops = 2 * network.parameters * tokens
+        return flops, 2 * flops
+    plan = plan_for(network, tokens, dtype, device, True)
+    return forward_flops(network, plan, tokens), backward_flops(network, plan, tokens)
+
+
+@register_flop_formula(torch.ops.outlast.chain, get_raw=True)
+def _chain_flops(x: Tensor, cores: list[Tensor], network: str, **_: Any) -> int:
+    description = Network.parse(network)
+    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
+    return forward_flops(description, plan, x.shape[0])
+
+
+@register_flop_formula(torch.ops.outlast.chain_backward, get_raw=True)
+def _chain_backward_flops(
+    dy: Tensor, x: Tensor, cores: list[Tensor], network: str, **_: Any
+) -> int:
+    description = Network.parse(network)
+    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
+    return backward_flops(description, plan, x.shape[0])
+
+
+def _in_place_flops(
+    total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
+) -> int:
+    batch, rows, inner = left
+    return 2 * batch * rows * inner * right[-1]
+
+
+def counted_flops(run: Callable[[], object]) -> int:
+    """Operations that torch's own counter sees while `run` runs.
+
+    Products that are added in place, as gradients of chunks are, are counted as well; torch's
+    counter leaves them out.
+    """
+    own = {torch.ops.aten.baddbmm_: _in_place_flops}
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def kept_bytes(run: Callable[[], object], besides: Sequence[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for the backward pass of what `run` computes.
+
+    Memory that several kept tensors share counts once.
+
+    Args:
+        run: The forward pass.
+        besides: Tensors whose memory is not counted: parameters, usually, and x.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    held: dict[int, int] = {}
+    tensors: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = storage.nbytes()
+            # As long as it is held here, no other tensor gets its address.
+            tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(held.values())
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a model takes.
+
+    Attributes:
+        parameters: All, tied ones once.
+        factor_parameters: Of the structured layers.
+        tokens: Of one run.
+        flops_per_token: Forward and backward, counted by torch; includes attention.
+        kept_bytes: Measured, of one forward pass, without parameters.
+        tokens_per_s: Measured, forward and backward, the best of the repeats.
+        joules_per_token: Measured by the caller's meter over all repeats.
+    """
+
+    parameters: int
+    factor_parameters: int
+    tokens: int
+    flops_per_token: float
+    kept_bytes: int
+    tokens_per_s: float
+    joules_per_token: float | Unavailable
+
+    def __str__(self) -> str:
+        joules = self.joules_per_token
+        energy = str(joules) if isinstance(joules, Unavailable) else f"{joules:.4g} J (measured)"
+        return (
+            f"{self.parameters} parameters, {self.factor_parameters} of them in factors; per token "
+            f"{self.flops_per_token:.4g} FLOPs forward and backward (counted), "
+            f"{self.kept_bytes / self.tokens:.4g} bytes kept (measured), energy {energy}; "
+            f"{self.tokens_per_s:.4g} tokens/s (measured)"
+        )
+
+
+def account(
+    model: nn.Module,
+    forward: Callable[[], Tensor],
+    tokens: int,
+    *,
+    repeats: int = 3,
+    joules: Callable[[], float] | None = None,
+) -> Account:
+    """Measure a model's forward and backward pass.
+
+    Gradients of the parameters are as they were afterwards.
+
+    Args:
+        model: Any; the structured layers in it are told apart.
+        forward: Runs the model and gives a scalar loss.
+        tokens: Tokens in one run.
+        repeats: Timed runs, after two that are not.
+        joules: Reads the energy that the device has used since some moment, in joules.
+
+    Raises:
+        TensorizeError: For numbers below 1, or a loss that is no scalar.
+    """
+    if tokens < 1 or repeats < 1:
+        raise TensorizeError(f"tokens = {tokens} and repeats = {repeats} must be at least 1")
+    parameters = list(model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+
+    def once() -> None:
+        loss = forward()
+        if loss.numel() != 1:
+            raise TensorizeError(
+                f"forward gave a tensor of shape {tuple(loss.shape)}, no loss: let it give .sum()"
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    try:
+        kept = kept_bytes(forward, parameters)
+        flops = counted_flops(once)
+        begun = joules() if joules is not None else 0.0
+        seconds = [_timed(once, parameters) for _ in range(repeats)]
+        used: float | Unavailable = Unavailable("no meter", "pass joules=")
+        if joules is not None:
+            used = (joules() - begun) / repeats / tokens
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+    return Account(
+        sum(parameter.numel() for parameter in parameters),
+        factor_parameters(model),
+        tokens,
+        flops / tokens,
+        kept,
+        tokens / min(seconds),
+        used,
+    )
+
+
+def _timed(run: Callable[[], None], parameters: Sequence[Tensor]) -> float:
+    on_gpu = any(parameter.is_cuda for parameter in parameters)
+    if on_gpu:
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def factor_parameters(model: nn.Module) -> int:
+    """Numbers in the factors of a model's structured layers, tied ones once."""
+    from outlast.tensorize.rules.layers import structured_layers
+
+    factors = {
+        id(factor._base if factor._base is not None else factor): factor.numel()
+        for layer in structured_layers(model)
+        for factor in layer.factors
+    }
+    return sum(factors.values())

@@ -1,0 +1,263 @@
+"""Which layers are replaced, and by what: patterns, rules, or a function of your own."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.budget import Rank
+from outlast.tensorize.catalogue import form_named
+from outlast.tensorize.layer import StructuredLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEADS = ("lm_head", "output_projection", "embed_out")
+"""Last parts of names of heads in models that do not say which module theirs is."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer becomes.
+
+    Attributes:
+        form: See `outlast.tensorize.catalogue.FORMS`.
+        rank: See `outlast.tensorize.budget.Rank`.
+        activation: Between the factors of ``cola``.
+        cores: Modes on each side, of forms that have them; None: the form's own number.
+    """
+
+    form: str = "low_rank"
+    rank: Rank = 0.25
+    activation: str = "silu"
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        form_named(self.form)
+
+
+Rule = tuple[str, str, Rank]
+"""(pattern, form, rank)."""
+
+Policy = Callable[[str, nn.Module], Choice | None] | Sequence[Rule | tuple[str, Choice | None]]
+"""A function of a layer's name and the layer, or rules of which the first that fits decides.
+
+What no rule fits, and what is given None, stays dense.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A layer that can be replaced.
+
+    Attributes:
+        module: The layer.
+        names: All its names in the model, as one module can stand in several places.
+        transposed: Whether its weight is (in, out), as in GPT-2's Conv1D.
+        is_embedding: Whether it is an embedding.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    transposed: bool = False
+    is_embedding: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as it lies in the layer."""
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) of a linear layer, (rows, features) of an embedding."""
+        weight = self.parameter.detach()
+        return weight.t() if self.transposed else weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,), or None."""
+        return getattr(self.module, "bias", None)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """(in, out) of a linear layer, (rows, features) of an embedding."""
+        rows, columns = self.weight.shape
+        return (rows, columns) if self.is_embedding else (columns, rows)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is replaced.
+
+    Attributes:
+        chosen: Layers with what they become, in the order of the model.
+        targets: All layers that could be, chosen or not.
+    """
+
+    chosen: tuple[tuple[Target, Choice], ...]
+    targets: tuple[Target, ...] = field(repr=False)
+
+
+def select(
+    model: nn.Module,
+    choice: Choice,
+    match: str | Sequence[str] = "*",
+    *,
+    exclude: str | Sequence[str] | None = None,
+    policy: Policy | None = None,
+) -> Selection:
+    """Find the layers.
+
+    Embeddings and the head are left alone unless a pattern names them: contains the last part of
+    their name, as ``lm_head`` and ``*.embed_tokens`` do and ``*`` does not.
+
+    Args:
+        model: Any module.
+        choice: What the layers become where there is no policy.
+        match: Shell patterns of names (`fnmatch`, case matters, ``*`` fits dots as well).
+        exclude: Patterns of names that stay as they are.
+        policy: See `Policy`; asked about layers that fit `match`.
+
+    Raises:
+        TensorizeError: A pattern fits no layer, or a rule is none.
+    """
+    targets = replaceable(model)
+    patterns = _patterns(match, "match")
+    excluded = _patterns(exclude, "exclude") if exclude else []
+    rules = None if policy is None or callable(policy) else _rules(policy)
+    named = patterns + [pattern for pattern, _ in rules or []]
+    heads = _heads(model, targets)
+    used: set[str] = set()
+    chosen = []
+    for target in targets:
+        fitting = _fitting(target, patterns)
+        used.update(fitting)
+        kept = _fitting(target, excluded)
+        used.update(kept)
+        if not fitting or kept:
+            continue
+        special = target.is_embedding or id(target.module) in heads
+        if special and not _names(_fitting(target, named), target):
+            continue
+        found: Choice | None = choice
+        if rules is not None:
+            found = None
+            for pattern, ruled in rules:
+                if _fitting(target, [pattern]):
+                    used.add(pattern)
+                    found = ruled
+                    break
+        elif callable(policy):
+            found = policy(target.name, target.module)
+            if found is not None and not isinstance(found, Choice):
+                raise TensorizeError(
+                    f"policy gave {found!r} for {target.name}: it must give a Choice or None"
+                )
+        if found is not None:
+            chosen.append((target, found))
+    _check_used([*patterns, *excluded], used, targets)
+    return Selection(tuple(chosen), tuple(targets))
+
+
+def replaceable(model: nn.Module) -> list[Target]:
+    """All linear layers and embeddings of a model that are not parts of structured layers."""
+    names: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
+    parts: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, StructuredLinear) or hasattr(module, "network"):
+            parts.update(id(part) for part in module.modules())
+        names.setdefault(id(module), []).append(name)
+        modules[id(module)] = module
+    found = []
+    for identity, module in modules.items():
+        if identity in parts or not names[identity][0]:
+            continue
+        every = tuple(names[identity])
+        if type(module) is nn.Linear:
+            found.append(Target(module, every))
+        elif type(module).__name__ == "Conv1D" and type(module).__module__.startswith(
+            "transformers"
+        ):
+            found.append(Target(module, every, transposed=True))
+        elif type(module) is nn.Embedding:
+            found.append(Target(module, every, is_embedding=True))
+    return found
+
+
+def _heads(model: nn.Module, targets: list[Target]) -> set[int]:
+    """Output layers: what the model says, what shares an embedding's weight, and usual names."""
+    heads = set()
+    for module in model.modules():
+        said = getattr(module, "get_output_embeddings", None)
+        if callable(said):
+            try:
+                head = said()
+            except (NotImplementedError, AttributeError):
+                head = None
+            if head is not None:
+                heads.add(id(head))
+    embedded = {id(target.parameter) for target in targets if target.is_embedding}
+    for target in targets:
+        tied = id(target.parameter) in embedded
+        if tied or target.name.rpartition(".")[2] in _HEADS:
+            heads.add(id(target.module))
+    return heads
+
+
+def _patterns(given: str | Sequence[str], setting: str) -> list[str]:
+    patterns = [given] if isinstance(given, str) else list(given)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TensorizeError(f"{setting} = {given!r} must be a pattern of names or a list of them")
+    return patterns
+
+
+def _rules(policy: Policy) -> list[tuple[str, Choice | None]]:
+    rules: list[tuple[str, Choice | None]] = []
+    for rule in policy:  # type: ignore[union-attr]
+        match rule:
+            case (str(pattern), Choice() | None as choice):
+                rules.append((pattern, choice))
+            case (str(pattern), str(form), rank):
+                rules.append((pattern, Choice(form, rank)))
+            case _:
+                raise TensorizeError(
+                    f"policy has the rule {rule!r}: write (pattern, form, rank), or "
+                    "(pattern, None) for what stays dense"
+                )
+    return rules
+
+
+def _fitting(target: Target, patterns: Sequence[str]) -> list[str]:
+    return [
+        pattern
+        for pattern in patterns
+        if any(fnmatch.fnmatchcase(name, pattern) for name in target.names)
+    ]
+
+
+def _names(patterns: Sequence[str], target: Target) -> bool:
+    """Whether a pattern contains the last part of the target's name."""
+    last = [name.rpartition(".")[2] for name in target.names]
+    return any(part in pattern for part in last for pattern in patterns)
+
+
+def _check_used(patterns: list[str], used: set[str], targets: list[Target]) -> None:
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        some = ", ".join(target.name for target in targets[:4]) or "none"
+        more = f" and {len(targets) - 4} more" if len(targets) > 4 else ""
+        raise TensorizeError(
+            f"the pattern {unused[0]!r} fits no linear layer or embedding of the model: its layers "
+            f"are {some}{more}"
+        )

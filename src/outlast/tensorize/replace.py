@@ -1,0 +1,366 @@
+"""Replacing the linear layers of a model in place.
+
+Three passes, of which the first two change nothing: choose and describe what each layer would
+become, on the meta device; make the new layers; put them in. So a model is either replaced as asked
+or as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.accounting import forward_flops
+from outlast.tensorize.budget import Budget, Rank, Shape, resolved_rank, shared_ranks
+from outlast.tensorize.catalogue import Form, Ranks, form_named
+from outlast.tensorize.checks import check_sharing, check_target
+from outlast.tensorize.network import Network
+from outlast.tensorize.planner import calibrate as calibrate_machine
+from outlast.tensorize.planner import plan_for
+from outlast.tensorize.policy import Choice, Policy, Selection, Target, select
+from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
+from outlast.tensorize.table import Replacement, Replacements
+from outlast.tensorize.values import (
+    check_convertible,
+    convert,
+    draw,
+    generator_for,
+    seed_of,
+    starting_std,
+)
+
+Start = Literal["scratch", "from_dense"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """What a layer would become.
+
+    Attributes:
+        target: The layer.
+        choice: What was chosen for it.
+        form: The form of that name.
+        rank: Its rank, resolved.
+        row: Its line of the table, as far as known.
+        leader: Name of an earlier layer that has the same weight; empty: none.
+        against: Why it should stay dense; empty: nothing speaks against it.
+    """
+
+    target: Target
+    choice: Choice
+    form: Form
+    rank: Ranks
+    row: Replacement
+    leader: str = ""
+    against: str = ""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all layers share; see `tensorize`."""
+
+    init: Start
+    multiple: int | None
+    tokens: int
+    dtype: torch.dtype | None
+    shared_out: dict[str, int]
+
+
+def tensorize(
+    model: nn.Module,
+    form: str = "low_rank",
+    rank: Rank | Budget = 0.25,
+    match: str | Sequence[str] = "*",
+    *,
+    exclude: str | Sequence[str] | None = None,
+    policy: Policy | None = None,
+    init: Start = "scratch",
+    force: bool = False,
+    multiple: int | None = None,
+    tokens: int = 4096,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    activation: str = "silu",
+    cores: int | None = None,
+    calibrate: bool = False,
+) -> Replacements:
+    """Replace linear layers by structured ones, in place.
+
+    Replaced are `nn.Linear` itself (no subclass, whose own code would be lost), GPT-2's Conv1D,
+    and, where a pattern names them, embeddings and the head. A layer that would not have fewer
+    parameters, or is predicted to be slower than the dense one, stays dense unless `force`. New
+    layers keep device, dtype, bias, `requires_grad` and training mode of the old. Layers that share
+    a weight share factors.
+
+    Call it before the optimizer, DDP, `fully_shard` and `torch.compile`, and on all ranks alike:
+    with the same generator state they get the same values, whatever the order of layers. What is
+    predicted to be slower depends on the machine's table of costs (`planner.calibrate`).
+
+    Args:
+        model: Any module.
+        form: ``low_rank``, ``cola``, ``lax``, ``tt``, ``ttm``, ``btt``, ``monarch``, ``tucker``,
+            ``cp`` or ``sltrain``.
+        rank: An integer (of ``monarch`` the number of blocks); a fraction, with two factors of the
+            narrower side, else of the dense parameters; a budget for every layer such as
+            ``"parameters=0.3"``, ``"flops=0.3"`` or ``"error=0.1"``; or a `Budget` for all.
+        match: Patterns of names, see `policy.select`.
+        exclude: Patterns of names that stay.
+        policy: See `policy.Policy`; form and rank are not used then.
+        init: ``scratch``: random, with the standard deviation of the weight in each product;
+            ``from_dense``: nearest to the weight.
+        force: Also replace what gains nothing.
+        multiple: Of which aligned ranks shall be; None: what the matrix units want for `dtype`.
+        tokens: In one pass, for the prediction of speeds.
+        dtype: Of activations; None: that of each weight.
+        generator: Source of the seed of all layers; None: torch's own.
+        activation: Between the factors of ``cola``.
+        cores: Modes on each side, of forms that have them.
+        calibrate: Measure this machine first if that was not done yet (about ten seconds).
+
+    Returns:
+        What was done; prints as a table.
+
+    Raises:
+        TensorizeError: A setting is wrong, a layer cannot be replaced as asked, or none gains. The
+            model is as it was then.
+    """
+    if init not in ("scratch", "from_dense"):
+        raise TensorizeError(f"init = {init!r} must be 'scratch' or 'from_dense'")
+    if tokens < 1 or (multiple is not None and multiple < 1) or (cores is not None and cores < 1):
+        raise TensorizeError(
+            f"tokens = {tokens}, multiple = {multiple} and cores = {cores} must be at least 1"
+        )
+    if isinstance(rank, Budget) and policy is not None:
+        raise TensorizeError("rank = Budget(...) shares out among all layers: leave out policy")
+    overall = rank.per_layer() if isinstance(rank, Budget) else rank
+    selection = select(
+        model, Choice(form, overall, activation, cores), match, exclude=exclude, policy=policy
+    )
+    if not selection.chosen:
+        raise TensorizeError(
+            f"match = {match!r} leaves no layer to replace: name the head or embedding to have "
+            "them replaced, or change exclude or policy"
+        )
+    check_sharing(selection)
+    settings = _Settings(init, multiple, tokens, dtype, {})
+    if isinstance(rank, Budget) and init == "from_dense" and form == "low_rank":
+        settings = replace(settings, shared_out=_shared_out(selection, rank, settings))
+    if calibrate:
+        for kind, device in {_computed(target, dtype) for target, _ in selection.chosen}:
+            calibrate_machine(kind, device)
+    planned = _planned(selection, settings, force)
+    made = [one for one in planned if not one.against]
+    if not made:
+        reasons = "; ".join(dict.fromkeys(one.against for one in planned[:8]))
+        raise TensorizeError(
+            f"none of {len(planned)} layers gains: {reasons}; choose a smaller rank or another "
+            "form, or set force = True"
+        )
+    before = sum(parameter.numel() for parameter in model.parameters())
+    base = seed_of(generator)
+    modules: dict[str, nn.Module] = {}
+    rows = []
+    for one in made:
+        modules[one.target.name], row = _made(one, model, modules, init, base)
+        rows.append(row)
+    _put_in(model, made, modules)
+    after = sum(parameter.numel() for parameter in model.parameters())
+    refused = {one.target.name: one.against for one in planned if one.against}
+    return Replacements(tuple(rows), refused, modules, after, before, tokens)
+
+
+def _computed(target: Target, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device]:
+    """Type and device of a layer's activations."""
+    device = target.weight.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return dtype or target.weight.dtype, device
+
+
+def _multiple(target: Target, settings: _Settings) -> int:
+    if settings.multiple is not None:
+        return settings.multiple
+    kind, _ = _computed(target, settings.dtype)
+    return MULTIPLE_OF_PRECISION.get(str(kind).removeprefix("torch."), 1)
+
+
+def _shared_out(selection: Selection, budget: Budget, settings: _Settings) -> dict[str, int]:
+    """Ranks by the spectra of all layers, each weight once."""
+    leaders: dict[int, Target] = {}
+    for target, _ in selection.chosen:
+        leaders.setdefault(id(target.parameter), target)
+    return shared_ranks(
+        {target.name: target.weight for target in leaders.values()},
+        budget.share,
+        {target.name: _multiple(target, settings) for target in leaders.values()},
+    )
+
+
+def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Planned]:
+    """Describe all layers.
+
+    Raises:
+        TensorizeError: One cannot be replaced as asked.
+    """
+    leaders: dict[int, _Planned] = {}
+    found = []
+    for target, choice in selection.chosen:
+        check_target(target)
+        leader = leaders.get(id(target.parameter))
+        if leader is not None:
+            row = replace(leader.row, name=target.name, parameters=0, dense_parameters=0)
+            one = replace(leader, target=target, row=row, leader=leader.target.name)
+        else:
+            one = _described(target, choice, settings, force)
+            leaders[id(target.parameter)] = one
+        found.append(one)
+    return found
+
+
+def _described(target: Target, choice: Choice, settings: _Settings, force: bool) -> _Planned:
+    """Build the layer on the meta device and look what it costs."""
+    form = form_named(choice.form)
+    if settings.init == "from_dense":
+        check_convertible(form.name)
+    into, out = target.features
+    shape = Shape(form, into, out, choice.cores, _multiple(target, settings))
+    weight = target.weight if settings.init == "from_dense" else None
+    if weight is not None and target.is_embedding:
+        weight = weight.t()
+    try:
+        rank = settings.shared_out.get(target.name)
+        resolved = resolved_rank(choice.rank, shape, weight) if rank is None else rank
+        layer = _build(target, choice, form, resolved)
+    except TensorizeError as error:
+        raise TensorizeError(f"{target.name}: {error}") from error
+    parameters = _own_parameters(layer)
+    dense = into * out
+    network: Network = layer.network  # type: ignore[assignment]
+    flops, speed = 0.0, None
+    if form.name == "sltrain":
+        # Its weight is built for every product, whatever its factors would allow.
+        flops = 2.0 * dense
+    elif not target.is_embedding:
+        plan = plan_for(network, settings.tokens, *_computed(target, settings.dtype), True)
+        flops = forward_flops(network, plan, settings.tokens) / settings.tokens
+        speed = plan.dense_seconds / plan.seconds if plan.seconds > 0.0 else None
+    shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
+    row = Replacement(
+        target.name,
+        form.name,
+        shown,
+        parameters,
+        dense,
+        flops,
+        0.0 if target.is_embedding else 2.0 * dense,
+        speed,
+    )
+    against = ""
+    if not force and parameters >= dense:
+        against = f"{form.name} at rank {row.rank} has {parameters} parameters, dense {dense}"
+    elif not force and speed is not None and speed < 1.0:
+        against = (
+            f"{form.name} at rank {row.rank} is predicted to run at {speed:.2f}x the speed of "
+            f"dense ({into} x {out}, {settings.tokens} tokens)"
+        )
+    return _Planned(target, choice, form, resolved, row, against=against)
+
+
+def _build(target: Target, choice: Choice, form: Form, rank: Ranks) -> nn.Module:
+    """The new layer on the meta device."""
+    settings: dict[str, Any] = {
+        "bias": target.bias is not None,
+        "device": torch.device("meta"),
+        "dtype": target.weight.dtype,
+        "activation": choice.activation,
+        "cores": choice.cores,
+    }
+    into, out = target.features
+    if target.is_embedding:
+        settings["padding_idx"] = target.module.padding_idx
+        return form.build_embedding(into, out, rank, settings)
+    return form.build(into, out, rank, settings)
+
+
+def _own_parameters(layer: nn.Module) -> int:
+    """Numbers that are learned but for the bias."""
+    return sum(
+        parameter.numel() for name, parameter in layer.named_parameters() if not _is_bias(name)
+    )
+
+
+def _is_bias(name: str) -> bool:
+    return name.rpartition(".")[2] == "bias"
+
+
+def _made(
+    one: _Planned, model: nn.Module, modules: dict[str, nn.Module], init: Start, base: int
+) -> tuple[nn.Module, Replacement]:
+    """The new layer with its values."""
+    target = one.target
+    device = target.weight.device
+    # Made on meta, so that constructors draw no numbers.
+    layer: Any = _build(target, one.choice, one.form, one.rank).to_empty(device=device)
+    row = one.row
+    if one.leader:
+        _share(layer, modules[one.leader])
+    elif init == "from_dense":
+        weight = target.weight.t() if target.is_embedding else target.weight
+        try:
+            row = replace(row, error=convert(layer, one.form.name, weight))
+        except TensorizeError as error:
+            raise TensorizeError(f"{target.name}: {error}") from error
+    else:
+        std = starting_std(target, model)
+        draw(layer, std, generator_for(target.name, base, device))
+        row = replace(row, std=std)
+    for name, parameter in layer.named_parameters():
+        if not _is_bias(name):
+            parameter.requires_grad_(target.parameter.requires_grad)
+    bias = target.bias
+    if bias is not None:
+        with torch.no_grad():
+            layer.bias.copy_(bias)
+        layer.bias.requires_grad_(bias.requires_grad)
+    return layer.train(target.module.training), row
+
+
+def _share(layer: nn.Module, leader: nn.Module) -> None:
+    """Give a layer the very factors of another."""
+    for name, parameter in list(leader.named_parameters()):
+        if _is_bias(name):
+            continue
+        owner, _, last = name.rpartition(".")
+        home = layer.get_submodule(owner)
+        if isinstance(home, nn.ParameterList):
+            home[int(last)] = parameter
+        else:
+            setattr(home, last, parameter)
+    for name, buffer in leader.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(owner), last, buffer)
+
+
+def _put_in(model: nn.Module, made: Sequence[_Planned], modules: dict[str, nn.Module]) -> None:
+    for one in made:
+        _set(model, one.target, modules[one.target.name])
+    if not any(one.form.name == "lax" for one in made):
+        return
+    from outlast.tensorize.forms.latent import link_by_name
+
+    link_by_name(model)
+
+
+def _set(model: nn.Module, target: Target, module: nn.Module) -> None:
+    for name in target.names:
+        owner, _, last = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        setattr(parent, last, module)
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # Its fused kernel for inference, which reads dense weights, is for these two alone.
+            parent.activation_relu_or_gelu = 0

@@ -1,0 +1,229 @@
+"""What was replaced, as a table that a person reads and a dict that a program reads."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outlast.tensorize.values import generator_for, seed_of
+
+_WIDTH = 132
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One replaced layer.
+
+    Attributes:
+        name: Its name in the model; of several, the first.
+        form: What it became.
+        rank: Its rank or ranks.
+        parameters: Of its factors; 0 where they are another layer's.
+        dense_parameters: Of the weight that was replaced; 0 where it was shared.
+        flops_per_token: Forward, by the plan for the tokens that were asked about.
+        dense_flops_per_token: Of the dense layer; 0 for an embedding.
+        speed: Predicted time of the dense layer over its own, forward and backward; None: the
+            planner does not know.
+        error: ``|W - product| / |W|`` (Frobenius) of a converted weight; None: from scratch.
+        std: Standard deviation that the product was drawn with; None: converted.
+    """
+
+    name: str
+    form: str
+    rank: int | tuple[int, ...]
+    parameters: int
+    dense_parameters: int
+    flops_per_token: float
+    dense_flops_per_token: float
+    speed: float | None = None
+    error: float | None = None
+    std: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Replacements:
+    """All that `tensorize` did; prints as a table.
+
+    Attributes:
+        replaced: The layers that were replaced, in the order of the model.
+        refused: Name of each layer that was to be replaced and stays dense -> why.
+        modules: The new layers by name.
+        parameters: Of the whole model now, tied ones once.
+        dense_parameters: Before.
+        tokens: Number of tokens that speeds were predicted for.
+    """
+
+    replaced: tuple[Replacement, ...]
+    refused: dict[str, str]
+    modules: dict[str, nn.Module]
+    parameters: int
+    dense_parameters: int
+    tokens: int
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+    def __iter__(self) -> Iterator[Replacement]:
+        return iter(self.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain types."""
+        return {
+            "replaced": [asdict(one) for one in self.replaced],
+            "refused": dict(self.refused),
+            "parameters": self.parameters,
+            "dense_parameters": self.dense_parameters,
+            "tokens": self.tokens,
+        }
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw the factors of layers from scratch anew, with the deviations of the first time.
+
+        For models that were built on the meta device and have got memory since (`to_empty`), on
+        all ranks with the same generator state; biases become zero.
+
+        Args:
+            generator: Source of the seed of all layers; None: torch's own.
+        """
+        base = seed_of(generator)
+        for one in self.replaced:
+            if one.std is None:
+                continue
+            layer: Any = self.modules[one.name]
+            device = next(layer.parameters()).device
+            layer.reset_parameters(one.std, generator_for(one.name, base, device))
+            bias = getattr(layer, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+_HEADINGS = (
+    "layers", "form", "rank", "parameters", "dense", "FLOPs/token", "dense", "speed", "error"
+)  # fmt: skip
+
+
+def as_text(report: Replacements) -> str:
+    """The table in plain text.
+
+    Layers whose names differ in numbers alone share a line where all but their errors are equal.
+    FLOPs are forward; speed is predicted for forward and backward.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    for heading, total in zip(_HEADINGS, _totals(report), strict=True):
+        first = heading in ("layers", "form")
+        table.add_column(
+            heading,
+            total,
+            justify="left" if first else "right",
+            no_wrap=heading != "layers",
+            overflow="fold",
+        )
+    for line in _lines(report.replaced):
+        table.add_row(*line)
+    stream = io.StringIO()
+    Console(file=stream, width=_WIDTH, color_system=None, markup=False).print(table)
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    before, after = report.dense_parameters, report.parameters
+    share = after / before if before else 1.0
+    lines.append(
+        f"model: {_count(before)} -> {_count(after)} parameters ({share:.1%}); speeds are "
+        f"predicted for {report.tokens} tokens, forward and backward"
+    )
+    reasons: dict[str, list[str]] = {}
+    for name, why in report.refused.items():
+        reasons.setdefault(why, []).append(name)
+    lines += [f"kept dense: {_grouped(names)}: {why}" for why, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def _lines(replaced: Sequence[Replacement]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[Replacement]] = {}
+    for one in replaced:
+        shared = one.parameters == 0
+        cells = (
+            _pattern(one.name),
+            one.form,
+            _rank(one.rank),
+            "shared" if shared else _count(one.parameters),
+            "shared" if shared else _count(one.dense_parameters),
+            _count(one.flops_per_token),
+            _count(one.dense_flops_per_token),
+            _speed(one.speed),
+        )
+        groups.setdefault(cells, []).append(one)
+    return [
+        (_grouped([one.name for one in ones]), *cells[1:], _errors(ones))
+        for cells, ones in groups.items()
+    ]
+
+
+def _errors(replaced: Sequence[Replacement]) -> str:
+    """The error, or the smallest and the largest."""
+    errors = [f"{one.error:.3f}" for one in replaced if one.error is not None]
+    if not errors or min(errors) == max(errors):
+        return errors[0] if errors else ""
+    return f"{min(errors)} to {max(errors)}"
+
+
+def _totals(report: Replacements) -> tuple[str, ...]:
+    sums = [
+        sum(getattr(one, field) for one in report.replaced)
+        for field in (
+            "parameters", "dense_parameters", "flops_per_token", "dense_flops_per_token"
+        )
+    ]  # fmt: skip
+    count = len(report.replaced)
+    return (
+        f"{count} layer{'' if count == 1 else 's'}", "", "", *map(_count, sums), _whole(report), ""
+    )  # fmt: skip
+
+
+def _whole(report: Replacements) -> str:
+    """The speed of all layers together, where every one's is known."""
+    linear = [one for one in report.replaced if one.dense_flops_per_token]
+    if not linear or any(one.speed is None for one in linear):
+        return ""
+    # Dense layers of one model run at about the same rate, so their operations weigh.
+    dense = sum(one.dense_flops_per_token for one in linear)
+    mine = sum(one.dense_flops_per_token / (one.speed or 1.0) for one in linear)
+    return _speed(dense / mine)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _grouped(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[_pattern(name)] = counts.get(_pattern(name), 0) + 1
+    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
+
+
+def _rank(rank: int | tuple[int, ...]) -> str:
+    return str(rank) if isinstance(rank, int) else "-".join(map(str, rank))
+
+
+def _speed(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:.2f}x"
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:.4g}"

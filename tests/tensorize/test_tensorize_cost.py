@@ -1,0 +1,216 @@
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.hardware.figure import Unavailable
+from outlast.tensorize.accounting import route_flops
+from outlast.tensorize.catalogue import FORMS
+from outlast.tensorize.cost import (
+    LLAMA,
+    LlamaShape,
+    layer_cost,
+    llama_cost,
+    payload,
+    step_ratio,
+)
+from outlast.tensorize.network import Route
+from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
+
+SIZES = [(64, 64), (48, 80), (97, 60), (512, 1376)]
+
+
+def _layer(form: str, into: int, out: int, rank: int) -> nn.Module:
+    with torch.device("meta"):
+        return FORMS[form].build(into, out, rank, {"bias": False})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("into", "out"), SIZES)
+def test_parameters_are_those_of_the_layer(form: str, into: int, out: int) -> None:
+    for rank in (2, 5):
+        layer = _layer(form, into, out, rank)
+        cost = layer_cost(form, into, out, rank, cores=FORMS[form].modes or 3)
+        assert cost.parameters == sum(parameter.numel() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "form", ["low_rank", "cola", "tt", "ttm", "btt", "monarch", "cp", "tucker"]
+)
+@pytest.mark.parametrize(("into", "out"), SIZES)
+def test_operations_are_those_of_a_route(form: str, into: int, out: int) -> None:
+    network = _layer(form, into, out, 2).network
+    cost = layer_cost(form, into, out, 2, cores=FORMS[form].modes or 3)
+    count = len(network.cores)
+    routes = [Route((left, count - left)) for left in range(1, count)]
+    found = {route_flops(network, route, 1) for route in routes}
+    assert cost.forward_flops_per_token in {2 * into * out, *found}
+    assert cost.forward_flops_per_token <= 2 * into * out or form in ("low_rank", "cola")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from([form for form in FORMS if form != "monarch"]),
+    st.integers(2, 2000),
+    st.integers(2, 2000),
+    st.integers(1, 100),
+)
+def test_a_larger_rank_never_has_fewer_parameters(
+    form: str, into: int, out: int, rank: int
+) -> None:
+    modes = FORMS[form].modes or 3
+    smaller = layer_cost(form, into, out, rank, cores=modes)
+    larger = layer_cost(form, into, out, rank + 1, cores=modes)
+    assert larger.parameters >= smaller.parameters
+    assert larger.forward_flops_per_token >= smaller.forward_flops_per_token
+
+
+def test_a_quarter_rank_halves_a_square_layer() -> None:
+    dense, cola = layer_cost("dense", 2048, 2048), layer_cost("cola", 2048, 2048, 512)
+    assert cola.parameters * 2 == dense.parameters
+    assert cola.training_flops_per_token * 2 == dense.training_flops_per_token
+    assert cola.kept_bytes(4096, 4.0) == 4096 * 512 * 4
+    assert layer_cost("btt", 2048, 2048, 2).kept_values_per_token == 0
+
+
+@pytest.mark.parametrize("size", LLAMA)
+@pytest.mark.parametrize("form", ["dense", "cola"])
+def test_llama_counts_are_those_of_the_models(size: str, form: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from outlast.tensorize.replace import tensorize
+
+    shape = LLAMA[size]
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=1,
+        num_attention_heads=shape.heads,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    if form != "dense":
+        tensorize(model, form, 0.25, "model.layers.*", multiple=1, force=True)
+    # One block and the ends; all blocks are alike.
+    one = LlamaShape(shape.hidden, shape.intermediate, 1, shape.heads, shape.vocabulary)
+    expected = llama_cost(one, form, 0.25)
+    assert expected.parameters == sum(parameter.numel() for parameter in model.parameters())
+    block = llama_cost(one, form).linear_parameters + 2 * shape.hidden
+    whole = llama_cost(shape, form)
+    assert whole.parameters == expected.parameters + (shape.layers - 1) * block
+
+
+def test_llama_sizes_are_the_published_ones() -> None:
+    millions = [round(llama_cost(shape).parameters / 1e6) for shape in LLAMA.values()]
+    assert millions == [58, 134, 368, 1339, 6738]
+    shares = [
+        llama_cost(shape, "cola").linear_parameters / llama_cost(shape).linear_parameters
+        for shape in LLAMA.values()
+    ]
+    assert all(0.395 <= share < 0.396 for share in shares)
+
+
+def test_dense_operations_are_six_per_parameter_and_attention() -> None:
+    shape = LLAMA["60M"]
+    cost = llama_cost(shape, sequence=256)
+    products = cost.linear_parameters + shape.vocabulary * shape.hidden
+    attention = 12 * 256 * shape.hidden * shape.layers
+    assert cost.training_flops_per_token == 6 * products + attention
+
+
+def test_payload_shrinks_with_the_parameters() -> None:
+    dense, half = payload(1000), payload(500)
+    assert dense.gradient_bytes == 4000
+    assert dense.optimizer_bytes == 8000
+    assert dense.checkpoint_bytes == 12000
+    assert half.checkpoint_bytes * 2 == dense.checkpoint_bytes
+    with pytest.raises(TensorizeError, match="below 0"):
+        payload(-1)
+
+
+def test_step_ratio_is_amdahls() -> None:
+    assert step_ratio(linear_share=1.0, flops_ratio=0.5) == 0.5
+    assert step_ratio(linear_share=0.8, flops_ratio=0.4, efficiency=0.8) == pytest.approx(0.6)
+    assert step_ratio(linear_share=0.0, flops_ratio=0.1) == 1.0
+    with pytest.raises(TensorizeError, match="linear_share"):
+        step_ratio(linear_share=1.5, flops_ratio=0.1)
+
+
+def test_wrong_layers_are_refused() -> None:
+    with pytest.raises(TensorizeError, match="form = 'svd' is not one of"):
+        layer_cost("svd", 4, 4, 1)
+    with pytest.raises(TensorizeError, match="rank = 0"):
+        layer_cost("tt", 4, 4, 0)
+    with pytest.raises(TensorizeError, match="no rank fraction"):
+        llama_cost(LLAMA["60M"], "tt")
+    with pytest.raises(TensorizeError, match="fraction = 0"):
+        llama_cost(LLAMA["60M"], "cola", 0.0)
+
+
+def test_effective_parameters_solve_the_scaling_law() -> None:
+    one = next(one for one in OBSERVATIONS if one.form == "cola" and one.share == 0.3)
+    for law, (scale, exponent) in LAWS.items():
+        smaller = one.parameters * one.ratio(law)
+        gap = scale * (smaller**-exponent - one.parameters**-exponent)
+        assert gap == pytest.approx(math.log(one.perplexity / one.dense_perplexity))
+        assert one.ratio(law) < 1.0
+
+
+def test_cola_is_about_as_good_as_dense_and_low_rank_is_not() -> None:
+    cola = effective_parameters("cola", 0.395, 134e6)
+    low_rank = effective_parameters("low_rank", 0.4, 134e6)
+    assert not isinstance(cola, Unavailable)
+    assert not isinstance(low_rank, Unavailable)
+    assert cola.low < cola.value < cola.high
+    assert cola.low < 0.75 * 134e6 < 134e6 < cola.high
+    assert low_rank.ratio < 0.2
+    assert not cola.extrapolated
+    assert "2502.10940" in cola.source
+    assert "derived" in cola.kind
+    assert "unverified" in cola.source
+    assert "unverified" not in low_rank.source
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["cola", "low_rank", "sltrain"]), st.floats(0.01, 0.99))
+def test_fewer_parameters_are_never_worth_more(form: str, share: float) -> None:
+    less = effective_parameters(form, share, 134e6)
+    more = effective_parameters(form, min(1.0, share * 1.05), 134e6)
+    assert not isinstance(less, Unavailable)
+    assert not isinstance(more, Unavailable)
+    assert less.low <= less.value <= less.high
+    assert less.low <= more.low * (1 + 1e-9)
+    assert less.value <= more.value * (1 + 1e-9)
+
+
+def test_what_nobody_measured_is_said() -> None:
+    beyond = effective_parameters("cola", 0.02, 134e6)
+    large = effective_parameters("cola", 0.4, 70e9)
+    assert not isinstance(beyond, Unavailable)
+    assert not isinstance(large, Unavailable)
+    assert beyond.extrapolated
+    assert large.extrapolated
+    nothing = effective_parameters("monarch", 0.4, 134e6)
+    assert isinstance(nothing, Unavailable)
+    assert "monarch" in nothing.reason
+    dense = effective_parameters("dense", 1.0, 5e9)
+    assert not isinstance(dense, Unavailable)
+    assert dense.value == dense.low == dense.high == 5e9
+    with pytest.raises(TensorizeError, match="share = 0"):
+        effective_parameters("cola", 0.0, 134e6)
+
+
+def test_no_torch_is_needed() -> None:
+    program = (
+        "import sys, outlast.tensorize, outlast.tensorize.cost, outlast.tensorize.quality; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

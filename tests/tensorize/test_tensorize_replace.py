@@ -1,0 +1,437 @@
+import copy
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize import StructuredLinear, tensorize
+from outlast.tensorize.catalogue import FORMS
+from outlast.tensorize.policy import Choice
+
+CONVERTED = ("low_rank", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain")
+
+
+class Block(nn.Module):
+    """Two linear layers around a nonlinearity."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self, width: int = 64, inner: int = 96, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(blocks))
+        self.lm_head = nn.Linear(width, 50, bias=False)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        x = self.embed(index)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def _model(seed: int = 0, **sizes: int) -> Model:
+    torch.manual_seed(seed)
+    return Model(**sizes)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _rank(form: str) -> int | float:
+    return 4 if form == "monarch" else 2 if form in ("btt", "ttm", "tucker", "cp") else 0.25
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_takes_the_place_of_linear_layers(form: str) -> None:
+    model = _model()
+    report = tensorize(model, form, _rank(form), force=True)
+    assert [row.name for row in report] == [
+        "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"
+    ]  # fmt: skip
+    assert type(model.embed) is nn.Embedding
+    assert type(model.lm_head) is nn.Linear
+    assert all(isinstance(model.get_submodule(row.name), StructuredLinear) for row in report)
+    assert {row.form for row in report} == {form}
+    loss = model(torch.randint(50, (3, 5))).square().mean()
+    loss.backward()
+    learned = [parameter for parameter in model.blocks.parameters() if parameter.numel()]
+    assert all(parameter.grad is not None for parameter in learned)
+    assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("form", ["low_rank", "tt", "ttm", "btt", "monarch", "sltrain"])
+def test_products_start_like_the_weights_they_replace(form: str) -> None:
+    model = _model(width=128, inner=192)
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(3.0)
+        model.blocks[1].down.weight.zero_()
+    before = {name: layer.weight.detach().square().mean().sqrt() for name, layer in _linears(model)}
+    biases = {name: layer.bias for name, layer in _linears(model)}
+    report = tensorize(model, form, 8 if form == "tt" else _rank(form), force=True)
+    for row in report:
+        layer = model.get_submodule(row.name)
+        after = layer.to_dense().square().mean().sqrt()
+        assert float(after.detach()) == pytest.approx(float(before[row.name]), rel=0.05)
+        assert row.std == pytest.approx(float(before[row.name]), rel=1e-5)
+        if biases[row.name] is None:
+            assert layer.bias is None
+        else:
+            assert torch.equal(layer.bias, biases[row.name])
+
+
+def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
+
+
+def test_a_nonlinearity_starts_with_outputs_of_the_same_size() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    x = torch.randn(256, 512)
+    dense = model(x).std()
+    tensorize(model, "cola", 0.5, force=True)
+    assert float((model(x).std() / dense).detach()) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+def test_conversion_comes_as_near_as_the_table_says(form: str) -> None:
+    model = _model()
+    dense = {name: layer.weight.detach().clone() for name, layer in _linears(model)}
+    report = tensorize(model, form, _rank(form), init="from_dense", force=True)
+    for row in report:
+        weight = dense[row.name]
+        lost = (model.get_submodule(row.name).to_dense().detach() - weight).norm() / weight.norm()
+        assert row.error == pytest.approx(float(lost), rel=1e-3)
+        assert 0.1 < row.error < 1.0
+
+
+@pytest.mark.parametrize("form", ["low_rank", "btt", "tt", "ttm"])
+def test_conversion_at_full_rank_changes_nothing(form: str) -> None:
+    model = _model()
+    index = torch.randint(50, (2, 7))
+    before = model(index)
+    rank = {"low_rank": 64, "btt": 8, "tt": 10_000, "ttm": 10_000}[form]
+    tensorize(model, form, rank, init="from_dense", force=True)
+    assert torch.allclose(model(index), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["cola", "lax"])
+def test_what_cannot_be_converted_is_refused_with_the_remedy(form: str) -> None:
+    model = _model()
+    before = _state(model)
+    with pytest.raises(TensorizeError, match="init = 'from_dense' does not go with") as refused:
+        tensorize(model, form, 0.25, init="from_dense")
+    assert "distil" in str(refused.value) or form != "cola"
+    assert _state(model).keys() == before.keys()
+
+
+def test_a_rank_that_is_too_large_to_convert_is_refused_by_name() -> None:
+    model = _model()
+    with pytest.raises(TensorizeError, match=r"blocks\.0\.up: rank = 65"):
+        tensorize(model, "low_rank", 65, init="from_dense", force=True)
+    assert type(model.blocks[0].up) is nn.Linear
+
+
+def test_device_dtype_mode_and_freezing_are_kept() -> None:
+    model = _model().to(torch.float64).eval()
+    model.blocks[0].up.requires_grad_(False)
+    model.blocks[1].up.weight.requires_grad_(False)
+    tensorize(model, "tt", 4, force=True)
+    first, second = model.blocks[0].up, model.blocks[1].up
+    assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
+    assert not first.training
+    assert not any(parameter.requires_grad for parameter in first.parameters())
+    assert not any(core.requires_grad for core in second.cores)
+    assert second.bias.requires_grad
+    assert all(parameter.requires_grad for parameter in model.blocks[0].down.parameters())
+
+
+def test_models_without_memory_stay_so_and_are_drawn_later() -> None:
+    with torch.device("meta"):
+        model = Model()
+    report = tensorize(model, "low_rank", 0.25, force=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert report.replaced[0].std == pytest.approx(1 / math.sqrt(3 * 64))
+    model.to_empty(device="cpu")
+    report.redraw(torch.Generator().manual_seed(3))
+    weight = model.blocks[0].up.to_dense().detach()
+    assert float(weight.std()) == pytest.approx(1 / math.sqrt(3 * 64), rel=0.05)
+    assert torch.count_nonzero(model.blocks[0].up.bias) == 0
+    with torch.device("meta"), pytest.raises(TensorizeError, match="meta device"):
+        tensorize(Model(), "low_rank", 0.25, init="from_dense", force=True)
+
+
+def test_the_config_says_how_large_weights_without_memory_are() -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.config = type("Config", (), {"initializer_range": 0.02})()
+    assert tensorize(model, force=True).replaced[0].std == 0.02
+
+
+@pytest.mark.parametrize("form", ["low_rank", "tt", "sltrain", "cola"])
+def test_the_same_seed_gives_the_same_model(form: str) -> None:
+    states = []
+    for seed in (5, 5, 6):
+        model = _model()
+        tensorize(
+            model, form, _rank(form), force=True, generator=torch.Generator().manual_seed(seed)
+        )
+        states.append(_state(model))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_other_layers_do_not_change_a_layers_numbers() -> None:
+    whole, part = _model(), _model()
+    tensorize(whole, force=True, generator=torch.Generator().manual_seed(5))
+    tensorize(part, match="blocks.1.up", force=True, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(whole.blocks[1].up.up.weight, part.blocks[1].up.up.weight)
+    assert not torch.equal(whole.blocks[0].up.up.weight, whole.blocks[1].up.up.weight)
+
+
+def test_one_module_in_two_places_is_replaced_once() -> None:
+    model = _model()
+    model.blocks[1].up = model.blocks[0].up
+    report = tensorize(model, force=True)
+    assert model.blocks[1].up is model.blocks[0].up
+    assert isinstance(model.blocks[0].up, StructuredLinear)
+    assert len(report) == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "init"),
+    [
+        *((form, "scratch") for form in ("low_rank", "cola", "tt", "sltrain")),
+        *((form, "from_dense") for form in ("low_rank", "tt", "sltrain")),
+    ],
+)
+def test_layers_that_share_a_weight_share_factors(form: str, init: str) -> None:
+    model = _model()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    report = tensorize(model, form, 0.25, match="*.up", init=init, force=True)  # type: ignore[arg-type]
+    first, second = model.blocks[0].up, model.blocks[1].up
+    assert first is not second
+    shared = {id(core) for core in first.parameters()} & {id(core) for core in second.parameters()}
+    assert len(shared) == sum(1 for _ in first.parameters()) - 1
+    assert first.bias is not second.bias
+    assert torch.equal(first.to_dense(), second.to_dense()) if form != "cola" else True
+    assert [row.parameters > 0 for row in report] == [True, False]
+    assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_half_of_a_tie_is_refused() -> None:
+    model = _model()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(TensorizeError, match=r"blocks\.0\.up and blocks\.1\.up share a weight"):
+        tensorize(model, match="blocks.0.*", force=True)
+    model = _model()
+    model.lm_head.weight = model.embed.weight
+    with pytest.raises(TensorizeError, match="tie_word_embeddings = False"):
+        tensorize(model, match=["*", "lm_head"], force=True)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_what_gains_nothing_stays_dense_and_is_listed() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 12))
+    report = tensorize(model, "low_rank", 64)
+    assert isinstance(model[0], StructuredLinear)
+    assert type(model[1]) is nn.Linear
+    assert list(report.refused) == ["1"]
+    assert "has 17152 parameters, dense 3072" in report.refused["1"]
+    assert "kept dense: 1: low_rank at rank 64" in str(report)
+
+
+def test_a_model_that_gains_nothing_is_refused_unless_forced() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(TensorizeError, match=r"5120 parameters, dense 4096.*force = True"):
+        tensorize(model, "low_rank", 40)
+    assert type(model[0]) is nn.Linear
+    tensorize(model, "low_rank", 40, force=True)
+    assert isinstance(model[0], StructuredLinear)
+
+
+def test_what_is_predicted_to_be_slower_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outlast.tensorize import replace
+    from outlast.tensorize.network import Route
+    from outlast.tensorize.plan import Plan
+
+    slow = Plan(Route((1, 1)), Route((1, 1)), (Route((1, 1)),) * 2, seconds=2.0, dense_seconds=1.0)
+    monkeypatch.setattr(replace, "plan_for", lambda *_: slow)
+    with pytest.raises(TensorizeError, match=r"0\.50x the speed of dense \(64 x 64, 77 tokens\)"):
+        tensorize(nn.Sequential(nn.Linear(64, 64)), tokens=77)
+    report = tensorize(nn.Sequential(nn.Linear(64, 64)), tokens=77, force=True)
+    assert report.replaced[0].speed == 0.5
+
+
+@pytest.mark.parametrize("form", ["low_rank", "lax"])
+def test_one_refusal_changes_nothing(form: str) -> None:
+    model = _model()
+    model.blocks[1].down.register_forward_hook(lambda *_: None)
+    layers = list(model.modules())
+    with pytest.raises(TensorizeError, match=r"blocks\.1\.down has hooks"):
+        tensorize(model, form, force=True)
+    assert list(model.modules()) == layers
+
+
+def test_latents_cross_between_layers_of_one_name() -> None:
+    model = _model(blocks=3)
+    tensorize(model, "lax", 0.25, force=True)
+    x = torch.randn(4, 64)
+    for block in model.blocks:
+        x = block(x)
+    first = model.blocks[0].up.down.weight
+    (gradient,) = torch.autograd.grad(x.sum(), first, retain_graph=True)
+    assert gradient.abs().sum() > 0
+    with pytest.raises(TensorizeError, match="no matrix"):
+        model.blocks[1].up.to_dense()
+
+
+def test_what_is_structured_already_is_left_alone() -> None:
+    model = _model()
+    tensorize(model, "low_rank", 0.25, match="*.up", force=True)
+    first = model.blocks[0].up
+    report = tensorize(model, "btt", 2, match="*", force=True)
+    assert model.blocks[0].up is first
+    assert [row.name for row in report] == ["blocks.0.down", "blocks.1.down"]
+
+
+@pytest.mark.parametrize("form", ["low_rank", "tt", "ttm"])
+@pytest.mark.parametrize("init", ["scratch", "from_dense"])
+def test_an_embedding_is_replaced_where_it_is_named(form: str, init: str) -> None:
+    model = _model()
+    model.embed = nn.Embedding(60, 64, padding_idx=0)
+    before = model.embed.weight.detach().clone()
+    report = tensorize(model, form, 4, match="embed", init=init, force=True)  # type: ignore[arg-type]
+    assert type(model.embed) is not nn.Embedding
+    assert model.embed(torch.tensor([0, 3])).shape == (2, 64)
+    assert torch.count_nonzero(model.embed(torch.tensor([0]))) == 0
+    assert report.replaced[0].dense_parameters == 60 * 64
+    table = model.embed.to_dense().detach()
+    if init == "from_dense":
+        lost = (table - before).norm() / before.norm()
+        assert report.replaced[0].error == pytest.approx(float(lost), rel=0.02)
+    else:
+        assert float(table.square().mean().sqrt()) == pytest.approx(1.0, rel=0.1)
+    with pytest.raises(TensorizeError, match="no embedding"):
+        tensorize(_model(), "btt", 2, match="embed", force=True)
+
+
+def test_the_convolution_of_gpt2_is_a_linear_layer() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(96, 64))
+    x = torch.randn(5, 64)
+    before = model(x)
+    tensorize(model, "low_rank", 64, init="from_dense", force=True)
+    assert isinstance(model[0], StructuredLinear)
+    assert torch.allclose(model(x), before, atol=1e-5)
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Special(nn.Linear):
+        """A linear layer with code of its own."""
+
+    model = nn.Sequential(Special(32, 32), nn.Linear(32, 32))
+    assert [row.name for row in tensorize(model, force=True)] == ["1"]
+
+
+def test_encoder_layers_of_torch_still_infer() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    tensorize(model, "low_rank", 0.25, force=True)
+    x = torch.randn(2, 5, 32)
+    model.eval()
+    with torch.no_grad():
+        assert model(x).shape == x.shape
+
+
+def test_policies_choose_layer_by_layer() -> None:
+    model = _model()
+    rules = [("blocks.0.*", None), ("*.up", "btt", 2), ("*", Choice("low_rank", 8))]
+    report = tensorize(model, policy=rules, force=True)
+    assert {row.name: (row.form, row.rank) for row in report} == {
+        "blocks.1.up": ("btt", 2), "blocks.1.down": ("low_rank", 8)
+    }  # fmt: skip
+    model = _model()
+    report = tensorize(
+        model,
+        policy=lambda name, module: Choice("cola", 8) if module.out_features == 96 else None,
+        force=True,
+    )
+    assert [row.name for row in report] == ["blocks.0.up", "blocks.1.up"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"form": "lowrank"}, "did you mean 'low_rank'"),
+        ({"init": "dense"}, "init = 'dense'"),
+        ({"match": "layers.*"}, r"'layers\.\*' fits no linear layer"),
+        ({"match": []}, "match = "),
+        ({"exclude": "nothing"}, "'nothing' fits no"),
+        ({"exclude": "*"}, "leaves no layer"),
+        ({"tokens": 0}, "tokens = 0"),
+        ({"rank": 0}, r"blocks\.0\.up: rank = 0"),
+        ({"form": "cola", "activation": "sin"}, "activation = 'sin'"),
+        ({"policy": [("*", 3)]}, "policy has the rule"),
+        ({"policy": lambda *_: "tt"}, "must give a Choice or None"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> None:
+    model = _model()
+    layers = list(model.modules())
+    with pytest.raises(TensorizeError, match=says):
+        tensorize(model, **settings)  # type: ignore[arg-type]
+    assert list(model.modules()) == layers
+
+
+def test_a_tensorized_model_learns() -> None:
+    model = _model()
+    tensorize(model, "cola", 0.25, force=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    index = torch.randint(50, (4, 8))
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(model(index).flatten(0, 1), index.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.distributed
+def test_the_example_runs() -> None:
+    example = Path(__file__).parents[2] / "examples" / "tensorize_layers.py"
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.*.mlp.up_proj x2" in done.stdout
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
