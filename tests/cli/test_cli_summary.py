@@ -14,6 +14,7 @@ from outlast.records import (
     RunDirectory,
     Sampled,
     StepsDone,
+    Tensorized,
 )
 
 STARTED = AttemptStarted(
@@ -140,3 +141,25 @@ def test_errors_and_advice_of_gradient_coding_are_shown(summary):
 
 def test_a_run_without_gradient_coding_shows_no_line_for_it(summary):
     assert "gradient coding" not in summary(STARTED, Ready(0, 4.0, {}), steps_done(10))
+
+
+def test_tensorized_layers_are_set_against_the_dense_model(summary):
+    event = Tensorized(
+        form="cola",
+        wanted_rank="0.25",
+        modules=[{"name": f"layer.{number}"} for number in range(42)],
+        kept={"layer.odd": "gains nothing"},
+        parameters=2_100_000,
+        dense_parameters=5_250_000,
+        flops_per_token=4.3e6,
+        dense_flops_per_token=1e7,
+    )
+    shown = summary(STARTED, event, steps_done(10))
+    assert (
+        "tensorized cola, rank 0.25: 42 layers, 1 kept dense; 2,100,000 of 5,250,000 parameters "
+        "(0.40x), 0.43x FLOPs per token"
+    ) in shown
+
+
+def test_a_dense_model_says_nothing_of_tensors(summary):
+    assert "tensorized" not in summary(STARTED, steps_done(10))

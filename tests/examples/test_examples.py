@@ -69,3 +69,24 @@ def test_training_does_not_wait_for_a_slow_process() -> None:
     assert losses[-1] < losses[0]
     seconds = sorted(float(line.split(", ")[1].split(" s")[0]) for line in lines)
     assert seconds[1] < 1.2  # two of five steps at least are shorter than waiting's 1.6 s
+
+
+@pytest.mark.distributed
+def test_a_tensorized_model_is_trained_exported_and_writes(tmp_path: Path) -> None:
+    short = ["train.steps=12", "schedule.warmup_steps=2", "evaluate.samples=16"]
+    short += ["model.settings.num_hidden_layers=1", "data.sequence_length=32"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "pretrain_tensorized.py"), *short],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\ndef " in done.stdout
+    page = (tmp_path / "runs" / "monarch-dense.html").read_text()
+    assert "Loss for equal effort" in page
+    assert "monarch, rank 8: 7 layers replaced." in page
+    assert (tmp_path / "runs" / "monarch" / "model" / "model.safetensors").is_file()

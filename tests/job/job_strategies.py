@@ -32,6 +32,9 @@ KEYS_OF_THEIR_OWN = {
     "model.settings": TABLES.map(lambda table: {"model_type": "llama"} | table),
     # The settings are the model: the others and what depends on them would be a second one.
     "checkpoint.every_steps": st.integers(0) | st.just("auto"),
+    "tensorize.rank": st.integers(1)
+    | st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
+    | st.sampled_from(["parameters=0.3", "flops=0.25", "error=1e-3"]),
     "model.config": st.none(),
     "model.directory": st.none(),
     "model.module": st.none(),
@@ -74,7 +77,7 @@ def _tables() -> st.SearchStrategy[dict[str, dict[str, Any]]]:
 def _possible(tables: dict[str, dict[str, Any]]) -> Job:
     """The job of `tables`, with the defaults where they contradict each other."""
     job = Job.model_validate(tables)
-    for section in ("schedule", "data", "parallel", "train", "guard", "coding"):
+    for section in ("schedule", "data", "parallel", "train", "guard", "coding", "tensorize"):
         if impossible_combinations(job):
             job = Job.model_validate(tables := {**tables, section: {}})
     assert not impossible_combinations(job)

@@ -42,6 +42,9 @@ BY_ANNOTATION: dict[str, st.SearchStrategy[Any]] = {
         st.text(), st.dictionaries(st.text(), JSON_VALUES, max_size=3), max_size=3
     ),
     "dict[str, Any]": st.dictionaries(st.text(), JSON_VALUES, max_size=3),
+    "list[dict[str, Any]]": st.lists(
+        st.dictionaries(st.text(), JSON_VALUES, max_size=3), max_size=3
+    ),
 }
 
 
@@ -67,6 +70,12 @@ def messages(directory: Path, rank: int = 0) -> list[str]:
 def test_every_kind_is_known_to_the_round_trip() -> None:
     assert len(KINDS) >= 11
     assert set(KINDS) == {kind.kind for kind in KINDS.values()}
+
+
+def test_no_field_is_named_as_one_of_the_envelope() -> None:
+    envelope = {"v", "kind", "time", "monotonic", "rank", "attempt"}
+    for kind in KINDS.values():
+        assert not envelope & {each.name for each in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -169,10 +169,11 @@ def test_steps_that_were_done_again_are_drawn_once(new_run: Any) -> None:
     assert steps[-1] == 600
 
 
-def test_the_three_axes_of_the_loss(new_run: Any) -> None:
+def test_the_axes_of_the_loss(new_run: Any) -> None:
     figures = figures_of(page_of(eventful(new_run())))
-    step, tokens, seconds = (view["x"][0][-1] for view in figures["loss"]["views"])
+    step, tokens, seconds, flops = (view["x"][0][-1] for view in figures["loss"]["views"])
     assert (step, tokens) == (600, 1_228_800)
+    assert flops == pytest.approx(1_228_800 * 2.9e6, rel=1e-5)
     # Running time leaves out the 95 seconds between the attempts.
     assert 110 < seconds < 120
 

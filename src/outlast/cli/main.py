@@ -15,6 +15,7 @@ import typer
 from outlast import __version__
 from outlast.cli.ckpt import ckpt
 from outlast.cli.coding import coding
+from outlast.cli.convert import convert
 from outlast.cli.doctor import doctor
 from outlast.cli.drill import drill
 from outlast.cli.export import export
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-for command in (init, export, report, doctor, drill):
+for command in (init, export, convert, report, doctor, drill):
     app.command()(command)
 app.add_typer(ckpt)
 app.add_typer(coding)

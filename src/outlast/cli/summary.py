@@ -14,6 +14,7 @@ from outlast.records import (
     Evaluated,
     Run,
     Sampled,
+    Tensorized,
     coding_totals,
     guard_totals,
     read_run,
@@ -84,6 +85,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
             yield "throughput", f"{tokens / step_seconds:,.0f} tokens/s within steps"
     if started := run.of(AttemptStarted):
         yield "parameters", f"{started[-1][1].parameters:,}"
+    if tensorized := run.of(Tensorized):
+        yield "tensorized", _tensorized(tensorized[-1][1])
     seconds = run.seconds()
     if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
         yield "guard", guarded
@@ -96,6 +99,18 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         parts = ", ".join(f"{name} {value:.1f} s ({value / wall:.1%})" for name, value in spent)
         attempts = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
         yield "wall time", f"{wall:.1f} s in {attempts}: {parts}"
+
+
+def _tensorized(event: Tensorized) -> str:
+    """What was replaced, and what is left of the dense model's parameters and operations."""
+    layers = f"{len(event.modules):,} layers"
+    if event.kept:
+        layers += f", {len(event.kept):,} kept dense"
+    return (
+        f"{event.form}, rank {event.wanted_rank}: {layers}; {event.parameters:,} of "
+        f"{event.dense_parameters:,} parameters ({event.parameter_share:.2f}x), "
+        f"{event.flops_share:.2f}x FLOPs per token"
+    )
 
 
 def _guarded(run: Run, compute_seconds: float) -> str | None:

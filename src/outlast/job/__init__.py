@@ -24,6 +24,7 @@ from outlast.job.sections import (
     SampleSection,
     ScheduleSection,
     Section,
+    TensorizeSection,
     TrainSection,
 )
 from outlast.job.template import to_toml
@@ -46,6 +47,7 @@ __all__ = [
     "SampleSection",
     "ScheduleSection",
     "Section",
+    "TensorizeSection",
     "TrainSection",
     "default_job_text",
     "differences",

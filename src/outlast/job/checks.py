@@ -24,6 +24,8 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_guard, {"guard"}),
         (_coding, {"coding", "parallel"}),
         (_coded_guard, {"coding", "guard"}),
+        (_tensorize, {"tensorize", "parallel", "train"}),
+        (_factor_rules, {"tensorize", "optimizer"}),
     )
     return [
         problem for check, sections in checks if not sections & unsure for problem in check(job)
@@ -162,4 +164,73 @@ def _coded_guard(job: Job) -> Iterator[str]:
         yield (
             f'guard.persistent = "drop" cannot be combined with coding.scheme = '
             f'"{job.coding.scheme}", which sums gradients by itself; set it to "raise"'
+        )
+
+
+TWO_FACTORS = ("low_rank", "cola", "lax")
+NO_MATRICES = ("cola", "lax")
+SPLITTABLE = ("low_rank", "cola")
+
+
+def _tensorize(job: Job) -> Iterator[str]:
+    settings = job.tensorize
+    if settings.form == "off":
+        return
+    if job.parallel.tensor > 1 and settings.form not in SPLITTABLE:
+        yield (
+            f'tensorize.form = "{settings.form}" cannot be combined with parallel.tensor = '
+            f"{job.parallel.tensor}, which splits {' and '.join(SPLITTABLE)} alone; use "
+            "parallel.shard"
+        )
+    if settings.initialize == "from_dense" and settings.form in NO_MATRICES:
+        yield (
+            'tensorize.initialize = "from_dense" cannot be combined with tensorize.form = '
+            f'"{settings.form}", which is no matrix; use "scratch", or form = "low_rank"'
+        )
+    if settings.initialize == "from_dense" and job.model.initialize == "scratch":
+        yield (
+            'tensorize.initialize = "from_dense" would approximate random weights, since '
+            'model.initialize = "scratch"; use "scratch" for both'
+        )
+    if settings.initialize != "from_dense" and str(settings.rank).startswith("error="):
+        yield (
+            f'tensorize.rank = "{settings.rank}" is a share of the model\'s own weights and needs '
+            'tensorize.initialize = "from_dense"'
+        )
+    crossing = {
+        "parallel.pipeline": job.parallel.pipeline > 1,
+        "train.activation_checkpointing": job.train.activation_checkpointing,
+        "train.compile": job.train.compile,
+    }
+    if settings.form == "lax" and any(crossing.values()):
+        name = next(name for name, used in crossing.items() if used)
+        yield (
+            f'tensorize.form = "lax" hands features from layer to layer and cannot be combined '
+            f'with {name} yet; use "cola", or leave {name} out'
+        )
+    if settings.cores and settings.form not in ("tt", "ttm"):
+        yield (
+            f"tensorize.cores = {settings.cores} does not apply to tensorize.form = "
+            f'"{settings.form}"; remove it'
+        )
+
+
+def _factor_rules(job: Job) -> Iterator[str]:
+    settings = job.tensorize
+    if settings.form == "off":
+        return
+    if settings.spectral_limit and settings.form not in TWO_FACTORS:
+        yield (
+            f"tensorize.spectral_limit = {settings.spectral_limit:g} bounds two factors, and "
+            f'tensorize.form = "{settings.form}" has others; set it to 0'
+        )
+    if settings.mup and settings.initialize == "from_dense":
+        yield (
+            "tensorize.mup = true draws factors anew and cannot be combined with "
+            'tensorize.initialize = "from_dense"; set one of them back'
+        )
+    if settings.mup and job.optimizer.name == "muon" and settings.form in TWO_FACTORS:
+        yield (
+            "tensorize.mup = true scales AdamW's rates and cannot be combined with "
+            'optimizer.name = "muon", which scales updates itself; use "adamw"'
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ Positive = Annotated[int, Field(ge=1)]
 GuardLevel = Literal["off", "light", "linear", "full"]
 CodingScheme = Literal[
     "off", "coverage", "fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph"
+]
+
+TensorForm = Literal[
+    "off", "low_rank", "cola", "lax", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain"
 ]
 
 TOML_VALUES = "text, a number, true, false, a list or a table of these"
@@ -71,6 +75,35 @@ def _is_nan(value: Any) -> bool:
 
 
 Table = Annotated[dict[str, Any], AfterValidator(_only_toml)]
+
+
+RANKS = (
+    "a whole number from 1 on, a share such as 0.25 above 0 and below 1, or a budget: "
+    '"parameters=0.3", "flops=0.3" or "error=0.1"'
+)
+
+
+def _rank(value: Any) -> Any:
+    if isinstance(value, str):
+        kind, _, amount = value.partition("=")
+        if kind in ("parameters", "flops", "error") and _is_share(amount):
+            return value
+    elif not isinstance(value, bool):
+        if isinstance(value, int) and value >= 1:
+            return value
+        if isinstance(value, float) and 0.0 < value < 1.0:
+            return value
+    raise PydanticCustomError("rank", "{right}", {"right": RANKS})
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0.0 < float(text) < 1.0
+    except ValueError:
+        return False
+
+
+Rank = Annotated[int | float | str, PlainValidator(_rank)]
 
 
 class Section(BaseModel):
@@ -175,6 +208,54 @@ class TrainSection(Section):
     stop_after_steps: Count = setting(
         0,
         "stop this start of the run after so many steps, as if a signal had come; 0: never",
+        identity=False,
+    )
+
+
+class TensorizeSection(Section):
+    """Linear layers with fewer parameters and operations, in place of the model's own."""
+
+    form: TensorForm = setting(
+        "off",
+        "low_rank: two factors; cola: with a nonlinearity between them; lax: with what the layer "
+        "before has between its own; monarch, btt: block-diagonal factors; tt, ttm, tucker, cp: "
+        "chains of small cores; sltrain: low rank and sparse",
+    )
+    rank: Rank = setting(
+        0.25,
+        "a whole number; a share (of the narrower side with two factors, else of the dense "
+        'parameters); or a budget such as "parameters=0.3", "flops=0.3" or "error=0.1"',
+    )
+    match: list[str] = setting(
+        [], "name patterns of the layers to replace; none: all linear ones but the head"
+    )
+    exclude: list[str] = setting([], "name patterns of layers that stay as they are")
+    activation: Literal["silu", "gelu", "relu", "tanh"] = setting(
+        "silu", "cola: the nonlinearity between the factors"
+    )
+    cores: Count = setting(0, "tt, ttm: cores of a layer's inputs; 0: the form's own number")
+    initialize: Literal["auto", "scratch", "from_dense"] = setting(
+        "auto",
+        "scratch: random factors; from_dense: those nearest to the model's weights; auto: the "
+        "latter where weights were loaded",
+    )
+    force: bool = setting(False, "also replace layers that gain nothing from it")
+    mup: bool = setting(
+        False, "muP: start and learning rate of every factor by its own fan in and fan out"
+    )
+    spectral_limit: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        "two factors: how far a step may move their product, in the spectral norm, at the peak "
+        "learning rate; 0: no limit",
+    )
+    product_weight_decay: bool = setting(
+        False, "decay the product of the factors in place of the factors"
+    )
+    spikes: bool = setting(True, "warn of spikes of the loss", identity=False)
+    calibrate: bool = setting(
+        False,
+        "measure what operations cost on this machine, if that was not done yet (ten seconds), so "
+        "that the ways to compute layers are chosen for it",
         identity=False,
     )
 
@@ -448,6 +529,7 @@ class Job(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
+    tensorize: TensorizeSection = TensorizeSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()

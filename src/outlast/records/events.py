@@ -55,6 +55,45 @@ class AttemptStarted(Event):
 
 
 @dataclass(frozen=True)
+class Tensorized(Event):
+    """Linear layers of the model were replaced by structured ones, in this attempt as in all.
+
+    Attributes:
+        form: The form that was asked for, as in ``tensorize.form``.
+        wanted_rank: As in ``tensorize.rank``, as text.
+        modules: Of every layer that was replaced: ``name``, ``form``, ``rank`` (as text),
+            ``in_features``, ``out_features``, ``parameters`` and ``dense_parameters``, ``flops``
+            and ``dense_flops`` (per token, forward), and ``predicted_speed`` (over the dense
+            layer's, on this machine; None where it is not known).
+        kept: Name of each layer that was to be replaced and was not -> why not.
+        parameters: Of the whole model, and of the same model with dense layers.
+        dense_parameters: See `parameters`.
+        flops_per_token: Forward and backward, of the whole model, and with dense layers.
+        dense_flops_per_token: See `flops_per_token`.
+    """
+
+    kind: ClassVar[str] = "tensorized"
+    form: str
+    wanted_rank: str
+    modules: list[dict[str, Any]]
+    kept: dict[str, str]
+    parameters: int
+    dense_parameters: int
+    flops_per_token: float
+    dense_flops_per_token: float
+
+    @property
+    def parameter_share(self) -> float:
+        """Parameters over those of the dense model."""
+        return self.parameters / self.dense_parameters
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs per token over those of the dense model."""
+        return self.flops_per_token / self.dense_flops_per_token
+
+
+@dataclass(frozen=True)
 class Ready(Event):
     """Set-up is over and the first step begins.
 

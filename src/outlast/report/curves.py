@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outlast.report import palette, text
+from outlast.report.overview import flops_of
 from outlast.report.series import downsample, smooth, smoothing_window
 
 if TYPE_CHECKING:
@@ -111,22 +112,28 @@ def loss_figure(overviews: Sequence[Overview]) -> Figure:
     """Training loss (raw and smoothed) and validation loss of all runs."""
     unit, unit_seconds = text.clock_unit(max(each.split.wall_seconds for each in overviews))
     traces: list[dict[str, Any]] = []
-    x: list[list[list[Any]]] = [[], [], []]
-
-    def add(trace: dict[str, Any], curve: Training | Validation, kept: Integers) -> None:
-        traces.append(trace)
-        x[0].append(curve.step[kept].tolist())
-        x[1].append(curve.tokens[kept].tolist())
-        x[2].append(_rounded(curve.seconds[kept] / unit_seconds))
-
+    x: list[list[list[Any]]] = [[], [], [], []]
     single = len(overviews) == 1
     for index, each in enumerate(overviews):
         for trace, curve, kept in _loss_traces(each, index, single):
-            add(trace, curve, kept)
-    titles = ("steps done", "tokens trained on", f"running time in {unit}, without gaps")
+            traces.append(trace)
+            x[0].append(curve.step[kept].tolist())
+            x[1].append(curve.tokens[kept].tolist())
+            x[2].append(_rounded(curve.seconds[kept] / unit_seconds))
+            flops = flops_of(each, curve.tokens[kept])
+            x[3].append([None] * len(kept) if flops is None else _rounded(flops))
+    titles = (
+        "steps done",
+        "tokens trained on",
+        f"running time in {unit}, without gaps",
+        "FLOPs of the model",
+    )
     views = tuple(
         View(label, title, positions)
-        for label, title, positions in zip(("step", "tokens", "time"), titles, x, strict=True)
+        for label, title, positions in zip(
+            ("step", "tokens", "time", "FLOPs"), titles, x, strict=True
+        )
+        if any(value is not None for each in positions for value in each)
     )
     hidden = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     figure_layout = layout(430, titles[0], "loss in nats per token", yaxis2=hidden)

@@ -178,6 +178,13 @@ def running_clock(run: Run) -> Callable[[Record], float]:
     return clock
 
 
+def flops_of(overview: Overview, tokens: Integers) -> Floats | None:
+    """Model FLOPs that training on so many tokens has taken, or None where that is not known."""
+    starts = overview.starts
+    per_token = starts[max(starts)].flops_per_token if starts else 0.0
+    return tokens.astype(np.float64) * per_token if per_token > 0 else None
+
+
 def time_split(run: Run) -> TimeSplit:
     """Seconds by purpose, completed by the rest up to the wall time of all attempts."""
     found = run.seconds()

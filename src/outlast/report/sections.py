@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from outlast.report import charts, curves, palette, text
 from outlast.report.coded import coding_figure, coding_part
+from outlast.report.compare import comparison
 from outlast.report.guarded import guard_part
 from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
 from outlast.report.tables import (
@@ -18,6 +19,7 @@ from outlast.report.tables import (
     warnings_list,
     words,
 )
+from outlast.report.tensorized import tensorized_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,6 +133,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
 
     parts = [
         _section("loss", "Loss", _loss_note(), _plot(by_name["loss"])),
+        _compared_runs(overviews),
         '<div class="pair">',
         _section("throughput", "Throughput", _THROUGHPUT_NOTE, _plot(by_name["throughput"])),
         _section("step-time", "Step time", _STEP_TIME_NOTE, _plot(by_name["step-time"])),
@@ -141,6 +144,9 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         ),
         _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
         _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
+        _section(
+            "tensorized", "Tensorized layers", _TENSORIZED_NOTE, _each(overviews, tensorized_part)
+        ),
         _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
         _section("coding", "Gradient coding", _CODING_NOTE, _each(overviews, coding)),
         _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
@@ -155,11 +161,27 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
     return "\n".join(parts)
 
 
+def _compared_runs(overviews: Sequence[Overview]) -> str:
+    if len(overviews) == 1:
+        return ""
+    title = "Loss for equal effort"
+    return _section("comparison", title, _COMPARISON_NOTE, comparison(overviews))
+
+
 _THROUGHPUT_NOTE = "Measured; light: every record, strong: moving mean."
 _STEP_TIME_NOTE = "Measured, every step that was done, also those done again later."
 _TIME_NOTE = (
     "Measured on rank 0. Lost work is the time of steps that a later attempt did again; not "
     "recorded is the time after the last step record of an attempt that was killed."
+)
+_COMPARISON_NOTE = (
+    "Measured; FLOPs are those that the models need, computed from their layers. Time in steps "
+    "leaves out start-up, evaluations and checkpoints. A run in the middle of its schedule looks "
+    "worse than one of that length would: compare runs that are complete."
+)
+_TENSORIZED_NOTE = (
+    "Computed from the layers: what every token is multiplied with, by the way with the fewest "
+    "operations."
 )
 _GUARD_NOTE = (
     "Measured on rank 0; findings of all ranks. Sigma is the standard deviation that rounding "

@@ -13,6 +13,7 @@ from outlast.records import (
     CheckpointFailed,
     CheckpointSaved,
     StepsDone,
+    Tensorized,
     coding_totals,
     guard_totals,
 )
@@ -176,7 +177,18 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
         yield KeyFigure("Tokens", Unavailable(_NO_STEP))
     known = start is not None and start.parameters > 0
     parameters = text.count(start.parameters) if start and known else Unavailable(_NO_START)
-    yield KeyFigure("Parameters", parameters)
+    tensorized = overview.run.of(Tensorized)
+    note = ""
+    if tensorized:
+        event = tensorized[-1][1]
+        note = f"{event.form}: {event.parameter_share:.2f}x those of the dense model"
+    yield KeyFigure("Parameters", parameters, note=note)
+    if start is not None and start.flops_per_token > 0:
+        note = "forward and backward"
+        if tensorized:
+            note += f"; {event.flops_share:.2f}x those of the dense model"
+        flops = text.count(round(start.flops_per_token))
+        yield KeyFigure("FLOPs per token", flops, note=note, kind="predicted")
     sizes = " → ".join(str(size) for size in overview.world_sizes)
     yield KeyFigure("Processes", sizes if starts else Unavailable(_NO_START))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outlast.tensorize.accounting import Account, account, counted_flops, kept_bytes
     from outlast.tensorize.budget import Budget
+    from outlast.tensorize.export import absorb, export_dense, export_factored, load_factored
     from outlast.tensorize.forms.block import BTTLinear, MonarchLinear
     from outlast.tensorize.forms.cp import CPLinear
     from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
@@ -54,12 +55,16 @@ _HOMES = {
     "TTMEmbedding": "forms.embedding",
     "TTMLinear": "forms.tensor_train",
     "TuckerLinear": "forms.tucker",
+    "absorb": "export",
     "account": "accounting",
     "calibrate": "planner",
     "counted_flops": "accounting",
     "effective_parameters": "quality",
+    "export_dense": "export",
+    "export_factored": "export",
     "kept_bytes": "accounting",
     "latent_contexts": "forms.latent",
+    "load_factored": "export",
     "merged": "layer",
     "parameter_groups": "rules.groups",
     "tensorize": "replace",
@@ -85,12 +90,16 @@ __all__ = [
     "TTMEmbedding",
     "TTMLinear",
     "TuckerLinear",
+    "absorb",
     "account",
     "calibrate",
     "counted_flops",
     "effective_parameters",
+    "export_dense",
+    "export_factored",
     "kept_bytes",
     "latent_contexts",
+    "load_factored",
     "merged",
     "parameter_groups",
     "tensorize",

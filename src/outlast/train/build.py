@@ -39,7 +39,7 @@ from outlast.train.evaluate import Evaluation
 from outlast.train.guarding import RunGuard
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
-from outlast.train.model import ModelSize, build_model, held_blocks, size_of
+from outlast.train.model import ModelSize, held_blocks, size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import (
     compile_blocks,
@@ -52,6 +52,14 @@ from outlast.train.parallelize import (
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.ranks import together
 from outlast.train.saving import cadence_of
+from outlast.train.tensorizing import (
+    SpikeWatch,
+    add_update_rules,
+    build_whole_model,
+    calibrate_planner,
+    factor_rules,
+    slow_layers,
+)
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
@@ -134,7 +142,12 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
-    model = together(lambda: build_model(job))
+    calibrate_planner(job, setup.ranks, device)
+    model, tensorized = together(lambda: build_whole_model(job))
+    if tensorized is not None and records is not None:
+        records.write(tensorized)
+        if (warning := slow_layers(tensorized)) is not None:
+            records.write(warning)
     size = size_of(model, job.data.sequence_length)
     setup.timed("model", begun)
     begun = time.perf_counter()
@@ -157,7 +170,8 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         engine, notes = _coded_engine(setup, engine, loader, mesh)
     elif job.coding.scheme != "off" and records is not None:
         records.write(Warned("with one replica there is nothing for [coding] to do"))
-    optimizers = build_optimizers(model, job.optimizer)
+    optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
+    add_update_rules(model, optimizers, job.tensorize, job.optimizer)
     store = _store(setup)
     replay = None
     if job.checkpoint.replay != "off":
@@ -185,6 +199,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         settle_reduction_order=(
             layout.replicate > 2 and layout.shard * layout.pipeline == 1 and notes is None
         ),
+        spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
     )
     return trainer, size
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, OutlastError
-from outlast.train.model import build_model, load_config, logits_of
+from outlast.train.model import load_config, logits_of
+from outlast.train.tensorizing import build_whole_model, save_model, starts_from_dense
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,9 @@ def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
     scratch = job.model_copy(
         update={"model": job.model.model_copy(update={"initialize": "scratch"})}
     )
-    model = build_model(scratch if not job.model.module else job)
+    # Ranks may follow from the weights that a model began with.
+    begins_anew = not job.model.module and not starts_from_dense(job)
+    model, _ = build_whole_model(scratch if begins_anew else job)
     store = CheckpointStore(directory.checkpoints, keep=job.checkpoint.keep, collective=False)
     restored = store.restore({"model": model})
     store.close()
@@ -78,7 +81,7 @@ def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.redirect_stderr(io.StringIO()):
-            model.save_pretrained(partial)  # type: ignore[operator]
+            save_model(model, partial, job.tensorize)
         _save_tokenizer(job, partial)
         shutil.rmtree(earlier, ignore_errors=True)
         if target.exists():

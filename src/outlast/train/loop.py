@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from outlast.train.guarding import RunGuard
     from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
+    from outlast.train.tensorizing import SpikeWatch
     from outlast.train.waits import CommunicationWait
 
 
@@ -101,6 +102,7 @@ class Trainer:
     stop: StopFlag
     records: RecordWriter | None
     settle_reduction_order: bool
+    spikes: SpikeWatch | None = None
     before_step: Callable[[int], None] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
@@ -252,6 +254,8 @@ class Trainer:
         if found:
             self._record_findings()
         interval.losses.append(mean_loss)
+        if self.spikes is not None and (warning := self.spikes.observe(done, mean_loss)):
+            self._record(warning)
         return stops > 0, saves > 0
 
     def _record_guard(self, step: int) -> None:

@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 from outlast.errors import OutlastError
+from outlast.job.checks import NO_MATRICES
+from outlast.tensorize.network import Route, lower
+from outlast.tensorize.rules.layers import Factored, structured_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -173,7 +176,7 @@ def build_model(job: Job) -> nn.Module:
     assert config is not None
     settings = {"attn_implementation": model.attention, "dtype": torch.float32}
     try:
-        if _wants_weights(model):
+        if wants_weights(model):
             built, found = AutoModelForCausalLM.from_pretrained(
                 model.directory,
                 config=config,
@@ -198,7 +201,12 @@ def build_model(job: Job) -> nn.Module:
     return built.train()
 
 
-def _wants_weights(model: ModelSection) -> bool:
+def wants_weights(model: ModelSection) -> bool:
+    """Whether the weights of model.directory are loaded.
+
+    Raises:
+        OutlastError: When they cannot be, or are asked for and not there.
+    """
     if model.initialize == "scratch" or not model.directory:
         return False
     has_weights = any(Path(model.directory).glob("*.safetensors"))
@@ -257,21 +265,49 @@ def flops_per_token(model: nn.Module, sequence_length: int, config: Any = None) 
     """Floating-point operations per trained token, forward and backward.
 
     6 N + 12 L h s (Kaplan et al. 2020; Narayanan et al. 2021, without the causal halving), where N
-    counts the parameters of matrices that are multiplied (an input embedding is only looked up).
+    counts the parameters of matrices that are multiplied (an input embedding is only looked up). Of
+    a structured layer it counts `products_per_token` in place of the factors.
     """
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    structured = list(structured_layers(model))
+    factors = {id(factor) for layer in structured for factor in layer.factors}
     matrices = sum(
         parameter.numel()
         for parameter in model.parameters()
-        if parameter.ndim >= 2 and (id(parameter) not in lookups or id(parameter) in products)
+        if parameter.ndim >= 2
+        and id(parameter) not in factors
+        and (id(parameter) not in lookups or id(parameter) in products)
     )
+    matrices += sum(products_per_token(layer) for layer in structured)
     attention = 0.0
     if config is not None:
         text = config.get_text_config()
         layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
         attention = 12.0 * layers * width * sequence_length
     return 6.0 * matrices + attention
+
+
+def products_per_token(layer: Factored) -> int:
+    """Multiplications of one token's features by a structured layer, by the way with the fewest.
+
+    Ways are two products of merged cores and, of linear forms, the rebuilt dense weight. Merging is
+    left out, since it does not depend on the number of tokens. Where more is computed because that
+    is faster, it is no more useful. An embedding only looks up.
+    """
+    network = layer.network
+    if layer.looks_up:
+        return 0
+    dense = network.in_features * network.out_features
+    if layer.module.form == "sltrain":  # what is sparse cannot be left apart
+        return dense
+    count = len(network.cores)
+    cuts = [Route((left, count - left)) for left in range(1, count)]
+    found = [
+        sum(stage.b * stage.m * stage.k * stage.f for stage in lower(network, cut).stages)
+        for cut in cuts
+    ]
+    return min(found if layer.module.form in NO_MATRICES else [*found, dense])
 
 
 @dataclass(frozen=True)

@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from outlast.tensorize.rules.muon import UnfoldedMuon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outlast.job import OptimizerSection
+    from outlast.train.tensorizing import FactorRules
 
 
-def build_optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: nn.Module, settings: OptimizerSection, factors: FactorRules | None = None
+) -> list[torch.optim.Optimizer]:
     """AdamW alone, or Muon for hidden matrices and AdamW for the rest.
 
     Embeddings, the output head and vectors never go to Muon, whose orthogonal update is meant for
-    matrices between hidden layers (Jordan et al. 2024). Weight decay is applied to matrices only.
-    Every group keeps its peak rate as ``initial_lr``.
+    matrices between hidden layers (Jordan et al. 2024); cores of structured layers are unfolded to
+    such. Weight decay is applied to matrices only. Every group keeps its peak rate as
+    ``initial_lr``.
+
+    Args:
+        model: Already parallel, on this rank.
+        settings: The job's [optimizer].
+        factors: What holds for the factors of structured layers.
     """
     outer = _outer_matrices(model)
-    hidden, decayed, vectors = [], [], []
+    # By whether they are decayed, and the others by their rate, too.
+    hidden: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    cores: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    others: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            vectors.append(parameter)
-        elif settings.name == "muon" and parameter.ndim == 2 and name not in outer:
-            hidden.append(parameter)
+        identity, rate, decayed = id(parameter), 1.0, parameter.ndim >= 2
+        is_matrix, is_core = parameter.ndim == 2 and name not in outer, False
+        if factors is not None:
+            rate = factors.multipliers.get(parameter, 1.0)
+            decayed = decayed and identity not in factors.decayed_elsewhere
+            is_core = parameter in factors.unfoldings
+            is_matrix = is_matrix and not is_core and identity not in factors.looked_up
+        if settings.name == "muon" and is_matrix:
+            hidden[decayed].append(parameter)
+        elif settings.name == "muon" and is_core:
+            cores[decayed].append(parameter)
         else:
-            decayed.append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+            others.setdefault((rate, decayed), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
-    if hidden:
+    rates: dict[str, Any] = {"lr": settings.muon_learning_rate, "momentum": settings.momentum}
+    if any(hidden.values()):
+        optimizers.append(torch.optim.Muon(_groups(hidden, settings.weight_decay), **rates))
+    if factors is not None and any(cores.values()):
         optimizers.append(
-            torch.optim.Muon(
-                hidden,
-                lr=settings.muon_learning_rate,
-                momentum=settings.momentum,
-                weight_decay=settings.weight_decay,
-            )
+            UnfoldedMuon(_groups(cores, settings.weight_decay), factors.unfoldings, **rates)
         )
-    if groups := [group for group in groups if group["params"]]:
+    groups = [
+        {
+            "params": parameters,
+            "weight_decay": settings.weight_decay if decayed else 0.0,
+            "lr": settings.learning_rate * rate,
+        }
+        for (rate, decayed), parameters in others.items()
+        if parameters
+    ]
+    if groups:
         optimizers.append(
             torch.optim.AdamW(
                 groups,
@@ -56,6 +80,14 @@ def build_optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
     return optimizers
+
+
+def _groups(by_decay: dict[bool, list[nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
+        for decayed, parameters in by_decay.items()
+        if parameters
+    ]
 
 
 def _outer_matrices(model: nn.Module) -> set[str]:

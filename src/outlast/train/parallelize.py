@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +27,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import OutlastError
+from outlast.tensorize.forms.low_rank import LowRankLinear
+from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
+from outlast.tensorize.parallel.fsdp import shard_tensorized
 from outlast.train.model import blocks_of
 
 if TYPE_CHECKING:
@@ -83,7 +86,13 @@ def _matching(patterns: dict[str, str], name: str) -> str | None:
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Distribute the matrices named by the model's plan over the mesh, keeping tied ones tied."""
+    """Distribute the matrices named by the model's plan over the mesh, keeping tied ones tied.
+
+    A model of two-factor layers is split at their ranks instead, where collectives are narrow.
+    """
+    if any(isinstance(module, LowRankLinear) for module in model.modules()):
+        parallelize_bottleneck(model, mesh)
+        return
     tied = _tied_parameters(model)
     parallelize_module(model, mesh, tensor_plan(model))
     for first, others in tied.items():
@@ -136,13 +145,14 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
-    """FSDP2: shard every block and the rest over the mesh (2-D: replicate x shard, HSDP)."""
+    """FSDP2: shard every block and the rest over the mesh (2-D: replicate x shard, HSDP).
+
+    Small cores of tensorized layers are cut along a dimension that leaves no rank empty.
+    """
     policy = MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in blocks_of(model).values():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard_tensorized(model, mesh, units=blocks_of(model).values(), policy=policy)
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:

@@ -34,6 +34,7 @@ from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
 from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
+from outlast.train.tensorizing import export_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,6 +220,8 @@ def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int
     job, directory = setup.job, setup.directory
     if job.export.huggingface and job.model.module is None:
         export_model(job, directory, directory.model)
+        if (note := export_note(job.tensorize)) is not None:
+            records.write(Warned(note))
     if job.sample.tokens and data.tokenizer is not None:
         model, _ = load_trained(job, directory)
         text = continue_text(

@@ -1,0 +1,373 @@
+"""Trained models as folders that load elsewhere, and layers as fast ones for generating text.
+
+`export_dense` writes a plain Hugging Face model, `export_factored` the factors themselves, and
+`absorb` merges chains of cores in place. None of them changes what the model computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.hf import entry as entries
+from outlast.tensorize.hf.folder import copy_tokenizer, new_folder
+from outlast.tensorize.hf.plain import Structured, dense_layer, is_matrix, merged_layer, structured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+VARIANT = "factored"
+"""Part of the names of files of factors, so that nobody takes them for the dense weights."""
+
+_CONFIG = "config.json"
+_CODE_FILE = "modeling_outlast.py"
+_SHARD = "5GB"
+
+
+def absorb(model: nn.Module) -> dict[str, str]:
+    """Merge the cores of a model's layers, in place, for generating text.
+
+    Tensor trains, Tucker and CP layers become two factors, of the rank of the best cut of their
+    chain, where that is fewer parameters than dense; what is not two matrices (tensor-train
+    matrices, low rank plus sparse) or has no fewer parameters becomes `nn.Linear` or
+    `nn.Embedding`. Block tensor trains, Monarch layers and nonlinear ones stay. The model computes
+    the same, up to rounding. Layers that share their factors still do.
+
+    Args:
+        model: Any module; call it before `torch.compile` and after training.
+
+    Returns:
+        Name of every changed layer -> ``low_rank`` or ``dense``.
+    """
+    changed = {}
+    for name, layer in _replaced(model, merged_layer).items():
+        model.set_submodule(name, layer)
+        changed[name] = "low_rank" if hasattr(layer, "network") else "dense"
+    return changed
+
+
+def _replaced(model: nn.Module, make: Callable[[Structured], nn.Module]) -> dict[str, nn.Module]:
+    """What `make` gives for every layer that it changes; shared factors stay shared."""
+    made: dict[int, nn.Module] = {}
+    leaders: dict[tuple[int, ...], nn.Module] = {}
+    found = {}
+    for name, layer in structured(model).items():
+        if id(layer) not in made:
+            new = make(layer)
+            leader = leaders.setdefault(tuple(map(id, layer.factors())), new)
+            if leader is not new:
+                _share_weights(new, leader)
+            made[id(layer)] = new
+        if made[id(layer)] is not layer:
+            found[name] = made[id(layer)]
+    return found
+
+
+def _share_weights(layer: nn.Module, leader: nn.Module) -> None:
+    for name, parameter in list(leader.named_parameters()):
+        home, _, last = name.rpartition(".")
+        if last == "weight":
+            setattr(layer.get_submodule(home), last, parameter)
+
+
+def export_dense(
+    model: nn.Module,
+    directory: Path | str,
+    *,
+    tokenizer: Path | str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str = _SHARD,
+) -> Path:
+    """Write a plain Hugging Face model, with dense weights in the place of factors.
+
+    ``AutoModelForCausalLM.from_pretrained(directory)`` loads it without Outlast. The given model
+    is not changed; meanwhile its dense weights take memory as well.
+
+    Args:
+        model: A `PreTrainedModel` of transformers.
+        directory: Where to; appears whole or not at all.
+        tokenizer: A folder whose tokenizer files are copied.
+        overwrite: Replace a model that is there.
+        max_shard_size: Size from which weights are written in several files.
+
+    Returns:
+        The directory.
+
+    Raises:
+        TensorizeError: The model is none of transformers, a layer is no matrix, or the directory
+            cannot be written.
+    """
+    _check_model(model)
+    for name, layer in structured(model).items():
+        if not is_matrix(layer):
+            raise TensorizeError(
+                f"{name} ({layer.form}) is no matrix, so there is no dense model of the same "
+                "function: write its factors (export_factored, --as factored)"
+            )
+    plain = _dense_model(model)
+    target = Path(directory)
+    with new_folder(target, overwrite=overwrite) as folder:
+        _save(plain, folder, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), folder)
+    return target
+
+
+def _save(model: Any, folder: Path, **options: Any) -> None:
+    """``save_pretrained`` without its progress bar."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder, **options)
+
+
+def _check_model(model: nn.Module) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TensorizeError(
+            f"{type(model).__name__} is no model of transformers, so it has no config.json: save "
+            "its state_dict(), after outlast.tensorize.export.absorb where it is to run elsewhere"
+        )
+    if getattr(model.config, entries.KEY, None) is not None:
+        raise TensorizeError(
+            "the model was loaded with trust_remote_code: load it with "
+            "outlast.tensorize.export.load_factored to export it again"
+        )
+
+
+def _dense_model(model: Any) -> Any:
+    """A new model of the same class with plain layers."""
+    state = dict(model.state_dict())
+    for name, layer in _replaced(model, dense_layer).items():
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            del state[key]
+        state.update({f"{name}.{key}": value for key, value in layer.state_dict().items()})
+    skeleton = skeleton_of(model)
+    state = _as_native(state, model, skeleton)
+    tied = set(_tied(skeleton))
+    if any(not _are_one(state, *pair) for pair in _tied(skeleton).items()):
+        skeleton, tied = skeleton_of(model, tie_word_embeddings=False), set()
+    seen: set[int] = set()
+    for key, value in state.items():
+        # What transformers does not know to be tied must not share memory in a file.
+        if key not in tied and value.data_ptr() in seen:
+            state[key] = value.clone()
+        elif key not in tied:
+            seen.add(value.data_ptr())
+    skeleton.load_state_dict(state, assign=True)
+    if model.can_generate():
+        skeleton.generation_config = copy.deepcopy(model.generation_config)
+    return skeleton.eval()
+
+
+def _tied(skeleton: Any) -> dict[str, str]:
+    """Name of every parameter that transformers ties -> that of the one that it is tied to."""
+    return dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
+
+
+def _are_one(state: Mapping[str, Tensor], key: str, source: str) -> bool:
+    one, other = state.get(key), state.get(source)
+    return one is not None and other is not None and one.data_ptr() == other.data_ptr()
+
+
+def skeleton_of(model: Any, **settings: Any) -> Any:
+    """The dense model of the same class and config, on the meta device.
+
+    Args:
+        model: A `PreTrainedModel`.
+        settings: To change in the config.
+    """
+    config = copy.deepcopy(model.config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def _as_native(
+    state: dict[str, Tensor], model: nn.Module, skeleton: nn.Module
+) -> dict[str, Tensor]:
+    """Transpose weights that the model has as (out, in) and its class as (in, out): Conv1D."""
+    state = dict(state)
+    for name, module in skeleton.named_modules():
+        key = f"{name}.weight"
+        if (
+            type(module).__name__ == "Conv1D"
+            and key in state
+            and type(model.get_submodule(name)) is not type(module)
+        ):
+            state[key] = state[key].t().contiguous()
+    return state
+
+
+def export_factored(
+    model: nn.Module,
+    directory: Path | str,
+    *,
+    merged: bool = False,
+    tokenizer: Path | str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str = _SHARD,
+) -> Path:
+    """Write a model's factors as they are; `load_factored` gives the very same model.
+
+    The weights are in ``model.factored.safetensors`` (or several such files), which
+    ``from_pretrained`` does not take for a dense model's. The entry ``outlast_tensorize`` of
+    config.json describes the layers, see `outlast.tensorize.hf.entry`. Unless layers cross latents
+    or share factors, ``modeling_outlast.py`` is written as well, with which
+    ``from_pretrained(directory, trust_remote_code=True)`` loads the model without Outlast.
+
+    Args:
+        model: A `PreTrainedModel` of transformers with structured layers.
+        directory: Where to; appears whole or not at all.
+        merged: Merge chains of cores to two factors first, see `absorb`.
+        tokenizer: A folder whose tokenizer files are copied.
+        overwrite: Replace a model that is there.
+        max_shard_size: Size from which weights are written in several files.
+
+    Returns:
+        The directory.
+
+    Raises:
+        TensorizeError: The model is none of transformers or has no structured layers, or the
+            directory cannot be written.
+    """
+    import transformers
+
+    _check_model(model)
+    if not structured(model):
+        raise TensorizeError(
+            "the model has no structured layers, so there are no factors to write: use "
+            "export_dense, or tensorize it first"
+        )
+    name = type(model).__name__
+    if not hasattr(transformers, name):
+        raise TensorizeError(f"{name} is no class of transformers itself: use export_dense")
+    if merged:
+        model = copy.deepcopy(model)
+        absorb(model)
+    skeleton = skeleton_of(model)
+    every = model.state_dict(keep_vars=True)
+    shared = entries.shared_names(every)
+    own = {key: value.detach() for key, value in every.items() if key not in shared}
+    own = {key: value.contiguous() for key, value in _as_native(own, model, skeleton).items()}
+    described = entries.describe(model, shared)
+    target = Path(directory)
+    with new_folder(target, overwrite=overwrite) as folder:
+        _save(
+            model,
+            folder,
+            state_dict=own,
+            variant=VARIANT,
+            save_original_format=False,
+            max_shard_size=max_shard_size,
+        )
+        content = json.loads((folder / _CONFIG).read_text())
+        content[entries.KEY] = described
+        content.pop("auto_map", None)
+        if content.get("tie_word_embeddings") and not set(_tied(skeleton)) & set(shared):
+            content["tie_word_embeddings"] = False
+        if not described["lines"] and set(shared) <= set(_tied(skeleton)):
+            auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"  # type: ignore[operator]
+            content["auto_map"] = {auto: f"{Path(_CODE_FILE).stem}.Tensorized"}
+            (folder / _CODE_FILE).write_text(_code_for(name))
+        (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), folder)
+    return target
+
+
+def _code_for(model_class: str) -> str:
+    """The file of layers in plain torch, on top of a class of transformers."""
+    code = (Path(entries.__file__).parent / "modelling.py").read_text()
+    return code.replace("import PreTrainedModel as Dense", f"import {model_class} as Dense")
+
+
+def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> Any:
+    """The model that `export_factored` wrote, with equal tensors of equal dtypes.
+
+    Nothing that the folder contains is executed.
+
+    Args:
+        directory: What was written.
+        device: Where the model's tensors go.
+
+    Returns:
+        A `PreTrainedModel` in evaluation mode.
+
+    Raises:
+        TensorizeError: The directory is none that `export_factored` wrote, or is damaged.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    folder = Path(directory)
+    content = _json(folder / _CONFIG)
+    entry = entries.checked(content.get(entries.KEY), str(folder / _CONFIG))
+    kind = getattr(transformers, str(entry.get("model_class")), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise TensorizeError(
+            f"{folder} holds a {entry.get('model_class')}, which this transformers "
+            f"({transformers.__version__}) does not have: use the version that wrote it"
+        )
+    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    for extra in (entries.KEY, "auto_map"):
+        if hasattr(config, extra):
+            delattr(config, extra)
+    with no_init_weights():
+        model: Any = kind(config)
+    entries.put_in_layers(model, entry)
+    tensors = _tensors(folder)
+    try:
+        found = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TensorizeError(f"{folder} is damaged: {reason}; write it again") from None
+    missing = set(found.missing_keys) - set(entry["shared"])
+    if missing or found.unexpected_keys:
+        raise TensorizeError(
+            f"{folder} is damaged: missing are {sorted(missing)[:3]}, unexpected "
+            f"{found.unexpected_keys[:3]}; write it again"
+        )
+    entries.share(model, entry["shared"])
+    if (folder / "generation_config.json").is_file():
+        generation = transformers.GenerationConfig.from_pretrained(
+            str(folder), local_files_only=True
+        )
+        model.generation_config = generation
+    return model.to(device).eval()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise TensorizeError(f"{file} cannot be read: {error}") from None
+    return content
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, from one file or several."""
+    index = folder / f"model.safetensors.index.{VARIANT}.json"
+    names = [f"model.{VARIANT}.safetensors"]
+    if index.exists():
+        names = sorted(set(_json(index)["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            # An index names files of its own folder alone.
+            tensors.update(load_file(folder / Path(name).name))
+        except (OSError, SafetensorError) as error:
+            raise TensorizeError(f"{folder / name} cannot be read: {error}") from None
+    return tensors

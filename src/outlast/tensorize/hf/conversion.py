@@ -1,0 +1,324 @@
+"""Converting a whole dense model: its layers replaced, and fitted to what they read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import glob
+import io
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.catalogue import form_named
+from outlast.tensorize.convert.blocks import to_blocks_for_inputs
+from outlast.tensorize.convert.distill import cosine, distill_model
+from outlast.tensorize.convert.moments import InputMoments
+from outlast.tensorize.convert.start import start_from_dense
+from outlast.tensorize.convert.whitening import low_rank_for_inputs, output_change
+from outlast.tensorize.hf import entry as entries
+from outlast.tensorize.hf.calibration import batches, perplexity
+from outlast.tensorize.replace import tensorize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from outlast.tensorize.budget import Rank
+    from outlast.tensorize.hf.calibration import Text
+    from outlast.tensorize.table import Replacements
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is, and how much there is."""
+
+_MOMENT_BYTES = 2 << 30
+"""Second moments that are held at a time; with more, the text is read once more."""
+
+NO_MATRICES = ("cola", "lax")
+"""Forms with something between their factors."""
+
+_FITTED = ("low_rank", "btt", "monarch", "cola")
+_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What becomes of a model; see `outlast.tensorize.replace.tensorize`.
+
+    Attributes:
+        form: The form.
+        rank: See `outlast.tensorize.budget.Rank`.
+        match: Patterns of names.
+        exclude: Patterns of names that stay.
+        activation: Of ``cola``.
+        cores: Modes on each side.
+        force: Also replace what gains nothing.
+        distill_steps: Steps in which every layer learns to answer as the dense one does.
+    """
+
+    form: str = "low_rank"
+    rank: Rank = 0.25
+    match: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    activation: str = "silu"
+    cores: int | None = None
+    force: bool = False
+    distill_steps: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """A converted model.
+
+    Attributes:
+        model: In evaluation mode.
+        report: What was replaced. With a text the errors are of the layers' outputs, root mean
+            square over held-out text as a share of theirs, when the dense model feeds both; else
+            of the weights.
+        perplexities: Before and after on held-out text; None without a text.
+    """
+
+    model: Any
+    report: Replacements
+    perplexities: tuple[float, float] | None
+
+
+def check(settings: Settings, *, calibrates: bool) -> None:
+    """Refuse what cannot be done, before anything is loaded.
+
+    Raises:
+        TensorizeError: See above.
+    """
+    form_named(settings.form)
+    if settings.form == "lax":
+        raise TensorizeError(
+            "form = 'lax' adds layers' latents up, which no dense model is turned into: train it "
+            "from scratch, or use form = 'low_rank'"
+        )
+    if settings.distill_steps < 0:
+        raise TensorizeError(f"distill_steps = {settings.distill_steps} must be 0 or more")
+    if settings.form == "cola" and not calibrates:
+        raise TensorizeError(
+            "form = 'cola' has a nonlinearity and is fitted to what the layers read: give a text "
+            "(--calibrate FILE), or use form = 'low_rank'"
+        )
+    if settings.distill_steps and not calibrates:
+        raise TensorizeError(
+            f"distill_steps = {settings.distill_steps} needs a text to learn from: give one "
+            "(--calibrate FILE)"
+        )
+
+
+def load_dense(directory: Path) -> Any:
+    """A causal language model from a local folder, in the dtype that it has there.
+
+    Raises:
+        TensorizeError: The folder holds none, not all of its weights, or one that needs code.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise TensorizeError(
+            f"{directory} holds no config.json: give the folder of a Hugging Face model on this "
+            "machine"
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        if hasattr(config, entries.KEY):
+            raise TensorizeError(
+                f"{directory} holds factors already: give the dense model that they came from"
+            )
+        with contextlib.redirect_stderr(io.StringIO()):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                config=config,
+                dtype="auto",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except TensorizeError:
+        raise
+    except Exception as error:  # transformers raises errors of many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise TensorizeError(f"the model in {directory} cannot be loaded: {reason}") from None
+    if found["missing_keys"]:
+        some = ", ".join(sorted(found["missing_keys"])[:3])
+        raise TensorizeError(
+            f"{directory} lacks {len(found['missing_keys'])} weights of its model ({some}): "
+            "download it again"
+        )
+    return model.eval()
+
+
+def convert_model(
+    model: Any, settings: Settings, text: Text | None = None, progress: Progress | None = None
+) -> Converted:
+    """Replace the layers of a dense model by those nearest to them.
+
+    With a text, low-rank and block layers are those that change the outputs least for what they
+    read of it (activation-weighted singular values), and all forms can be distilled.
+
+    Args:
+        model: A causal language model of transformers; without a text it is changed in place, with
+            one it is the copy that is.
+        settings: What it becomes.
+        text: What to calibrate and judge by.
+        progress: See `Progress`.
+
+    Raises:
+        TensorizeError: See `check` and `tensorize`, or values are not finite.
+    """
+    check(settings, calibrates=text is not None)
+    say = progress or (lambda what, done, total: None)
+    if text is None:
+        say("replacing layers", 0, 1)
+        return Converted(model, _tensorized(model, settings), None)
+    _make_linear(model)
+    held_out = text.held_out
+    before = perplexity(model, held_out, lambda *n: say("perplexity of the dense model", *n))
+    say("replacing layers", 0, 1)
+    student = copy.deepcopy(model)
+    report = _tensorized(student, settings)
+    if settings.form in _FITTED:
+        _fit(student, model, _fittable(report, model), text, say)
+    if settings.distill_steps:
+        _distill(student, model, settings.distill_steps, text, say)
+    errors = _output_errors(student, model, held_out, say)
+    rows = tuple(replace(row, error=errors.get(row.name, row.error)) for row in report.replaced)
+    after = perplexity(student, held_out, lambda *n: say("perplexity of the converted model", *n))
+    return Converted(student.eval(), replace(report, replaced=rows), (before, after))
+
+
+def _tensorized(model: nn.Module, settings: Settings) -> Replacements:
+    options: dict[str, Any] = {"cores": settings.cores} if settings.cores else {}
+    with torch.no_grad():
+        return tensorize(
+            model,
+            form=settings.form,
+            rank=settings.rank,
+            match=settings.match,
+            exclude=settings.exclude or None,
+            activation=settings.activation,
+            init="scratch" if settings.form in NO_MATRICES else "from_dense",
+            force=settings.force,
+            **options,
+        )
+
+
+def _make_linear(model: nn.Module) -> None:
+    """Make `nn.Linear` of GPT-2's Conv1D, with the same memory, so that all layers are alike."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Conv1D":
+            weight: Any = module.weight
+            into, out = weight.shape
+            linear = nn.Linear(into, out, device="meta")
+            linear.weight = nn.Parameter(weight.detach().t())
+            linear.bias = module.bias
+            model.set_submodule(name, linear.train(module.training))
+
+
+def _fittable(report: Replacements, teacher: nn.Module) -> list[str]:
+    """Names of replaced layers that have factors of their own and stood for a linear layer."""
+    return [
+        row.name
+        for row in report.replaced
+        if row.parameters and type(teacher.get_submodule(row.name)) is nn.Linear
+    ]
+
+
+@torch.no_grad()
+def _fit(student: nn.Module, teacher: Any, names: Sequence[str], text: Text, say: Progress) -> None:
+    """Give layers the factors that change their outputs least."""
+    groups = list(_groups(teacher, names))
+    done = 0
+    for number, group in enumerate(groups):
+        what = "reading the text" + (f", part {number + 1} of {len(groups)}" if number else "")
+        match = [glob.escape(name) for name in group]
+        with InputMoments(teacher, match=match) as moments:
+            for place, batch in enumerate(batches(text.calibration, teacher.device)):
+                say(what, place, math.ceil(len(text.calibration) / len(batch["input_ids"])))
+                teacher(**batch)
+        for name in group:
+            say("fitting layers", done, len(names))
+            done += 1
+            if moments.tokens[name]:
+                layer, dense = student.get_submodule(name), teacher.get_submodule(name)
+                _fit_layer(layer, dense, moments[name])
+
+
+def _groups(teacher: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
+    """Layers whose second moments fit into memory together."""
+    group: list[str] = []
+    held = 0
+    for name in names:
+        layer: Any = teacher.get_submodule(name)
+        size = 8 * layer.in_features**2
+        if group and held + size > _MOMENT_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def _fit_layer(layer: Any, dense: Any, moment: Tensor) -> None:
+    if layer.form == "cola":
+        start_from_dense(layer, dense, moment=moment)
+        return
+    network = layer.network
+    rank = network.size(network.bonds)
+    if layer.form == "low_rank":
+        found = low_rank_for_inputs(dense.weight, moment, rank=rank)
+    else:
+        into, out = (tuple(map(network.size, side)) for side in (network.inputs, network.outputs))
+        (m1, m0), (n0, n1) = into, out
+        found = to_blocks_for_inputs(
+            dense.weight, moment, in_modes=(m1, m0), out_modes=(n0, n1), rank=rank
+        )
+    # Blocks are fitted as if their inputs did not correlate, which can be worse than no weights.
+    if found.error < output_change(dense.weight - layer.to_dense(), moment):
+        for factor, core in zip(layer.factors(), found.cores, strict=True):
+            factor.copy_(core)
+
+
+def _distill(student: nn.Module, teacher: Any, steps: int, text: Text, say: Progress) -> None:
+    """Every layer learns by itself, from what the dense layer reads and answers."""
+    turns = itertools.chain.from_iterable(
+        batches(text.calibration, teacher.device) for _ in itertools.count()
+    )
+    distill_model(
+        student,
+        teacher,
+        itertools.islice(turns, steps),
+        learning_rate=cosine(_RATE, steps, warmup=min(10, steps // 10)),
+        on_batch=lambda number, errors: say("distilling", number + 1, steps),
+    )
+
+
+def _output_errors(
+    student: nn.Module, teacher: Any, held_out: Tensor, say: Progress
+) -> dict[str, float]:
+    """Relative errors of the replaced layers' outputs, root mean square over batches."""
+    read = list(batches(held_out, teacher.device))
+    # With a rate of zero, distillation measures and moves nothing.
+    found = distill_model(
+        student,
+        teacher,
+        read,
+        learning_rate=0.0,
+        on_batch=lambda number, errors: say("measuring layers", number + 1, len(read)),
+    )
+    return {
+        name: math.sqrt(sum(each**2 for each in errors) / len(errors))
+        for name, errors in found.items()
+        if errors
+    }
