@@ -26,8 +26,8 @@ from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
 from outlast.tensorize.parallel.collectives import all_reduced, sum_over
 from outlast.tensorize.parallel.grouped import LLAMA_BLOCK
-from outlast.tensorize.parallel.shards import full
 from outlast.tensorize.parallel.traffic import CountedCollectives
+from outlast.tensorize.sharded import whole
 from outlast.train.parallelize import split_tensors
 
 DENSE, TORCH, VANILLA, BOTTLENECK = (
@@ -228,7 +228,7 @@ def _whole(setting: Setting) -> tuple[float, float]:
     for loss in losses:
         loss.backward()
     pairs = zip(split.parameters(), alone.parameters(), strict=True)
-    worst = max(_relative(full(ours.grad), theirs.grad) for ours, theirs in pairs)
+    worst = max(_relative(whole(ours.grad), theirs.grad) for ours, theirs in pairs)
     return abs(losses[1].item() / losses[0].item() - 1), worst
 
 

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 from forked import run_ranks
+from hypothesis import settings
 
 # The parent process never opens a thread pool, so forked ranks can open their own.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A loaded machine takes longer than the usual 200 ms for one example now and then.
+settings.register_profile("outlast", deadline=None)
+settings.load_profile("outlast")
 
 
 @pytest.fixture

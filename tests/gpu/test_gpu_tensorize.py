@@ -1,13 +1,20 @@
 """The kernels of structured layers on a CUDA device, beside the same products in double."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, MonarchLinear
+from outlast.tensorize.bottleneck import bottleneck
 from outlast.tensorize.kernels import available
+from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.planner import explain, plan_for
+from outlast.tensorize.planner.cache import PLANS
+from outlast.tensorize.planner.fused import READY, kernel_seconds, warm, warm_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,3 +178,105 @@ def test_inference_in_chunks_keeps_little_memory() -> None:
     kept = torch.cuda.max_memory_allocated() - before - y.nbytes
     # h as a whole would be as large as y.
     assert kept < y.nbytes / 4
+
+
+LAYERS: dict[str, Callable[[], StructuredLinear]] = {
+    "low_rank": lambda: LowRankLinear(2048, 2048, 64),
+    "cola": lambda: BottleneckLinear(2048, 2048, 128),
+    "btt": lambda: BTTLinear(2048, 2048, 2),
+    "monarch": lambda: MonarchLinear(2048, 2048, 8, bias=False),
+}
+TOKENS = 8192
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    READY.clear()
+    PLANS.clear()
+    yield
+    READY.clear()
+    PLANS.clear()
+
+
+def learned(layer: StructuredLinear, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y and all gradients."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+
+def force_kernels(layer: StructuredLinear) -> None:
+    """Let the layer's plans take the kernels, whatever is predicted."""
+    for learns in (True, False):
+        plan = plan_for(layer.network, TOKENS, torch.bfloat16, torch.device("cuda"), learns)
+        key = layer.network, (TOKENS - 1).bit_length(), torch.bfloat16, "cuda", learns
+        PLANS[key] = replace(plan, fused=True, plain=False)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_through_kernels_learn_as_in_double(
+    no_plans: None, form: str, compiles: bool
+) -> None:
+    layer = LAYERS[form]().to("cuda", torch.bfloat16)
+    x, dy = normal(1, (TOKENS, 2048), (TOKENS, 2048), dtype=torch.bfloat16)
+    assert warm_model(layer, TOKENS) == 1
+    force_kernels(layer)
+    run = torch.compile(layer, fullgraph=True) if compiles else layer
+    found = learned(run, x, dy)
+    exact = learned(layer.double(), x.double(), dy.double())
+    for mine, reference in zip(found, exact, strict=True):
+        near(mine, reference, torch.bfloat16)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_fused_bottleneck_learns_as_in_double(activation: str) -> None:
+    layer = BottleneckLinear(2048, 2048, 128, activation).to("cuda", torch.bfloat16)
+    operands = normal(2, (TOKENS, 2048), (TOKENS, 2048), dtype=torch.bfloat16)
+
+    def learn(fused: bool, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (*layer.parameters(),)]
+        down, up, bias = leaves
+        x = operands[0].to(dtype).requires_grad_()
+        y = bottleneck(x, down, up, bias, activation, fused=fused)
+        return [y.detach(), *torch.autograd.grad(y, [x, *leaves], operands[1].to(dtype))]
+
+    for mine, reference in zip(
+        learn(True, torch.bfloat16), learn(False, torch.float64), strict=True
+    ):
+        near(mine, reference, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", ["low_rank", "btt", "monarch"])
+def test_the_planner_considers_what_was_warmed(no_plans: None, form: str) -> None:
+    device, bf16 = torch.device("cuda"), torch.bfloat16
+    network = LAYERS[form]().network
+    before = plan_for(network, TOKENS, bf16, device, True)
+    assert not before.fused
+    assert "fused kernel" not in explain(network, TOKENS, bf16, device)
+    assert warm(network, TOKENS, bf16, device)
+    plan = plan_for(network, TOKENS, bf16, device, True)
+    assert "fused kernel" in explain(network, TOKENS, bf16, device)
+    if not before.timed:
+        from outlast.tensorize.planner.choose import prices_of
+
+        seconds = kernel_seconds(network, TOKENS, prices_of(bf16, device), True)
+        assert plan.fused == (seconds < before.seconds)
+
+
+@pytest.mark.parametrize("form", LAYERS)
+def test_warmed_kernels_can_be_captured(no_plans: None, form: str) -> None:
+    layer = LAYERS[form]().to("cuda", torch.bfloat16)
+    (x,) = normal(3, (TOKENS, 2048), dtype=torch.bfloat16)
+    assert warm_model(layer, TOKENS) == 1
+    force_kernels(layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        expected = layer(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
-from outlast.tensorize.parallel.shards import full
+from outlast.tensorize.sharded import whole
 
 WIDTH, RANK, VOCABULARY = 64, 16, 96
 
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Global gradients by name."""
     return {
-        name: full(each.grad) for name, each in model.named_parameters() if each.grad is not None
+        name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None
     }
 
 

@@ -9,7 +9,7 @@ from outlast.tensorize.accounting import (
     account,
     backward_flops,
     counted_flops,
-    factor_parameters,
+    factor_numbers,
     forward_flops,
     kept_bytes,
     linear_flops,
@@ -86,7 +86,7 @@ def test_merging_is_counted(groups: tuple[int, ...], plain: bool) -> None:
     )
     expected = forward_flops(layer.network, plan, TOKENS)
     expected += backward_flops(layer.network, plan, TOKENS)
-    assert counted == expected if plain else counted == pytest.approx(expected, rel=0.02)
+    assert counted == expected
 
 
 def test_only_what_is_asked_for_is_counted() -> None:
@@ -100,7 +100,7 @@ def test_only_what_is_asked_for_is_counted() -> None:
     )
     expected = forward_flops(layer.network, plan, TOKENS)
     expected += backward_flops(layer.network, plan, TOKENS, want_x=False, wanted=[0])
-    assert counted == pytest.approx(expected, rel=0.01)
+    assert counted == expected
 
 
 def test_rebuilding_costs_as_much_as_dense() -> None:
@@ -117,10 +117,8 @@ def test_a_models_linear_layers_are_counted_without_running_them(form: str) -> N
     x = torch.randn(1024, 64, requires_grad=True)
     counted = counted_flops(lambda: model(x).sum().backward())
     formula = linear_flops(model, 1024)
-    assert formula.training == pytest.approx(counted, rel=0.02)
-    if form in ("low_rank", "cola", "lax", "sltrain"):
-        assert formula.training == counted
-    assert counted_flops(lambda: model(x)) == pytest.approx(formula.forward, rel=0.02)
+    assert formula.training == counted
+    assert counted_flops(lambda: model(x)) == formula.forward
 
 
 def test_the_operator_that_compilers_see_has_formulas() -> None:
@@ -174,7 +172,7 @@ def test_account_of_a_model() -> None:
         model, lambda: model(x).sum(), tokens=256, repeats=3, joules=lambda: next(readings)
     )
     assert found.parameters == 2 * 64 * 8 + 64 + 64 * 8 + 8
-    assert found.factor_parameters == factor_parameters(model) == 1024
+    assert found.factor_parameters == factor_numbers(model) == 1024
     # x needs no gradient: of the first product, that of its weight alone.
     assert found.flops_per_token == 6 * 1024 - 2 * 64 * 8 + 6 * 64 * 8
     assert found.joules_per_token == pytest.approx(6.0 / 3 / 256)
@@ -196,7 +194,7 @@ def test_tied_factors_count_once() -> None:
     layer = LowRankLinear(32, 32, 4)
     other = LowRankLinear(32, 32, 4)
     other.down.weight, other.up.weight = layer.down.weight, layer.up.weight
-    assert factor_parameters(nn.ModuleList([layer, other])) == 256
+    assert factor_numbers(nn.ModuleList([layer, other])) == 256
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

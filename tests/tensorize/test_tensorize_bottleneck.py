@@ -122,6 +122,18 @@ def test_children_that_were_replaced_or_are_listened_to_are_called(
     torch.testing.assert_close(layer(x), expected * 2)
 
 
+@pytest.mark.parametrize("kind", [LowRankLinear, BottleneckLinear])
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_children_whose_gradients_are_listened_to_are_called(
+    kind: type[LowRankLinear], hook: str
+) -> None:
+    layer = kind(64, 48, 8)
+    calls = []
+    getattr(layer.up, hook)(lambda *given: calls.append(given) or None)
+    layer(torch.randn(600, 64)).sum().backward()
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_y_starts_with_the_variance_of_a_dense_layer(activation: str) -> None:
     torch.manual_seed(0)

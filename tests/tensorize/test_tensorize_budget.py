@@ -54,8 +54,8 @@ def test_parameter_budgets_are_kept_and_used(
     try:
         rank = resolved_rank(f"parameters={share}", shape)
     except TensorizeError:
-        least = shape.most if FORMS[form].blocks else 1
-        assert shape.used("parameters", least) > share
+        ranks = range(1, shape.most + 1) if FORMS[form].blocks else [1]
+        assert min(shape.used("parameters", each) for each in ranks) > share
         return
     assert isinstance(rank, int)
     with torch.device("meta"):
@@ -127,6 +127,21 @@ def test_a_smaller_error_budget_takes_a_larger_rank() -> None:
 def test_wrong_ranks_are_refused_with_a_remedy(rank: Rank, says: str) -> None:
     with pytest.raises(TensorizeError, match=says):
         resolved_rank(rank, _shape("low_rank", 128, 128))
+
+
+def test_monarchs_smallest_budget_is_at_neither_end() -> None:
+    shape = _shape("monarch", 256, 256)
+    with pytest.raises(TensorizeError, match=r"at least 0\.125 of .* \(at blocks = 16\)"):
+        resolved_rank("parameters=0.01", shape)
+    assert resolved_rank("parameters=0.126", shape) == 16
+
+
+def test_a_budget_of_a_sparse_layer_counts_its_density() -> None:
+    few = resolved_rank("parameters=0.3", Shape(FORMS["sltrain"], 256, 256, density=0.01))
+    many = resolved_rank("parameters=0.3", Shape(FORMS["sltrain"], 256, 256, density=0.2))
+    assert isinstance(few, int)
+    assert isinstance(many, int)
+    assert few > many
 
 
 def test_an_error_budget_needs_a_conversion() -> None:

@@ -122,6 +122,29 @@ def test_the_operators_keep_the_rules_of_torch_library(name: str, tokens: int) -
     )
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_operators_gradients_within_autocast_are_those_outside(name: str) -> None:
+    network = NETWORKS[name]
+    cores = [torch.randn(network.shape(core)) for core in range(len(network.cores))]
+    given = torch.randn(70, network.out_features), torch.randn(70, network.in_features), cores
+    outside = torch.ops.outlast.chain_backward(*given, str(network))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.ops.outlast.chain_backward(*given, str(network))
+    assert all(torch.equal(*pair) for pair in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize("name", ["low_rank", "tt", "btt", "sparse"])
+def test_the_weight_in_compiled_code(name: str) -> None:
+    layer = FORMS[name]()
+
+    def function(x: Tensor) -> Tensor:
+        return layer(x.to(layer.weight.dtype)) + layer.weight.sum()
+
+    x = torch.randn(3, 12, dtype=torch.float64)
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, function(x))
+
+
 def test_gradients_of_the_operator() -> None:
     network: Network = NETWORKS["tt padded"]
     cores = [

@@ -282,3 +282,21 @@ def test_layers_that_do_not_fit_are_refused() -> None:
         refit_output(BottleneckLinear(24, 20, 4), dense(), [])
     with pytest.raises(TensorizeError, match="not finite"):
         refit_output(BottleneckLinear(24, 20, 4), dense(), [torch.full((3, 24), torch.inf)])
+
+
+class ByName(nn.Module):
+    """Gives its layer x by name, as some models do."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(input=x)
+
+
+def test_layers_that_get_their_input_by_name_learn() -> None:
+    torch.manual_seed(0)
+    teacher, student = ByName(dense()), ByName(BottleneckLinear(24, 20, 8))
+    errors = distill_model(student, teacher, [draw(64, 24)] * 20)
+    assert errors["first"][-1] < errors["first"][0]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.convert.factored import Factored, padded
 from outlast.tensorize.convert.svd import low_rank
 from outlast.tensorize.convert.tensor_train import (
     tensor_train,
@@ -15,6 +16,7 @@ from outlast.tensorize.convert.tensor_train import (
     train_product,
     train_weight,
 )
+from outlast.tensorize.convert.tucker import to_tucker, tucker, tucker_weight
 from outlast.tensorize.shapes import balanced_modes, bond_ranks
 
 modes_of_tensors = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -102,7 +104,7 @@ def test_two_cores_are_the_singular_value_decomposition() -> None:
     expected = low_rank(weight, rank=4)
     assert found.error == pytest.approx(expected.error)
     torch.testing.assert_close(
-        train_weight(found.cores, 10, 12), expected.cores[1] @ expected.cores[0]
+        train_weight(found.cores, 10, 12, inputs=1), expected.cores[1] @ expected.cores[0]
     )
 
 
@@ -113,7 +115,9 @@ def test_weights_of_any_size_at_full_rank(count: int, out_features: int, in_feat
     in_modes = balanced_modes(in_features, count, padding=0.2)
     out_modes = balanced_modes(out_features, count, padding=0.2)
     train = to_tensor_train(weight, in_modes=in_modes, out_modes=out_modes, rank=1000)
-    torch.testing.assert_close(train_weight(train.cores, in_features, out_features), weight)
+    torch.testing.assert_close(
+        train_weight(train.cores, in_features, out_features, inputs=count), weight
+    )
     matrix = to_tensor_train_matrix(weight, in_modes=in_modes, out_modes=out_modes, rank=1000)
     torch.testing.assert_close(train_matrix_weight(matrix.cores, in_features, out_features), weight)
 
@@ -125,7 +129,7 @@ def test_index_order_of_a_train() -> None:
     a, b, c, d = factored.cores
     assert [tuple(core.shape) for core in factored] == [(4, 3), (3, 5, 3), (3, 2, 3), (3, 6)]
     y = torch.einsum("tab,ap,pbq,qcs,sd->tcd", x.reshape(7, 4, 5), a, b, c, d).reshape(7, 12)
-    dense = train_weight(factored.cores, 20, 12)
+    dense = train_weight(factored.cores, 20, 12, inputs=2)
     torch.testing.assert_close(y, x @ dense.mT)
     assert float((weight - dense).norm()) == pytest.approx(factored.error)
 
@@ -148,11 +152,54 @@ def test_kronecker_products_are_train_matrices_of_rank_one() -> None:
     torch.testing.assert_close(train_matrix_weight(factored.cores, 30, 24), weight)
 
 
-def test_padding_counts_as_error_at_most() -> None:
-    weight = draw(11, 13)
-    factored = to_tensor_train(weight, in_modes=(4, 4), out_modes=(3, 4), rank=4)
-    error = float((weight - train_weight(factored.cores, 13, 11)).norm())
-    assert 0 < error <= factored.error
+def _padded_weight(out_features: int, in_features: int) -> torch.Tensor:
+    """Low rank and a rest, so that a budget has something to choose."""
+    weight = draw(out_features, 4, seed=1) @ draw(4, in_features, seed=2)
+    return weight + 0.3 * draw(out_features, in_features, seed=3)
+
+
+def _padded(form: str, weight: torch.Tensor, **what: object) -> tuple[Factored, torch.Tensor]:
+    out_features, in_features = weight.shape
+    sizes = {"in_modes": (8, 8), "out_modes": (6, 8)}
+    if form == "tt":
+        found = to_tensor_train(weight, **sizes, **what)
+        return found, train_weight(found.cores, in_features, out_features, inputs=2)
+    if form == "ttm":
+        found = to_tensor_train_matrix(weight, **sizes, **what)
+        return found, train_matrix_weight(found.cores, in_features, out_features)
+    found = to_tucker(weight, **sizes, **what)
+    return found, tucker_weight(found.cores, in_features, out_features, inputs=2)
+
+
+@pytest.mark.parametrize("form", ["tt", "ttm"])
+def test_the_error_is_measured_without_padding(form: str) -> None:
+    weight = _padded_weight(41, 50)
+    found, dense = _padded(form, weight, rank=5)
+    assert found.error == pytest.approx(float((weight - dense).norm()))
+    assert found.norm == pytest.approx(float(weight.norm()))
+
+
+@pytest.mark.parametrize("form", ["tt", "ttm", "tucker"])
+def test_a_budget_is_not_spent_on_padding(form: str) -> None:
+    weight = _padded_weight(33, 50)
+    fewer = 0
+    for budget in (0.1, 0.2, 0.3, 0.4, 0.5):
+        found, dense = _padded(form, weight, error=budget)
+        error = float((weight - dense).norm())
+        assert error == pytest.approx(found.error)
+        assert error <= budget * float(weight.norm())
+        # What a budget that counts padding would have taken.
+        joined = padded(weight, 48, 64).mT.reshape(8, 8, 6, 8)
+        if form == "ttm":
+            joined = joined.permute(2, 0, 3, 1).reshape(48, 64)
+        if form == "tucker":
+            core, factors = tucker(joined, error=budget)
+            counted = core.numel() + sum(each.numel() for each in factors)
+        else:
+            counted = tensor_train(joined, error=budget).parameters
+        assert found.parameters <= counted
+        fewer += found.parameters < counted
+    assert fewer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,5 +225,3 @@ def test_what_cannot_be_converted_is_refused() -> None:
         tensor_train(torch.tensor([1.0, math.nan]), rank=1)
     with pytest.raises(TensorizeError, match="no modes"):
         tensor_train(torch.tensor(1.0), rank=1)
-    with pytest.raises(TensorizeError, match="halves"):
-        train_weight(tensor_train(draw(2, 3, 4), rank=2).cores, 2, 12)

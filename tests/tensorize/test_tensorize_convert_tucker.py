@@ -146,3 +146,10 @@ def test_what_cannot_be_converted_is_refused() -> None:
         cp(draw(3), rank=1)
     with pytest.raises(TensorizeError, match="not finite"):
         cp(torch.full((3, 4), torch.nan), rank=1)
+
+
+def test_the_error_of_cp_is_measured_without_padding() -> None:
+    weight = draw(13, 17)
+    found = to_cp(weight, in_modes=(4, 5), out_modes=(4, 4), rank=4, iterations=20)
+    dense = cp_weight(found.cores, 17, 13, inputs=2)
+    assert found.error == pytest.approx(float((weight - dense).norm()))

@@ -160,3 +160,21 @@ def test_moments_that_do_not_exist_are_refused() -> None:
         moments.mean("second")
     with moments, pytest.raises(TensorizeError, match="not finite"):
         model(torch.full((1, 5), float("inf")))
+
+
+class ByName(nn.Module):
+    """Gives its layer x by name, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(input=x)
+
+
+def test_moments_of_inputs_that_are_given_by_name() -> None:
+    model, x = ByName(), torch.eye(4)
+    with InputMoments(model) as moments:
+        model(x)
+    torch.testing.assert_close(moments["first"], torch.eye(4, dtype=torch.float64) / 4)

@@ -1,3 +1,4 @@
+import itertools
 import math
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from outlast.tensorize.cost import (
     payload,
     step_ratio,
 )
-from outlast.tensorize.network import Route
+from outlast.tensorize.network import Route, lower
 from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
 
 SIZES = [(64, 64), (48, 80), (97, 60), (512, 1376)]
@@ -47,11 +48,38 @@ def test_parameters_are_those_of_the_layer(form: str, into: int, out: int) -> No
 def test_operations_are_those_of_a_route(form: str, into: int, out: int) -> None:
     network = _layer(form, into, out, 2).network
     cost = layer_cost(form, into, out, 2, cores=FORMS[form].modes or 3)
-    count = len(network.cores)
-    routes = [Route((left, count - left)) for left in range(1, count)]
-    found = {route_flops(network, route, 1) for route in routes}
-    assert cost.forward_flops_per_token in {2 * into * out, *found}
-    assert cost.forward_flops_per_token <= 2 * into * out or form in ("low_rank", "cola")
+    found = {route_flops(network, route, 1): route for route in _routes(len(network.cores))}
+    two_factors = form in ("low_rank", "cola")
+    assert cost.forward_flops_per_token == (2 * 2 * (into + out) if two_factors else min(found))
+    if two_factors:
+        return
+    cheapest = []
+    for route in _routes(len(network.cores)):
+        stages = lower(network, route).stages
+        sizes = [2 * stage.b * stage.m * stage.k * stage.f for stage in stages]
+        narrow = all(2 * stage.width <= into for stage in stages[1:])
+        kept = sum(stage.width for stage in stages[1:]) if narrow else 0
+        cheapest.append((3 * sum(sizes) + (0 if narrow else sum(sizes[:-1])), kept))
+    assert cost.training_flops_per_token == min(cheapest)[0]
+    assert (cost.training_flops_per_token, cost.kept_values_per_token) in cheapest
+
+
+def _routes(cores: int) -> list[Route]:
+    """All ways to merge neighbours, in both directions."""
+    found = []
+    for cuts in itertools.product((False, True), repeat=cores - 1):
+        places = [0, *(place for place, cut in enumerate(cuts, 1) if cut), cores]
+        groups = tuple(end - begin for begin, end in itertools.pairwise(places))
+        found += [Route(groups), Route(groups, backwards=True)]
+    return found
+
+
+def test_low_rank_keeps_what_is_between_if_it_is_narrow() -> None:
+    assert layer_cost("low_rank", 64, 64, 32).kept_values_per_token == 32
+    wide = layer_cost("low_rank", 64, 64, 33)
+    assert wide.kept_values_per_token == 0
+    assert wide.training_flops_per_token == 3 * wide.forward_flops_per_token + 2 * 64 * 33
+    assert layer_cost("cola", 64, 64, 33).kept_values_per_token == 33
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms import (
     LowRankEmbedding,
     StructuredEmbedding,
+    TiedHead,
     TTEmbedding,
     TTMEmbedding,
 )
@@ -209,6 +211,81 @@ def test_the_dtype_under_autocast_is_the_tables(name: str) -> None:
         y = layer(index)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, layer(index), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["tt", "ttm"])
+def test_gradients_within_autocast_are_those_outside(name: str) -> None:
+    torch.manual_seed(0)
+    layer = FORMS[name]()
+    index = torch.randint(53, (200,))
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(index).square().sum()
+
+    outside = torch.autograd.grad(loss(), list(layer.parameters()))
+    value = loss()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(value, list(layer.parameters()))
+    for one, other in zip(inside, outside, strict=True):
+        assert torch.equal(one, other)
+
+
+@all_forms
+def test_the_table_under_autocast_and_of_mixed_factors_is_exact(name: str) -> None:
+    layer = FORMS[name](padding_idx=3)
+    exact = layer.to_dense()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer.to_dense(), exact)
+    first = layer.factors()[0]
+    first.data = first.data.bfloat16()
+    expected = copy.deepcopy(layer).float().to_dense()
+    assert torch.equal(layer.to_dense(), expected)
+    weight = layer.weight
+    assert (weight.dtype, weight.shape) == (torch.float32, (53, 12))
+    assert torch.equal(weight[3:5], expected[3:5])
+
+
+@all_forms
+def test_embeddings_of_fake_tensors(name: str) -> None:
+    with FakeTensorMode():
+        layer = FORMS[name](padding_idx=1)
+        layer.reset_parameters()
+        y = layer(torch.zeros(3, 70, dtype=torch.int64))
+        y.sum().backward()
+    assert y.shape == (3, 70, 12)
+
+
+@all_forms
+def test_forward_mode(name: str) -> None:
+    layer = FORMS[name](dtype=torch.float64)
+    function, parameters = as_function(layer)
+    index = torch.randint(53, (100,))
+    values = tuple(each.detach() for each in parameters)
+    directions = tuple(map(torch.randn_like, values))
+    with torch.autograd.forward_ad.dual_level():
+        duals = map(torch.autograd.forward_ad.make_dual, values, directions)
+        found = torch.autograd.forward_ad.unpack_dual(function(index, *duals)).tangent
+    expected = torch.func.jvp(lambda *given: function(index, *given), values, directions)[1]
+    torch.testing.assert_close(found, expected)
+
+
+@all_forms
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_tied_head(name: str, bias: bool) -> None:
+    layer = FORMS[name](dtype=torch.float64)
+    model = nn.ModuleDict({"embed": layer, "head": TiedHead(layer, bias=bias, dtype=torch.float64)})
+    x = torch.randn(5, 12, dtype=torch.float64)
+    torch.testing.assert_close(model["head"](x), x @ layer.to_dense().t())
+    assert [each for each in model.state_dict() if each.startswith("head")] == (
+        ["head.bias"] if bias else []
+    )
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert other["head"].embedding is other["embed"]
+    assert other["embed"] is not layer
+    model["head"](x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    assert torch.equal(model["head"].weight + 0, layer.to_dense())
 
 
 @pytest.mark.parametrize("name", ["tt", "ttm"])

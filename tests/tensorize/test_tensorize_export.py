@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from outlast.errors import TensorizeError
+from outlast.tensorize import tensorize
 from outlast.tensorize.export import absorb, export_dense, export_factored, load_factored
 from outlast.tensorize.forms import (
     BottleneckLinear,
@@ -169,6 +170,30 @@ def test_a_head_that_is_not_tied_any_more(write, tmp_path):
         loaded = load(tmp_path)
         assert not loaded.config.tie_word_embeddings
         assert torch.allclose(logits(loaded), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["low_rank", "tt", "ttm"])
+@pytest.mark.parametrize("how", ["dense", "factored", "merged"])
+def test_heads_that_are_tied_to_factors(form, how, tmp_path):
+    model = llama(tie_word_embeddings=True)
+    tensorize(model, form, 4, ["*.embed_tokens", "lm_head", "*.up_proj"], force=True)
+    expected = logits(model)
+    if how == "dense":
+        export_dense(model, tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    else:
+        export_factored(model, tmp_path, merged=how == "merged")
+        assert "auto_map" not in json.loads((tmp_path / "config.json").read_text()) or (
+            how == "merged" and form == "ttm"
+        )
+        loaded = load_factored(tmp_path)
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    if how == "factored":
+        assert loaded.lm_head.embedding is loaded.model.embed_tokens
+        same(loaded, model)
+    absorb(model)
+    assert torch.allclose(logits(model), expected, atol=1e-5)
 
 
 def loads_plain(directory):

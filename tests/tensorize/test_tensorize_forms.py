@@ -1,6 +1,7 @@
 """All forms as what they are for: to stand in for an `nn.Linear`."""
 
 import copy
+import dataclasses
 import io
 import math
 import pickle
@@ -12,22 +13,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from outlast.errors import TensorizeError
+from outlast.tensorize import bottleneck, operator
 from outlast.tensorize.forms import (
     BottleneckLinear,
     BTTLinear,
     CPLinear,
     LatentLinear,
+    LowRankEmbedding,
     LowRankLinear,
     MonarchLinear,
     SparseLowRankLinear,
     TTLinear,
+    TTMEmbedding,
     TTMLinear,
     TuckerLinear,
+    low_rank,
 )
 from outlast.tensorize.layer import CoredLinear, StructuredLinear, merged
+from outlast.tensorize.plan import Plan
 
 Build = Callable[..., StructuredLinear]
 
@@ -98,6 +105,42 @@ def reference(layer: StructuredLinear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, layer.to_dense(), layer.bias)
 
 
+@pytest.fixture(params=["planned", "kept"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By the plans, which are plain for a few tokens; or by the functions that many tokens take."""
+    if request.param == "kept":
+        planned = operator.plan_for
+
+        def kept(*given: Any) -> Plan:
+            return dataclasses.replace(planned(*given), plain=False)
+
+        monkeypatch.setattr(operator, "plan_for", kept)
+        monkeypatch.setattr(bottleneck, "FEW", -1)
+        monkeypatch.setattr(low_rank, "FEW", -1)
+    return str(request.param)
+
+
+ways = pytest.mark.usefixtures("way")
+
+
+@all_forms
+def test_many_tokens_go_through_the_functions_that_keep_little(name: str, way: str) -> None:
+    layer = FORMS[name]()
+    y = layer(torch.randn(3, 12))
+    functions = {"_ChainBackward", "_BottleneckBackward", "_SparseLowRankBackward"}
+    seen, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            seen.add(node.name())
+            left += [other for other, _ in node.next_functions]
+    if way == "kept":
+        assert seen & functions
+    elif name != "sparse":
+        assert not seen & functions
+
+
+@ways
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_gradients(name: str, tokens: int) -> None:
@@ -108,6 +151,7 @@ def test_gradients(name: str, tokens: int) -> None:
     assert gradcheck(function, (x, *parameters), fast_mode=tokens == 3)
 
 
+@ways
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_second_derivatives(name: str) -> None:
     torch.manual_seed(0)
@@ -128,6 +172,7 @@ def test_any_leading_dimensions(name: str) -> None:
         torch.testing.assert_close(y, reference(layer, x))
 
 
+@ways
 @all_forms
 def test_x_need_not_be_contiguous(name: str) -> None:
     torch.manual_seed(0)
@@ -159,6 +204,8 @@ def test_without_bias(name: str) -> None:
 def test_layers_on_the_meta_device_get_storage_and_numbers_later(name: str) -> None:
     layer = FORMS[name](device="meta")
     assert all(value.is_meta for value in layer.state_dict().values())
+    assert layer.weight.is_meta
+    assert name == "cola" or layer.to_dense().shape == (20, 12)
     assert layer(torch.randn(3, 12, device="meta")).shape == (3, 20)
     layer.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -236,6 +283,7 @@ def test_loading_a_state_makes_the_same_layer(name: str) -> None:
     torch.testing.assert_close(second(x), first(x))
 
 
+@ways
 @all_forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [3, 2048])
@@ -253,6 +301,7 @@ def test_autocast(name: str, dtype: torch.dtype, tokens: int) -> None:
     assert all(each.grad.dtype == torch.float32 for each in layer.parameters())  # type: ignore[union-attr]
 
 
+@ways
 @all_forms
 def test_frozen_factors_get_no_gradient_and_the_others_the_same(name: str) -> None:
     torch.manual_seed(0)
@@ -272,6 +321,7 @@ def test_frozen_factors_get_no_gradient_and_the_others_the_same(name: str) -> No
                 torch.testing.assert_close(each.grad, full[key])
 
 
+@ways
 @all_forms
 def test_a_layer_that_is_used_twice(name: str) -> None:
     torch.manual_seed(0)
@@ -339,6 +389,155 @@ def test_the_dense_weight_is_differentiable(name: str) -> None:
     assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in trained)
 
 
+# Plain operations differentiate like those of an `nn.Linear`: within autocast in its dtype.
+@pytest.mark.parametrize("way", ["kept"], indirect=True)
+@ways
+@all_forms
+def test_gradients_within_autocast_are_those_outside(name: str) -> None:
+    torch.manual_seed(0)
+    layer = FORMS[name]()
+    x = torch.randn(40, 12, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+
+    def y() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x)
+
+    outside = torch.autograd.grad(y().float().square().sum(), inputs)
+    loss = y().float().square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(loss, inputs)
+    for one, other in zip(inside, outside, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_dense_weight_under_autocast_and_of_mixed_cores_is_exact(name: str) -> None:
+    layer = FORMS[name]()
+    exact = layer.to_dense()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer.to_dense(), exact)
+    if name in ("sparse",):
+        return
+    first = layer.factors()[0]
+    first.data = first.data.bfloat16()
+    expected = copy.deepcopy(layer).float().to_dense()
+    assert layer.to_dense().dtype == torch.float32
+    assert torch.equal(layer.to_dense(), expected)
+    assert "float32" in layer.explain(64)
+
+
+@ways
+@all_forms
+def test_float64_is_left_alone_by_autocast(name: str) -> None:
+    layer = FORMS[name](dtype=torch.float64)
+    x = torch.randn(5, 12, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), layer(x))
+        y = layer(x)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, layer(x))
+
+
+@ways
+@all_forms
+@pytest.mark.parametrize("learns", [False, True])
+def test_y_has_the_dtype_of_x_whatever_that_of_the_cores(name: str, learns: bool) -> None:
+    torch.manual_seed(0)
+    layer = FORMS[name]()
+    x = torch.randn(5, 12).bfloat16()
+    with torch.set_grad_enabled(learns):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x.float()), atol=0.05, rtol=0.05)
+    if learns:
+        y.float().sum().backward()
+        assert all(each.grad.dtype == torch.float32 for each in layer.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["tt", "ttm", "btt", "monarch", "tucker", "cp"])
+def test_whole_numbers_are_refused(name: str) -> None:
+    with pytest.raises(TensorizeError, match="int64 is not of floating point"):
+        FORMS[name]()(torch.ones(3, 12, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_weight_of_a_layer(name: str) -> None:
+    layer = FORMS[name](dtype=torch.bfloat16)
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    assert (weight.dtype, weight.device, weight.shape) == (
+        torch.bfloat16, torch.device("cpu"), (20, 12)
+    )  # fmt: skip
+    assert torch.equal(weight + 0, layer.to_dense())
+    assert torch.equal(layer.weight.float(), layer.to_dense().float())
+    nn.functional.linear(torch.randn(3, 12).bfloat16(), layer.weight).sum().backward()
+    assert layer.factors()[0].grad is not None
+    with pytest.raises((AttributeError, KeyError)):
+        layer.weight = nn.Parameter(torch.zeros(20, 12))
+
+
+def test_looking_at_the_weight_does_not_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FORMS["tt"]()
+    monkeypatch.setattr(type(layer), "to_dense", lambda self: pytest.fail("was made"))
+    weight = layer.weight
+    assert weight.dtype == torch.float32
+    assert weight.size(0) == 20
+    assert weight.dim() == 2
+    assert not weight.is_cuda
+
+
+def test_the_weight_of_a_nonlinear_layer_has_a_dtype_and_no_numbers() -> None:
+    layer = FORMS["cola"]()
+    assert layer.weight.dtype == torch.float32
+    with pytest.raises(TensorizeError, match="is no matrix"):
+        layer.weight.sum()
+
+
+@ways
+@all_forms
+def test_forward_mode(name: str) -> None:
+    torch.manual_seed(0)
+    layer = FORMS[name](dtype=torch.float64)
+    x, direction = torch.randn(2, 3, 12, dtype=torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        y = layer(torch.autograd.forward_ad.make_dual(x, direction))
+        found = torch.autograd.forward_ad.unpack_dual(y).tangent
+    expected = torch.func.jvp(lambda each: reference(layer, each), (x,), (direction,))[1]
+    torch.testing.assert_close(found, expected)
+
+
+@all_forms
+def test_layers_of_fake_tensors(name: str) -> None:
+    with FakeTensorMode():
+        layer = FORMS[name]()
+        layer.reset_parameters()
+        y = layer(torch.randn(3, 12))
+        y.sum().backward()
+    assert y.shape == (3, 20)
+
+
+def test_large_layers_have_numbers_whose_count_no_integer_holds() -> None:
+    layer = TTLinear(4096, 4096, 256, cores=4, device="meta")
+    assert layer.network.size(layer.network.bonds + "abcdABCD") > 2**63
+    small = TTLinear(64, 64, 64, cores=6)
+    assert small.to_dense().square().mean().sqrt().item() == pytest.approx(
+        1 / math.sqrt(3 * 64), rel=0.3
+    )
+
+
+def test_copies_within_merged_keep_nothing() -> None:
+    layer = FORMS["tt"]()
+    x = torch.randn(1, 12)
+    with torch.no_grad(), merged(layer):
+        layer(x)
+        copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in copies:
+        assert isinstance(other, CoredLinear)
+        assert other._merged is None
+        torch.testing.assert_close(other(x), layer(x))
+
+
 def test_a_form_with_a_nonlinearity_has_no_dense_weight() -> None:
     with pytest.raises(TensorizeError, match="is no matrix"):
         FORMS["cola"]().to_dense()
@@ -357,6 +556,29 @@ def test_a_form_with_a_nonlinearity_has_no_dense_weight() -> None:
         lambda: TuckerLinear(4, 4, (1, 2)),
         lambda: TuckerLinear(4, 4, 0),
         lambda: MonarchLinear(4, 4, 5),
+        lambda: LowRankLinear(4, 4, 2.0),
+        lambda: LowRankLinear(4, 4, (2,)),
+        lambda: LowRankLinear(0, 4, 2),
+        lambda: BottleneckLinear(4, 4, True),
+        lambda: BTTLinear(4, 4, 1.5),
+        lambda: BTTLinear(8, 4, 1, in_modes=(2, 2, 2)),
+        lambda: BTTLinear(8, 4, 1, in_modes=(-2, -4)),
+        lambda: TTLinear(4, 4, 2.0),
+        lambda: TTLinear(4, 4, (2, 1.5, 2), 2),
+        lambda: TTLinear(4096, 4096, 2, 13),
+        lambda: TTLinear(4096, 4096, 2, 10),
+        lambda: TTLinear(4, 4, 2, 0),
+        lambda: TTLinear(4, 4, 2, 2.0),
+        lambda: TTLinear(4, 4, 2, in_modes=(-2, -2)),
+        lambda: TTLinear(4, 4, 2, in_modes=()),
+        lambda: TTMLinear(4, 4, "2"),
+        lambda: TTMLinear(4, 4, 2, 13),
+        lambda: TTMEmbedding(4096, 4096, 2, 13),
+        lambda: LowRankEmbedding(4, 4, 2.0),
+        lambda: TuckerLinear(4, 4, 2, 13),
+        lambda: TuckerLinear(4, 4, 2.5),
+        lambda: CPLinear(4, 4, 2, 13),
+        lambda: CPLinear(4, 4, (2, 2)),
         lambda: BottleneckLinear(4, 4, 2, "sine"),
         lambda: LatentLinear(4, 4, 2, "sine"),
         lambda: SparseLowRankLinear(4, 4, 2, 0.0),

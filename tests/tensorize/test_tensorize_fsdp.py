@@ -21,13 +21,15 @@ from outlast.tensorize.forms import BTTLinear, TTLinear, TTMLinear
 from outlast.tensorize.forms.low_rank import LowRankLinear
 from outlast.tensorize.parallel.fsdp import (
     WholeCores,
+    average_gradients,
+    clip_gradients,
     leaves_empty,
     shard_tensorized,
     sharded_dimension,
     whole_cores,
 )
-from outlast.tensorize.parallel.shards import full
 from outlast.tensorize.parallel.traffic import CountedCollectives
+from outlast.tensorize.sharded import whole
 
 WIDTH = 24
 
@@ -73,11 +75,11 @@ def _batch(step: int) -> Tensor:
     return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def _optimizer(net: nn.Module, whole: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    kept = {id(each) for each in whole.values()}
+def _optimizer(net: nn.Module, unsharded: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    kept = {id(each) for each in unsharded.values()}
     groups = [
         {"params": [each for each in net.parameters() if id(each) not in kept]},
-        {"params": list(whole.values())},
+        {"params": list(unsharded.values())},
     ]
     return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
 
@@ -225,7 +227,7 @@ def _half_precision() -> float:
     difference, size = 0.0, 0.0
     for (name, parameter), other in zip(net.named_parameters(), alone.parameters(), strict=True):
         assert parameter.grad is not None, name
-        difference += float((full(parameter.grad) - other.grad).square().sum())
+        difference += float((whole(parameter.grad) - other.grad).square().sum())
         size += float(other.grad.square().sum())
     return (difference / size) ** 0.5
 
@@ -276,3 +278,85 @@ def test_ddp_and_checkpoints_shrink_by_the_parameter_ratio(ranks: Any, tmp_path:
     assert dense[1] / small[1] == ratio
     # A version has a few thousand bytes of its own beside the numbers.
     assert dense[2] / small[2] > 0.85 * ratio
+
+
+def _sharded(net: nn.Module, ranks: int) -> WholeCores:
+    return shard_tensorized(net, init_device_mesh("cpu", (ranks,)))
+
+
+def _clipped() -> list[tuple[float, float, float]]:
+    joined()
+    found = []
+    for norm_type in (2.0, 1.0, float("inf")):
+        net, alone = _Net(), _Net()
+        cores = _sharded(net, 3)
+        assert len(cores.parameters) > 1
+        for each in (net, alone):
+            each(_batch(0)).square().sum().backward()
+        limit = 0.3
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), limit, norm_type)
+        norm = clip_gradients(net.parameters(), limit, norm_type)
+        off = max(
+            float((whole(one.grad) - other.grad).abs().max())
+            for one, other in zip(net.parameters(), alone.parameters(), strict=True)
+        )
+        found.append((float(norm), float(expected), off))
+    return found
+
+
+@pytest.mark.distributed
+def test_clipping_counts_whole_cores_once(ranks: Any) -> None:
+    for found in ranks(3)(_clipped):
+        for norm, expected, off in found:
+            assert norm == pytest.approx(expected, rel=1e-5)
+            assert off < 1e-5
+
+
+def test_clipping_nothing_is_a_norm_of_zero() -> None:
+    assert float(clip_gradients([nn.Parameter(torch.ones(2))], 1.0)) == 0.0
+
+
+class _Branches(nn.Module):
+    """Whole cores that a rank may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.odd = nn.Parameter(torch.ones(1, 3))
+        self.never = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, x: Tensor, takes: bool) -> dict[str, Tensor]:
+        y = self.used(x).sum()
+        return {"y": y + self.odd.sum() if takes else y}
+
+
+def _a_branch_not_taken() -> tuple[list[float], bool, list[float]]:
+    joined()
+    net = _Branches()
+    cores = _sharded(net, 2)
+    assert {"odd", "never"} <= set(cores.parameters)
+    net(torch.ones(2, 4), dist.get_rank() == 0)["y"].backward()
+    odd, used = net.odd.grad, whole(net.used.bias.grad)
+    return odd.flatten().tolist(), net.never.grad is None, used.tolist()
+
+
+@pytest.mark.distributed
+def test_a_rank_without_gradients_of_whole_cores_takes_part(ranks: Any) -> None:
+    for odd, never, used in ranks(2)(_a_branch_not_taken):
+        assert odd == [0.5] * 3
+        assert never
+        assert used == [2.0] * 4
+
+
+def _double() -> list[float]:
+    joined()
+    core = nn.Parameter(torch.zeros(1, 3, dtype=torch.float64))
+    core.grad = torch.full((1, 3), 1.0 + 2.0**-40, dtype=torch.float64)
+    average_gradients([core], init_device_mesh("cpu", (2,)))
+    return core.grad.flatten().tolist()
+
+
+@pytest.mark.distributed
+def test_gradients_are_averaged_in_their_own_precision(ranks: Any) -> None:
+    for mean in ranks(2)(_double):
+        assert mean == [1.0 + 2.0**-40] * 3

@@ -19,6 +19,7 @@ from outlast.tensorize.forms.tensor_train import (
 )
 from outlast.tensorize.initialize import activation_gain, core_stds, fans, initialize_
 from outlast.tensorize.network import Network
+from outlast.tensorize.rules.product import squared_norm
 
 MODES = st.tuples(st.integers(2, 9), st.integers(2, 9), st.integers(2, 9))
 
@@ -191,6 +192,21 @@ def test_generator_and_meta_device() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
     meta = [torch.empty(network.shape(core), device="meta") for core in range(2)]
     initialize_(meta, network, 0.1)
+
+
+def test_more_terms_than_integers_of_64_bits_count() -> None:
+    # 2^88 products of entries make this weight.
+    network = train_network(4096, 4096, 256, in_modes=(8,) * 4, out_modes=(8,) * 4)
+    small = train_network(64, 64, 64, in_modes=(2,) * 6, out_modes=(2,) * 6)
+    assert network.size("abcdABCD" + network.bonds) > 2**63
+    initialize_([torch.empty(network.shape(core), device="meta") for core in range(8)], network, 1)
+    weight = _product(_drawn(small, 0.3, torch.Generator().manual_seed(0)), small)
+    assert weight.square().mean().sqrt().item() == pytest.approx(0.3, rel=0.05)
+    many = train_network(2**8, 2**8, 48, in_modes=(2,) * 8, out_modes=(2,) * 8)
+    assert many.size(many.inputs + many.outputs + many.bonds) > 2**63
+    factors = _drawn(many, 0.3, torch.Generator().manual_seed(0))
+    norm = squared_norm([factor.double() for factor in factors], many)
+    assert (norm / 2**16).sqrt().item() == pytest.approx(0.3, rel=0.05)
 
 
 def test_short_types_are_scaled_in_float32() -> None:

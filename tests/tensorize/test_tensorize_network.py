@@ -52,6 +52,17 @@ def test_what_is_no_map_is_refused(
         Network(inputs, outputs, cores, (("a", 2), ("b", 3), ("p", 4)), *features)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "features"),
+    [((("a", 2), ("b", 3), ("p", 0)), (2, 3)), ((("a", -2), ("b", 3), ("p", -4)), (-2, 3))],
+)
+def test_sizes_below_one_are_refused(
+    sizes: tuple[tuple[str, int], ...], features: tuple[int, int]
+) -> None:
+    with pytest.raises(TensorizeError, match="all must be at least 1"):
+        Network("a", "b", ("ap", "pb"), sizes, *features)
+
+
 def test_groups_must_be_those_of_the_cores() -> None:
     with pytest.raises(TensorizeError, match="do not add up to the 4 cores"):
         lower(TRAIN, Route((2, 1)))

@@ -26,8 +26,8 @@ from outlast.checkpoint import CheckpointStore
 from outlast.errors import TensorizeError
 from outlast.tensorize.parallel.bottleneck import LLAMA, parallelize_bottleneck
 from outlast.tensorize.parallel.grouped import LLAMA_BLOCK
-from outlast.tensorize.parallel.shards import full
 from outlast.tensorize.parallel.traffic import CountedCollectives
+from outlast.tensorize.sharded import whole
 
 pytestmark = pytest.mark.distributed
 
@@ -113,7 +113,7 @@ def _train_sharded_and_split() -> tuple[list[float], list[float], float]:
             seen.append(float(total))
     weights = [dict(each.named_parameters()) for each in (alone, both)]
     off = worst_difference(
-        {name: full(each.detach()) for name, each in weights[1].items()},
+        {name: whole(each.detach()) for name, each in weights[1].items()},
         {name: each.detach() for name, each in weights[0].items()},
     )
     return expected, found, off
@@ -166,7 +166,7 @@ def _shapes() -> None:
     assert query.down.weight.placements == (Shard(1),)
     assert query.up.weight.placements == (Shard(0),)
     assert torch.equal(
-        full(query.to_dense().detach()),
+        whole(query.to_dense().detach()),
         low_rank_llama().model.layers[0].self_attn.q_proj.to_dense(),
     )
 
@@ -226,8 +226,8 @@ def _refused() -> dict[str, str]:
 def test_refuses_what_it_cannot_split_before_it_changes_anything(ranks: Any) -> None:
     said, _ = ranks(2)(_refused)
     assert (
-        "parallel.tensor = 2 does not divide 1 heads of model.layers.0.self_attn.k_proj"
-        in (said["heads"])
+        "a mesh of 2 ranks (parallel.tensor = 2 of a job) does not divide 1 heads of "
+        "model.layers.0.self_attn.k_proj" in said["heads"]
     )
     assert "model.layers.1.self_attn.q_norm.weight" in said["unnamed"]
     assert "model.layers.1.mlp.up_proj is a Linear" in said["dense"]

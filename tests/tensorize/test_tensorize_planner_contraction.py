@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.tensorize.planner.contraction import steps
+from outlast.tensorize.contraction import steps
 
 SIZES = (("a", 4), ("b", 5), ("c", 3), ("p", 2), ("q", 6), ("r", 3))
 CHAINS = (

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure few points, and those once."""
     for name in ("_MOST_FLOPS", "_MOST_ITEM_FLOPS"):
-        monkeypatch.setattr(measure, name, 1e4)
+        monkeypatch.setattr(measure, name, {"cpu": 1e4})
     for module in (table, measure):
         monkeypatch.setattr(module, "AXIS", (1, 4, 16))
         monkeypatch.setattr(module, "BYTES_AXIS", (1 << 12, 1 << 14))

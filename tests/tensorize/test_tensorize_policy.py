@@ -4,6 +4,7 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.catalogue import FORMS, form_named
+from outlast.tensorize.forms import LowRankEmbedding, LowRankLinear
 from outlast.tensorize.policy import Choice, Policy, replaceable, select
 
 
@@ -104,6 +105,17 @@ def test_one_module_has_all_its_names() -> None:
     [linear] = [target for target in replaceable(model) if target.name.startswith("body")]
     assert linear.names == ("body.0", "body.2")
     assert _names(model, "body.2") == ["body.0"]
+
+
+def test_a_network_that_is_none_of_ours_hides_nothing() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    assert _names(Agent()) == ["network.0", "network.2"]
+    assert _names(nn.Sequential(LowRankLinear(8, 8, 2), nn.Linear(8, 8))) == ["1"]
+    assert _names(nn.Sequential(LowRankEmbedding(8, 8, 2), nn.Linear(8, 8))) == ["1"]
 
 
 def test_targets_say_their_shape() -> None:

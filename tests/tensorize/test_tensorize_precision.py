@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import BottleneckLinear, LowRankLinear, TTLinear
+from outlast.tensorize.forms import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear
 from outlast.tensorize.precision import has_float8, set_core_precision, use_float8
 
 
@@ -72,6 +72,63 @@ def test_autocast_rounds_activations_and_not_parameters(make, dtype):
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32
     assert all(each.grad.dtype == torch.float32 for each in layer.parameters())
+
+
+@pytest.mark.parametrize("tokens", [5, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LowRankLinear(24, 24, 6),
+        lambda: BottleneckLinear(24, 24, 6),
+        lambda: TTLinear(24, 24, 6, 2, bias=False),
+        lambda: BTTLinear(24, 24, 2, bias=False),
+    ],
+    ids=["low_rank", "cola", "tt", "btt"],
+)
+def test_every_form_takes_cores_of_two_dtypes_at_any_size(make, tokens, dtype):
+    torch.manual_seed(0)
+    layer = make()
+    x = torch.randn(tokens, 24)
+    exact = layer(x).detach()
+    last = len(layer.factors()) - 1
+    kinds = iter([torch.float32] * last + [torch.bfloat16])
+    set_core_precision(layer, lambda *_: next(kinds))
+    assert {core.dtype for core in layer.factors()} == {torch.bfloat16, torch.float32}
+    y = layer(x.to(dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)
+    y.sum().backward()
+    assert all(each.grad.dtype == each.dtype for each in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [LowRankLinear, BottleneckLinear])
+@pytest.mark.parametrize("tokens", [5, 1024])
+def test_factors_of_two_dtypes_that_are_listened_to(kind, tokens):
+    torch.manual_seed(0)
+    layer = kind(24, 24, 6)
+    x = torch.randn(tokens, 24)
+    exact = layer(x).detach()
+    seen = []
+    layer.up.register_forward_hook(lambda module, given, y: seen.append(y.dtype))
+    kinds = iter([torch.float32, torch.bfloat16])
+    set_core_precision(layer, lambda *_: next(kinds))
+    y = layer(x)
+    assert (seen, y.dtype) == ([torch.bfloat16], torch.float32)
+    torch.testing.assert_close(y, exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", [LowRankLinear, BottleneckLinear])
+def test_factors_of_two_dtypes_compile(kind):
+    torch.manual_seed(0)
+    layer = kind(24, 24, 6)
+    kinds = iter([torch.float32, torch.bfloat16])
+    set_core_precision(layer, lambda *_: next(kinds))
+    x = torch.randn(5, 24)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=0.02, atol=0.02)
+    compiled(x).sum().backward()
+    assert all(core.grad.dtype == core.dtype for core in layer.factors())
 
 
 def test_a_core_stored_as_integers_is_refused():

@@ -4,14 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import StructuredLinear, tensorize
 from outlast.tensorize.catalogue import FORMS
+from outlast.tensorize.forms import TiedHead
 from outlast.tensorize.policy import Choice
 
 CONVERTED = ("low_rank", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain")
@@ -247,6 +250,147 @@ def test_half_of_a_tie_is_refused() -> None:
     with pytest.raises(TensorizeError, match="tie_word_embeddings = False"):
         tensorize(model, match=["*", "lm_head"], force=True)
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("form", ["low_rank", "tt", "ttm"])
+@pytest.mark.parametrize("init", ["scratch", "from_dense"])
+def test_a_tied_head_takes_the_factors_of_the_embedding(form: str, init: Any) -> None:
+    model = _model()
+    model.lm_head = nn.Linear(64, 50)
+    model.lm_head.weight = model.embed.weight
+    bias = model.lm_head.bias.detach().clone()
+    report = tensorize(model, form, 4, ["embed", "lm_head"], init=init, force=True)
+    head = model.lm_head
+    assert isinstance(head, TiedHead)
+    assert head.embedding is model.embed
+    assert torch.equal(head.bias, bias)
+    assert [row.name for row in report] == ["embed", "lm_head"]
+    assert report.replaced[1].parameters == 0
+    assert report.replaced[1].flops_per_token > 0
+    assert "shared" in str(report)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(head(x), x @ model.embed.to_dense().t() + bias)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    other = copy.deepcopy(model)
+    other.load_state_dict(model.state_dict())
+    assert other.lm_head.embedding is other.embed
+
+
+def test_a_tied_head_of_a_form_without_embeddings_is_refused() -> None:
+    model = _model()
+    model.lm_head.weight = model.embed.weight
+    with pytest.raises(TensorizeError, match=r"embed: form = 'btt' has no embedding"):
+        tensorize(model, "btt", 1, ["embed", "lm_head"], force=True)
+
+
+def test_a_dense_weight_that_is_not_finite_is_named() -> None:
+    model = _model()
+    with torch.no_grad():
+        model.blocks[1].up.weight[0, 0] = math.nan
+    with pytest.raises(TensorizeError, match=r"blocks\.1\.up .* not finite.*exclude it"):
+        tensorize(model, force=True)
+    assert type(model.blocks[0].up) is nn.Linear
+
+
+@pytest.mark.parametrize("gate", ["identity", "scalar", "vector"])
+def test_layers_with_latent_crossing_have_the_gate_that_is_asked_for(gate: Any) -> None:
+    model = _model(blocks=3)
+    tensorize(model, "lax", 4, "*.up", gate=gate, activation="tanh", force=True)
+    last = model.blocks[2].up
+    shape = None if last.gate is None else tuple(last.gate.shape)
+    assert shape == {"identity": None, "scalar": (1,), "vector": (4,)}[gate]
+    assert last.activation == "tanh"
+    assert model.blocks[0].up.gate is None
+
+
+def test_learned_gates_stay_when_other_layers_are_replaced_later() -> None:
+    model = _model(blocks=3)
+    tensorize(model, "lax", 4, "*.up", gate="vector", force=True)
+    gate = model.blocks[2].up.gate
+    with torch.no_grad():
+        gate.fill_(0.5)
+    tensorize(model, "lax", 4, "*.down", force=True)
+    assert model.blocks[2].up.gate is gate
+    assert model.blocks[2].down._taken is not None
+    assert model.blocks[2].down.gate is None
+
+
+def test_a_line_that_grows_keeps_its_gates() -> None:
+    model = _model(blocks=3)
+    tensorize(model, "lax", 4, ["blocks.0.up", "blocks.1.up"], gate="scalar", force=True)
+    gate = model.blocks[1].up.gate
+    with torch.no_grad():
+        gate.fill_(0.5)
+    tensorize(model, "lax", 4, "blocks.2.up", gate="scalar", force=True)
+    assert model.blocks[1].up.gate is gate
+    assert model.blocks[2].up._taken is model.blocks[1].up._left
+    assert model.blocks[2].up.gate.tolist() == [1.0]
+
+
+def test_gates_that_do_not_go_together_are_refused() -> None:
+    policy = [("*.up", Choice("lax", 4)), ("*.down", Choice("lax", 4, gate="scalar"))]
+    with pytest.raises(TensorizeError, match="gates identity, scalar"):
+        tensorize(_model(), policy=policy, force=True)
+    with pytest.raises(TensorizeError, match="gate = 'door' is not one of"):
+        tensorize(_model(), "lax", 4, gate="door", force=True)  # type: ignore[arg-type]
+
+
+def test_sparse_layers_have_the_density_that_is_asked_for() -> None:
+    model = _model()
+    tensorize(model, "sltrain", 4, "blocks.0.up", density=0.1, force=True)
+    assert model.blocks[0].up.values.numel() == round(0.1 * 64 * 96)
+    with pytest.raises(TensorizeError, match="density = 2"):
+        tensorize(model, "sltrain", 4, "blocks.1.up", density=2.0, force=True)
+
+
+def _on_ranks(form_of_rank_1: str) -> str:
+    dist.init_process_group("gloo")
+    form = form_of_rank_1 if dist.get_rank() == 1 else "low_rank"
+    model = _model()
+    try:
+        tensorize(model, form, 4, force=True)
+    except TensorizeError as error:
+        assert type(model.blocks[0].up) is nn.Linear
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_ranks_that_would_differ_are_refused_on_all(ranks: Any) -> None:
+    assert ranks(2)(_on_ranks, "low_rank") == ["", ""]
+    said = ranks(2)(_on_ranks, "tt")
+    assert said[0] == said[1]
+    assert "blocks.0.up would become low_rank at rank 4 on rank 0 and tt at rank 4" in said[0]
+
+
+def _stages() -> str:
+    dist.init_process_group("gloo")
+    stage = dist.get_rank()
+    model = nn.ModuleDict({f"block {stage}": nn.Linear(16, 16)})
+    tensorize(model, "low_rank", 4 + stage, force=True)
+    return type(model[f"block {stage}"]).__name__
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_layers_need_not_agree(ranks: Any) -> None:
+    assert ranks(2)(_stages) == ["LowRankLinear"] * 2
+
+
+@pytest.mark.parametrize("form", ["low_rank", "cola", "tt", "lax"])
+def test_t5_which_reads_the_dtype_of_a_layers_weight(form: str) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    tensorize(model, form, 4, "*.DenseReluDense.*", force=True)
+    index = torch.randint(50, (2, 5))
+    model(input_ids=index, labels=index).loss.backward()
+    assert model.encoder.block[0].layer[1].DenseReluDense.wo.factors()[0].grad is not None
 
 
 def test_what_gains_nothing_stays_dense_and_is_listed() -> None:

@@ -169,3 +169,15 @@ def test_what_is_no_matrix_is_refused() -> None:
         UnfoldedMuon([nn.Parameter(torch.zeros(3, 4))], momentum=2.0)
     with pytest.raises(TensorizeError, match="adjust_lr_fn = 'mine'"):
         UnfoldedMuon([nn.Parameter(torch.zeros(3, 4))], adjust_lr_fn="mine")
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    matrix, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5, 2))
+    optimizer = UnfoldedMuon([matrix])
+    with pytest.raises(TensorizeError, match=r"shape \(2, 3, 4\) is no matrix"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 3, 4))]})
+    assert [group["params"] for group in optimizer.param_groups] == [[matrix]]
+    optimizer.add_param_group({"params": iter([other])})
+    assert optimizer.param_groups[1]["params"] == [other]
+    named = UnfoldedMuon([("matrix", matrix)])
+    assert named.param_groups[0]["param_names"] == ["matrix"]

@@ -18,8 +18,8 @@ from outlast.tensorize.rules.decay import ProductDecay
 from outlast.tensorize.rules.groups import parameter_groups
 from outlast.tensorize.rules.muon import UnfoldedMuon, factor_unfoldings
 from outlast.tensorize.rules.product import squared_norm
-from outlast.tensorize.rules.sharded import whole
 from outlast.tensorize.rules.spectral import SpectralBound
+from outlast.tensorize.sharded import whole
 
 pytestmark = pytest.mark.distributed
 

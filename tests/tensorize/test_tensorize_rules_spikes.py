@@ -138,3 +138,15 @@ def test_settings_out_of_range_are_refused() -> None:
     for settings_ in [(4, 5.0, 3), (16, -1.0, 3), (16, 5.0, 0), (16, math.nan, 1)]:
         with pytest.raises(TensorizeError, match="spike detector must be at least 8, 0 and 1"):
             SpikeDetector(*settings_)
+
+
+def test_a_spike_is_reported_once_of_either_kind() -> None:
+    losses = _curve(5, 400, 0.05, 0.3)
+    losses[300:312] += 3.0
+    losses[[300, 302, 305, 311]] = math.nan
+    (spike,) = _alarms(losses, SpikeDetector())
+    assert (spike.kind, spike.step) == ("not finite", 300)
+    losses[300:303] = losses[303]
+    # A run that is lost is told, even if its loss had jumped before.
+    spikes = _alarms(losses, SpikeDetector())
+    assert [(spike.kind, spike.step) for spike in spikes] == [("jump", 300), ("not finite", 305)]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import opt_einsum
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
@@ -21,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
+from outlast.tensorize.contraction import Merging
+from outlast.tensorize.course import course
 from outlast.tensorize.forms.latent import LatentLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear
 from outlast.tensorize.forms.sparse import SparseLowRankLinear
@@ -45,27 +46,8 @@ def _stage_flops(stage: Stage) -> int:
 
 def merge_flops(network: Network, route: Route) -> int:
     """Operations of merging the groups of a route, once; outer products count as well."""
-    return sum(_merge_flops(network, stage) for stage in lower(network, route).stages)
-
-
-def _merge_flops(network: Network, stage: Stage) -> int:
-    if len(stage.cores) == 1:
-        return 0
-    terms = [network.cores[core] for core in stage.cores]
-    return _contraction_flops(network, terms, stage.batch + stage.new + stage.contracted)
-
-
-def _contraction_flops(network: Network, terms: Sequence[str], result: str) -> int:
-    shapes = [tuple(network.size(letter) for letter in term) for term in terms]
-    equation = ",".join(terms) + "->" + result
-    how = "optimal" if len(terms) <= 7 else "dp"
-    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=how)
-    # What opt_einsum counts once is an outer product, which torch.einsum does as a matrix product.
-    total = 0
-    for step in info.contraction_list:
-        letters = set(step[2].replace(",", "").partition("->")[0])
-        total += 2 * math.prod(network.size(letter) for letter in letters)
-    return total
+    legs = course(network, route).legs
+    return sum(making.product.flops for leg in legs for making in leg.merging.ahead)
 
 
 def forward_flops(network: Network, plan: Plan, tokens: int) -> int:
@@ -111,27 +93,22 @@ def backward_flops(
             _stage_flops(stage) for stage, is_asked in zip(stages, asked, strict=True) if is_asked
         )
         total += products * tokens + merge_flops(network, route)
-        total += sum(_unmerge_flops(network, stage, mine) for stage in stages)
+        legs = course(network, route).legs
+        total += sum(_unmerge_flops(leg.merging, mine) for leg in legs)
     return total
 
 
-def _unmerge_flops(network: Network, stage: Stage, wanted: Sequence[int]) -> int:
-    if len(stage.cores) == 1:
-        return 0
-    unfolded = stage.batch + stage.new + stage.contracted
-    total = 0
-    for core in stage.cores:
-        if core in wanted:
-            others = [network.cores[other] for other in stage.cores if other != core]
-            total += _contraction_flops(network, [unfolded, *others], network.cores[core])
-    return total
+def _unmerge_flops(merging: Merging, wanted: Sequence[int]) -> int:
+    back = merging.back_to(frozenset(wanted))
+    # All but the matrix is made again.
+    products = [*merging.ahead[:-1], *back] if back else []
+    return sum(making.product.flops for making in products)
 
 
 def _keeps(network: Network, plan: Plan, tokens: int) -> bool:
     """Whether the inputs of later stages are kept; see `operator._Chain`."""
     whole = not 0 < plan.forward.chunk < tokens
-    later = lower(network, plan.forward).stages[1:]
-    narrow = all(stage.width * 2 <= network.in_features for stage in later)
+    narrow = course(network, plan.forward).narrow
     return whole and narrow and plan.forward in plan.core_gradients
 
 
@@ -221,8 +198,7 @@ def _chain_backward_flops(
 def _in_place_flops(
     total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
 ) -> int:
-    batch, rows, inner = left
-    return 2 * batch * rows * inner * right[-1]
+    return 2 * math.prod(left) * right[-1]
 
 
 def counted_flops(run: Callable[[], object]) -> int:
@@ -231,7 +207,10 @@ def counted_flops(run: Callable[[], object]) -> int:
     Products that are added in place, as gradients of chunks are, are counted as well; torch's
     counter leaves them out.
     """
-    own = {torch.ops.aten.baddbmm_: _in_place_flops}
+    own = {
+        torch.ops.aten.addmm_: _in_place_flops,
+        torch.ops.aten.baddbmm_: _in_place_flops,
+    }
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
         run()
     return int(counter.get_total_flops())
@@ -346,7 +325,7 @@ def account(
             parameter.grad = gradient
     return Account(
         sum(parameter.numel() for parameter in parameters),
-        factor_parameters(model),
+        factor_numbers(model),
         tokens,
         flops / tokens,
         kept,
@@ -366,13 +345,11 @@ def _timed(run: Callable[[], None], parameters: Sequence[Tensor]) -> float:
     return time.perf_counter() - begun
 
 
-def factor_parameters(model: nn.Module) -> int:
+def factor_numbers(model: nn.Module) -> int:
     """Numbers in the factors of a model's structured layers, tied ones once."""
     from outlast.tensorize.rules.layers import structured_layers
 
     factors = {
-        id(factor._base if factor._base is not None else factor): factor.numel()
-        for layer in structured_layers(model)
-        for factor in layer.factors
+        id(each): each.numel() for part in structured_layers(model) for each in part.parameters
     }
     return sum(factors.values())

@@ -8,6 +8,9 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
+from outlast.tensorize.planner.fused import bottleneck_pays
+from outlast.tensorize.surroundings import transformed, without_autocast
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 # Below this many numbers in x, what is kept does not matter and the function's overhead does.
-_FEW = 1 << 14
+FEW = 1 << 14
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -28,13 +31,24 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        # As `nn.Linear` has it.
+        return None
     return torch.get_autocast_dtype(device)
 
 
 def bottleneck(
-    x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None, activation: str = "silu"
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    *,
+    fused: bool | None = None,
 ) -> Tensor:
     """Give act(x down^T) up^T + bias, of which x and x down^T are kept, and act(...) is not.
+
+    Products are made in the dtype of x, as those of chains are, or in that of autocast.
 
     Args:
         x: (..., in_features).
@@ -42,23 +56,71 @@ def bottleneck(
         up: (out_features, rank).
         bias: (out_features,).
         activation: A key of `ACTIVATIONS`.
+        fused: Take the Triton kernel, which needs x in one dtype with the factors and has not run
+            on a GPU yet; None: on CUDA devices if `planner.fused.warm` was called for it and it is
+            predicted to be faster. Not where plain operations are taken anyway.
 
     Returns:
         (..., out_features)
     """
     act = ACTIVATIONS[activation]
-    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if plain or x.numel() <= _FEW:
-        return functional.linear(act(functional.linear(x, down)), up, bias)
+    plain = torch.compiler.is_compiling() or transformed()
     dtype = autocast_dtype(x)
+    if dtype is None:
+        down, up = down.to(x.dtype), up.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+    if plain or x.numel() <= FEW:
+        return functional.linear(act(functional.linear(x, down)), up, bias)
     if dtype is not None:
         x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return bottleneck(x, down, up, bias, activation)
+            return bottleneck(x, down, up, bias, activation, fused=fused)
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = _Bottleneck.apply(rows, down, up, bias, activation)  # type: ignore[no-untyped-call]
+    if fused is None:
+        fused = x.is_cuda and _pays(rows, down, up, bias, activation)
+    y: Tensor = _Bottleneck.apply(rows, down, up, bias, activation, fused)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], up.shape[0])
+
+
+def through_activation(
+    h: Tensor, weight: Tensor, dy: Tensor, activation: str, *, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of y = act(h) weight^T, computing act(h) again.
+
+    Args:
+        h: (tokens, rank).
+        weight: (out_features, rank).
+        dy: (tokens, out_features).
+        activation: A key of `ACTIVATIONS`.
+        wanted: Whether that of h, and that of the weight.
+
+    Returns:
+        That of h (tokens, rank) and that of the weight (out_features, rank), each None where it is
+        not wanted.
+    """
+    with torch.enable_grad():
+        h = h.detach().requires_grad_()
+        a = ACTIVATIONS[activation](h)
+    dweight = torch.mm(dy.t(), a.detach()) if wanted[1] else None
+    dh = torch.autograd.grad(a, h, torch.mm(dy, weight))[0] if wanted[0] else None
+    return dh, dweight
+
+
+def _pays(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: str) -> bool:
+    """Whether the kernel can read these, and is predicted to be faster than two products."""
+    given = [each for each in (x, down, up, bias) if each is not None]
+    # A subclass may have no memory that a kernel could read.
+    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in given):
+        return False
+    return all(each.dtype == x.dtype for each in given) and bottleneck_pays(
+        x.shape[1],
+        *up.shape[::-1],
+        activation=activation,
+        tokens=x.shape[0],
+        dtype=x.dtype,
+        device=x.device,
+    )
 
 
 class _Bottleneck(Function):
@@ -66,13 +128,20 @@ class _Bottleneck(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, down, up, bias, activation = inputs
-        h = torch.mm(x, down.t())
+        x, down, up, bias, activation, ctx.fused = inputs
+        if ctx.fused:
+            from outlast.tensorize.kernels.bottleneck import bottleneck_forward
+
+            y, h = bottleneck_forward(x, down, up, bias, activation=activation, save=True)
+        else:
+            h = torch.mm(x, down.t())
+            y = functional.linear(ACTIVATIONS[activation](h), up, bias)
         ctx.save_for_backward(x, h, down, up)
         ctx.activation, ctx.biased = activation, bias is not None
-        return functional.linear(ACTIVATIONS[activation](h), up, bias)
+        return y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, h, down, up = ctx.saved_tensors
@@ -87,15 +156,20 @@ class _Bottleneck(Function):
             found = torch.autograd.grad(y, targets, dy, create_graph=True, allow_unused=True)
             given: dict[int, Tensor] = dict(zip(places, found, strict=True))
             dbias = dy.sum(0) if ctx.biased and needs[3] else None
-            return given.get(0), given.get(1), given.get(2), dbias, None
-        with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            a = act(h)
-        dup = torch.mm(dy.t(), a.detach()) if needs[2] else None
-        dx = ddown = None
-        if needs[0] or needs[1]:
-            (dh,) = torch.autograd.grad(a, h, torch.mm(dy, up))
-            ddown = torch.mm(dh.t(), x) if needs[1] else None
-            dx = torch.mm(dh, down) if needs[0] else None
+            return given.get(0), given.get(1), given.get(2), dbias, None, None
+        if ctx.fused and needs[0]:
+            from outlast.tensorize.kernels.bottleneck import bottleneck_backward
+
+            back = bottleneck_backward(dy, h, down, up, activation=ctx.activation)
+            gradient, a = back[1:]
+            dup = None if a is None or not needs[2] else torch.mm(dy.t(), a)
+            ddown = torch.mm(gradient.t(), x) if needs[1] else None
+            dbias = dy.sum(0) if ctx.biased and needs[3] else None
+            return back[0], ddown, dup, dbias, None, None
+        dh, dup = through_activation(
+            h, up, dy, ctx.activation, wanted=(needs[0] or needs[1], needs[2])
+        )
+        dx = None if dh is None or not needs[0] else torch.mm(dh, down)
+        ddown = None if dh is None or not needs[1] else torch.mm(dh.t(), x)
         dbias = dy.sum(0) if ctx.biased and needs[3] else None
-        return dx, ddown, dup, dbias, None
+        return dx, ddown, dup, dbias, None, None

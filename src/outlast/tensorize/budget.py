@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.catalogue import Form, Ranks
-from outlast.tensorize.cost import layer_cost
+from outlast.tensorize.cost import SLTRAIN_DENSITY, layer_cost
 from outlast.tensorize.shapes import (
     balanced_modes,
     block_modes,
@@ -82,6 +82,7 @@ class Shape:
         out_features: Features of y.
         cores: Modes on each side; None: the form's own number.
         multiple: See `shapes.MULTIPLE_OF_PRECISION`; 1: no rounding.
+        density: Share of entries in the sparse part; None: the form's own.
     """
 
     form: Form
@@ -89,6 +90,7 @@ class Shape:
     out_features: int
     cores: int | None = None
     multiple: int = 1
+    density: float | None = None
 
     @property
     def modes(self) -> int:
@@ -103,7 +105,8 @@ class Shape:
     def used(self, quantity: str, rank: int) -> float:
         """Parameters or forward operations at a rank, over those of the dense layer."""
         sizes = (self.in_features, self.out_features)
-        cost = layer_cost(self.form.name, *sizes, rank, cores=self.modes)
+        density = SLTRAIN_DENSITY if self.density is None else self.density
+        cost = layer_cost(self.form.name, *sizes, rank, cores=self.modes, density=density)
         dense = math.prod(sizes)
         if quantity == "parameters":
             return cost.parameters / dense
@@ -186,10 +189,14 @@ def _rounded_down(rank: int, shape: Shape) -> int:
 def _within(shape: Shape, quantity: str, limit: float) -> int:
     """The largest rank (fewest blocks) that keeps to a budget."""
     if shape.form.blocks:
+        best = 1
         for blocks in range(1, shape.most + 1):
-            if shape.used(quantity, blocks) <= limit:
+            used = shape.used(quantity, blocks)
+            if used <= limit:
                 return blocks
-        raise _too_small(shape, quantity, limit, shape.most)
+            # Neither end: from the square root of the width on, more blocks are more again.
+            best = blocks if used < shape.used(quantity, best) else best
+        raise _too_small(shape, quantity, limit, best)
     if shape.used(quantity, 1) > limit:
         raise _too_small(shape, quantity, limit, 1)
     rank = _last(lambda rank: shape.used(quantity, rank) <= limit, shape.most)
@@ -199,9 +206,9 @@ def _within(shape: Shape, quantity: str, limit: float) -> int:
 def _too_small(shape: Shape, quantity: str, limit: float, rank: int) -> TensorizeError:
     least = shape.used(quantity, rank)
     return TensorizeError(
-        f"rank = '{quantity}={limit}' is too little for {shape}, which takes {least:.4g} of the "
-        f"dense {quantity} at {'blocks' if shape.form.blocks else 'rank'} = {rank}: allow more, or "
-        "choose another form"
+        f"rank = '{quantity}={limit}' is too little for {shape}, which takes at least {least:.4g} "
+        f"of the dense {quantity} (at {'blocks' if shape.form.blocks else 'rank'} = {rank}): allow "
+        "more, or choose another form"
     )
 
 

@@ -77,8 +77,10 @@ class Form:
                 known[name] = settings[name]
         if self.modes:
             known[self.modes_name] = settings.get("cores") or self.modes
-        if self.name == "cola" and "activation" in settings:
+        if self.name in ("cola", "lax") and settings.get("activation") is not None:
             known["activation"] = settings["activation"]
+        if self.name == "sltrain" and settings.get("density") is not None:
+            known["density"] = settings["density"]
         return known
 
     def largest_rank(self, in_features: int, out_features: int, cores: int) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import TensorizeError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from outlast.tensorize.policy import Selection, Target
 
 
@@ -28,15 +33,15 @@ def check_sharing(selection: Selection) -> None:
             continue
         names = " and ".join(target.name for target in targets)
         kinds = {(target.is_embedding, target.transposed) for target in targets}
-        if len(kinds) > 1:
+        if any(target.transposed for target in targets) and len(kinds) > 1:
             raise TensorizeError(
-                f"{names} share a weight and cannot share factors: untie them "
-                "(tie_word_embeddings = False), or exclude them"
+                f"{names} share a weight of which one is transposed, and cannot share factors: "
+                "exclude them"
             )
         if len(set(mine)) > 1:
             raise TensorizeError(
                 f"{names} share a weight, so all of them must become the same or none: match or "
-                "exclude them together"
+                "exclude them together, or untie them (tie_word_embeddings = False)"
             )
 
 
@@ -58,7 +63,12 @@ def check_target(target: Target) -> None:
             f"{target.name} has a weight of {target.parameter.dtype}, which cannot be learned: "
             "exclude it"
         )
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     if any(hooks):
         raise TensorizeError(
             f"{target.name} has hooks, which would be lost: register them after tensorize"
@@ -68,3 +78,34 @@ def check_target(target: Target) -> None:
             f"{target.name} has max_norm, sparse or scale_grad_by_freq, which embeddings of "
             "factors have not: exclude it"
         )
+
+
+def check_ranks_agree(decided: Mapping[str, str]) -> None:
+    """Refuse to go on where the processes of a run would replace the same layer differently.
+
+    Collective, if there is a process group: first of a digest, and of all only if these differ.
+    Layers that other processes do not have, as in a pipeline, need not agree.
+
+    Args:
+        decided: Name of every layer that was looked at -> what becomes of it.
+
+    Raises:
+        TensorizeError: Two processes differ, on all of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    mine = repr(sorted(decided.items())).encode()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.blake2b(mine).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dict(decided))
+    for (one, first), (other, second) in itertools.combinations(enumerate(every), 2):
+        for name in first:
+            if first[name] != second.get(name, first[name]):
+                raise TensorizeError(
+                    f"{name} would become {first[name]} on rank {one} and {second[name]} on rank "
+                    f"{other}: call tensorize alike on all ranks, and with force = True where "
+                    "machines differ in what is faster"
+                )

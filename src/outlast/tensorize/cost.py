@@ -7,17 +7,24 @@ are kept and sent, and how a training step shrinks. What a rank costs in quality
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.shapes import (
-    balanced_modes,
-    block_modes,
-    bond_ranks,
-    monarch_modes,
-    monarch_rank,
+from outlast.tensorize.network import Route, lower
+from outlast.tensorize.networks import (
+    block_network,
+    chosen_modes,
+    cp_network,
+    train_matrix_network,
+    train_network,
+    tucker_network,
 )
+from outlast.tensorize.shapes import block_modes, monarch_modes, monarch_rank
+
+if TYPE_CHECKING:
+    from outlast.tensorize.network import Network
 
 TWO_FACTOR_FORMS = ("low_rank", "cola", "lax")
 """Two matrices with `rank` features between them; what is put between differs."""
@@ -28,6 +35,9 @@ FORMS = ("dense", *TWO_FACTOR_FORMS, "tt", "ttm", "btt", "monarch", "cp", "tucke
 SLTRAIN_DENSITY = 0.03
 """Share of entries in the sparse part of low rank + sparse (arXiv 2406.02214, section 5)."""
 
+_NEVER = 1 << 200
+"""Operations of what cannot be done."""
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -35,10 +45,10 @@ class LayerCost:
 
     Attributes:
         parameters: Numbers that are learned, without the bias.
-        forward_flops_per_token: Of two products of merged cores, cut where that is cheapest; or of
-            the rebuilt dense weight, if that is cheaper. Merging, which does not depend on the
-            tokens, is left out.
-        training_flops_per_token: Forward and backward.
+        forward_flops_per_token: Of the cheapest way through the chain: all ways to merge neighbours
+            and both directions, the rebuilt dense weight among them. Merging, which does not
+            depend on the tokens, is left out.
+        training_flops_per_token: Forward and backward, on the way that is cheapest for both.
         kept_values_per_token: What is kept for the backward pass beyond x.
     """
 
@@ -52,34 +62,14 @@ class LayerCost:
         return self.kept_values_per_token * tokens * bytes_per_value
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Two products of (in, width) and (width, out) kind: operations of each, and what is between.
-
-    Attributes:
-        first: Multiplications of the first product, per token.
-        second: Of the second.
-        width: Features between.
-        kept: Whether what is between is kept for the backward pass (see `operator._Chain`).
-    """
-
-    first: int
-    second: int
-    width: int
-    kept: bool
-
-    @property
-    def forward(self) -> int:
-        return 2 * (self.first + self.second)
-
-    @property
-    def training(self) -> int:
-        # The gradients of both factors and of x take as much each; what was not kept comes again.
-        return 3 * self.forward + (0 if self.kept else 2 * self.first)
-
-
 def layer_cost(
-    form: str, in_features: int, out_features: int, rank: int = 0, *, cores: int = 3
+    form: str,
+    in_features: int,
+    out_features: int,
+    rank: int = 0,
+    *,
+    cores: int = 3,
+    density: float = SLTRAIN_DENSITY,
 ) -> LayerCost:
     """What a layer costs.
 
@@ -90,6 +80,7 @@ def layer_cost(
         rank: Of low-rank factors, of all bonds, of blocks, or the number of terms (``cp``); the
             number of blocks of ``monarch``. ``dense`` needs none.
         cores: Modes on each side of ``tt`` and ``ttm``, ``cp`` and ``tucker``.
+        density: Share of entries in the sparse part of ``sltrain``.
 
     Raises:
         TensorizeError: For an unknown form or numbers below 1.
@@ -104,77 +95,110 @@ def layer_cost(
     dense = in_features * out_features
     if form == "dense":
         return LayerCost(dense, 2 * dense, 6 * dense, 0)
-    parameters, cuts = _described(form, in_features, out_features, rank, cores)
-    best = min(cuts, key=lambda cut: cut.training)
-    if form not in TWO_FACTOR_FORMS and best.training > 6 * dense:
-        return LayerCost(parameters, 2 * dense, 6 * dense, 0)
-    return LayerCost(parameters, best.forward, best.training, best.width if best.kept else 0)
-
-
-def _described(
-    form: str, in_features: int, out_features: int, rank: int, cores: int
-) -> tuple[int, list[_Cut]]:
-    """Parameters of a form, and the ways to compute it by two products."""
-    dense = in_features * out_features
-    if form in TWO_FACTOR_FORMS:
-        cut = _two_factors(in_features, out_features, rank, keep=True)
-        return rank * (in_features + out_features), [cut]
+    factors = rank * (in_features + out_features)
     if form == "sltrain":
         # Its weight is rebuilt at each use.
-        rebuilt = _Cut(dense, 0, 0, kept=True)
-        sparse = round(SLTRAIN_DENSITY * dense)
-        return rank * (in_features + out_features) + sparse, [rebuilt]
-    if form in ("btt", "monarch"):
-        if form == "btt":
-            (m, i), (n, o) = block_modes(in_features, out_features)
-        else:
-            (m, i), (n, o) = monarch_modes(in_features, out_features, rank)
-            rank = monarch_rank(in_features, out_features, rank)
-        first, second = m * n * rank * i, n * o * m * rank
-        return first + second, [_Cut(first, second, m * n * rank, kept=False)]
-    into, out = balanced_modes(in_features, cores), balanced_modes(out_features, cores)
-    if form == "cp":
-        return rank * sum(into + out), [_two_factors(in_features, out_features, rank)]
-    if form == "tucker":
-        return _tucker(in_features, out_features, rank, into + out)
-    if form == "tt":
-        modes = (*into, *out)
-        bonds = (1, *bond_ranks(rank, modes), 1)
-        parameters = sum(bonds[place] * mode * bonds[place + 1] for place, mode in enumerate(modes))
-        return parameters, [_two_factors(in_features, out_features, bonds[cores])]
-    pairs = [a * b for a, b in zip(into, out, strict=True)]
-    bonds = (1, *bond_ranks(rank, pairs), 1)
-    parameters = sum(bonds[place] * pair * bonds[place + 1] for place, pair in enumerate(pairs))
-    return parameters, [_matrix_cut(into, out, bonds[cut], cut) for cut in range(1, cores)] or [
-        _Cut(dense, 0, 0, kept=True)
-    ]
+        return LayerCost(factors + max(1, round(density * dense)), 2 * dense, 6 * dense, 0)
+    if form in TWO_FACTOR_FORMS:
+        # With something between the factors what is there is kept whatever it takes.
+        kept = form != "low_rank" or 2 * rank <= in_features
+        again = 0 if kept else 2 * in_features * rank
+        return LayerCost(factors, 2 * factors, 6 * factors + again, rank if kept else 0)
+    return _cheapest(_network(form, in_features, out_features, rank, cores))
 
 
-def _two_factors(in_features: int, out_features: int, rank: int, *, keep: bool = False) -> _Cut:
-    kept = keep or 2 * rank <= in_features
-    return _Cut(in_features * rank, rank * out_features, rank, kept)
+def _network(form: str, in_features: int, out_features: int, rank: int, cores: int) -> Network:
+    sizes = in_features, out_features
+    if form == "monarch":
+        modes = monarch_modes(*sizes, rank)
+        rank = monarch_rank(*sizes, rank)
+        return block_network(*sizes, rank, in_modes=modes[0], out_modes=modes[1])
+    if form == "btt":
+        modes = block_modes(*sizes)
+        return block_network(*sizes, rank, in_modes=modes[0], out_modes=modes[1])
+    build = {
+        "tt": train_network,
+        "ttm": train_matrix_network,
+        "tucker": tucker_network,
+        "cp": cp_network,
+    }[form]
+    into = chosen_modes(None, in_features, cores, name="cores")
+    out = chosen_modes(None, out_features, cores, name="cores")
+    return build(*sizes, rank, in_modes=into, out_modes=out)
 
 
-def _tucker(
-    in_features: int, out_features: int, rank: int, modes: tuple[int, ...]
-) -> tuple[int, list[_Cut]]:
-    """Every mode has a factor of at most `rank` columns; the core joins them all."""
-    ranks = [min(rank, mode) for mode in modes]
-    half = len(modes) // 2
-    core = math.prod(ranks)
-    parameters = core + sum(a * b for a, b in zip(ranks, modes, strict=True))
-    narrow = min(math.prod(ranks[:half]), math.prod(ranks[half:]))
-    return parameters, [_two_factors(in_features, out_features, narrow)]
+@functools.lru_cache(maxsize=4096)
+def _cheapest(network: Network) -> LayerCost:
+    """The cheapest ways through a chain forward, and forward and backward."""
+    ways = [_products(network, backwards) for backwards in (False, True)]
+    forward = min(_shortest(way, first=2, last=2, keeping=False)[0] for way in ways)
+    # The gradients of the factors and of x take as much as going forward each, and what goes into
+    # a stage after the first comes again where it is not kept: all but the last product.
+    kept = min(_shortest(way, first=6, last=6, keeping=True) for way in ways)
+    again = min(_shortest(way, first=8, last=6, keeping=False)[0] for way in ways)
+    if kept[0] <= again:
+        return LayerCost(network.parameters, forward, kept[0], kept[1])
+    return LayerCost(network.parameters, forward, again, 0)
 
 
-def _matrix_cut(into: tuple[int, ...], out: tuple[int, ...], bond: int, cut: int) -> _Cut:
-    """A tensor-train matrix cut after some of its cores."""
-    rest = math.prod(into[cut:])
-    begun = math.prod(out[:cut]) * bond
-    first = math.prod(into[:cut]) * begun * rest
-    second = rest * math.prod(out[cut:]) * begun
-    width = begun * rest
-    return _Cut(first, second, width, 2 * width <= math.prod(into))
+@dataclass(frozen=True)
+class _Product:
+    """One stage of a route: some neighbouring cores merged.
+
+    Attributes:
+        size: Its multiplications per token.
+        width: Features per token that go in.
+        narrow: Whether these are kept for the backward pass (see `operator._Chain`): all that are
+            no wider than half of x, and none of a route that has others.
+    """
+
+    size: int
+    width: int
+    narrow: bool
+
+
+def _products(network: Network, backwards: bool) -> dict[tuple[int, int], _Product]:
+    """The stage of every run of cores [begin, end), which is the same in all routes with it."""
+    count = len(network.cores)
+    found = {}
+    for begin in range(count):
+        for end in range(begin + 1, count + 1):
+            groups = tuple(size for size in (begin, end - begin, count - end) if size)
+            stage = lower(network, Route(groups, backwards)).stages[1 if begin else 0]
+            size = stage.b * stage.m * stage.k * stage.f
+            narrow = not begin or 2 * stage.width <= network.in_features
+            found[begin, end] = _Product(size, stage.width, narrow)
+    return found
+
+
+def _shortest(
+    products: dict[tuple[int, int], _Product], *, first: int, last: int, keeping: bool
+) -> tuple[int, int]:
+    """The least weighted multiplications of all ways to group the cores, and what is kept then.
+
+    Args:
+        products: Of every run of cores.
+        first: What a multiplication of all products but the last counts.
+        last: Likewise of the last product.
+        keeping: Go only through products whose inputs are kept.
+
+    Returns:
+        Operations and kept values per token.
+    """
+    count = max(end for _, end in products)
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, count + 1):
+        weight = last if end == count else first
+        ways = []
+        for begin in range(end):
+            product = products[begin, end]
+            if keeping and not product.narrow:
+                continue
+            operations, values = best[begin]
+            width = product.width if begin else 0
+            ways.append((operations + weight * product.size, values + width))
+        best.append(min(ways, default=(_NEVER, 0)))
+    return best[count]
 
 
 @dataclass(frozen=True)

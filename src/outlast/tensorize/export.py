@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.forms.embedding import StructuredEmbedding
+from outlast.tensorize.forms.tied import TiedHead, name_of, tied_heads
 from outlast.tensorize.hf import entry as entries
 from outlast.tensorize.hf.folder import copy_tokenizer, new_folder
 from outlast.tensorize.hf.plain import Structured, dense_layer, is_matrix, merged_layer, structured
@@ -52,10 +54,30 @@ def absorb(model: nn.Module) -> dict[str, str]:
         Name of every changed layer -> ``low_rank`` or ``dense``.
     """
     changed = {}
+    heads = {
+        name: (head, name_of(head.embedding, model)) for name, head in tied_heads(model).items()
+    }
     for name, layer in _replaced(model, merged_layer).items():
         model.set_submodule(name, layer)
         changed[name] = "low_rank" if hasattr(layer, "network") else "dense"
+    for name, (head, embedding) in heads.items():
+        if embedding in changed:
+            kind = _retied(model, name, head, model.get_submodule(embedding))
+            changed[name] = kind
     return changed
+
+
+def _retied(model: nn.Module, name: str, head: TiedHead, embedding: nn.Module) -> str:
+    """Tie a head to what its embedding has become; gives what the head is then."""
+    if isinstance(embedding, StructuredEmbedding):
+        head.tie(embedding)
+        return "low_rank"
+    linear = nn.Linear(head.in_features, head.out_features, head.bias is not None, device="meta")
+    linear.weight = embedding.weight  # type: ignore[assignment]
+    if head.bias is not None:
+        linear.bias = head.bias
+    model.set_submodule(name, linear.train(head.training))
+    return "dense"
 
 
 def _replaced(model: nn.Module, make: Callable[[Structured], nn.Module]) -> dict[str, nn.Module]:
@@ -153,6 +175,8 @@ def _dense_model(model: Any) -> Any:
         for key in [key for key in state if key.startswith(f"{name}.")]:
             del state[key]
         state.update({f"{name}.{key}": value for key, value in layer.state_dict().items()})
+    for name, head in tied_heads(model).items():
+        state[f"{name}.weight"] = state[f"{name_of(head.embedding, model)}.weight"]
     skeleton = skeleton_of(model)
     state = _as_native(state, model, skeleton)
     tied = set(_tied(skeleton))
@@ -225,7 +249,7 @@ def export_factored(
     The weights are in ``model.factored.safetensors`` (or several such files), which
     ``from_pretrained`` does not take for a dense model's. The entry ``outlast_tensorize`` of
     config.json describes the layers, see `outlast.tensorize.hf.entry`. Unless layers cross latents
-    or share factors, ``modeling_outlast.py`` is written as well, with which
+    or share factors, as tied heads do, ``modeling_outlast.py`` is written as well, with which
     ``from_pretrained(directory, trust_remote_code=True)`` loads the model without Outlast.
 
     Args:
@@ -278,7 +302,8 @@ def export_factored(
         content.pop("auto_map", None)
         if content.get("tie_word_embeddings") and not set(_tied(skeleton)) & set(shared):
             content["tie_word_embeddings"] = False
-        if not described["lines"] and set(shared) <= set(_tied(skeleton)):
+        special = described["lines"] or described["heads"]
+        if not special and set(shared) <= set(_tied(skeleton)):
             auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"  # type: ignore[operator]
             content["auto_map"] = {auto: f"{Path(_CODE_FILE).stem}.Tensorized"}
             (folder / _CODE_FILE).write_text(_code_for(name))

@@ -25,7 +25,7 @@ from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import ACTIVATIONS
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.rules.product import check_factors, squared_norm
-from outlast.tensorize.rules.sharded import whole
+from outlast.tensorize.sharded import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,15 +150,29 @@ def initialize_(
     """
     check_factors(factors, network)
     deviations = core_stds(network, std, activation_gain)
+    if factors[0].is_meta:
+        return
     fill_(factors, deviations, generator)
     scatter = math.sqrt(sum(0.5 / max(factor.numel(), 1) for factor in factors))
     if std and scatter > _TOLERANCE:
-        # Divided by their deviations, cores of any scale have squares in range.
-        pairs = zip(factors, deviations, strict=True)
-        units = [whole(factor).float() / deviation for factor, deviation in pairs]
-        terms = network.size(network.inputs + network.outputs + network.bonds)
-        missing = (terms / squared_norm(units, network)).sqrt()
+        # Divided by their deviations and by how many terms they make, cores of any scale and of any
+        # number give a square in range: it is expected to be one.
+        parts = zip(factors, deviations, network.cores, strict=True)
+        units = [
+            whole(factor).float() / (deviation * _terms(network, letters))
+            for factor, deviation, letters in parts
+        ]
+        missing = squared_norm(units, network).rsqrt()
         factors[-1].copy_(factors[-1] * missing.to(factors[-1].dtype))
+
+
+def _terms(network: Network, letters: str) -> float:
+    """A core's part of the square root of how many products of entries the weight is made of."""
+    logarithm = 0.0
+    for letter in letters:
+        shared = sum(letter in core for core in network.cores)
+        logarithm += math.log(network.size(letter)) / shared
+    return math.exp(logarithm / 2.0)
 
 
 @torch.no_grad()

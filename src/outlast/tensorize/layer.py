@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from outlast.tensorize.initialize import initialize_
+from outlast.tensorize.merge import widest
 from outlast.tensorize.operator import Merged, chain
 from outlast.tensorize.planner import explain
+from outlast.tensorize.weight import dense_matrix, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,11 +62,16 @@ class StructuredLinear(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The weight, of shape (out_features, in_features); exact and differentiable."""
-        from outlast.tensorize.execute import Path
-        from outlast.tensorize.network import dense_route
+        return dense_matrix(self.network, self.factors())
 
-        cores = self.factors()
-        return Path(self.network, dense_route(self.network), cores, cores[0].dtype).matrices[0][0]
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the `nn.Linear` in whose place this is; read-only.
+
+        For code of models that looks at ``linear.weight.dtype`` and the like, which costs nothing.
+        Its numbers are made when they are used, each time, and are differentiable.
+        """
+        return weight_of(self, (self.out_features, self.in_features))
 
     def dense_linear(self) -> nn.Linear:
         """A plain layer with the same weight and bias."""
@@ -111,8 +118,8 @@ class StructuredLinear(nn.Module):
 
     def explain(self, tokens: int = 4096) -> str:
         """What the layer does for a number of tokens, and what else it could do, with costs."""
-        first = self.factors()[0]
-        return explain(self.network, tokens, first.dtype, first.device)
+        cores = self.factors()
+        return explain(self.network, tokens, widest(cores), cores[0].device)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -162,6 +169,10 @@ class CoredLinear(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x: (..., in_features) -> (..., out_features)."""
         return chain(x, tuple(self.cores), self.network, self.bias, merged=self._merged)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without merged cores: a copy has cores of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_merged"}
 
     def settings(self) -> dict[str, Any]:
         """The arguments that build such a layer."""

@@ -8,45 +8,30 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import opt_einsum
 import torch
 
+from outlast.tensorize.contraction import steps
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
-    from outlast.tensorize.network import Network, Stage
+    from outlast.tensorize.contraction import Making, Merging, Product
 
 
-@functools.lru_cache(maxsize=16384)
-def _steps(
-    terms: tuple[str, ...], result: str, sizes: tuple[tuple[str, int], ...]
-) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Pairwise contractions, cheapest first, by opt_einsum: (places of operands, equation)."""
-    size = dict(sizes)
-    shapes = [tuple(size[letter] for letter in term) for term in terms]
-    equation = ",".join(terms) + "->" + result
-    how = "optimal" if len(terms) <= 7 else "dp"
-    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=how)
-    return tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+Sizes = tuple[tuple[str, int], ...]
 
 
-def contract(
-    terms: tuple[str, ...], result: str, sizes: tuple[tuple[str, int], ...], operands: list[Tensor]
-) -> Tensor:
+def contract(terms: tuple[str, ...], result: str, sizes: Sizes, operands: list[Tensor]) -> Tensor:
     """An einsum of several small tensors along the path with the fewest operations."""
     if terms == (result,):
         return operands[0]
     operands = list(operands)
-    for places, equation in _steps(terms, result, sizes):
-        taken = [operands.pop(place) for place in places]
-        operands.append(torch.einsum(equation, *taken))
+    for step in steps(terms, result, sizes):
+        taken = [operands.pop(place) for place in step.places]
+        operands.append(torch.einsum(step.equation, *taken))
     return operands[0]
-
-
-def _unfolded(network: Network, stage: Stage) -> str:
-    return stage.batch + stage.new + stage.contracted
 
 
 def widest(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -54,45 +39,78 @@ def widest(tensors: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (each.dtype for each in tensors))
 
 
-def merge(network: Network, stage: Stage, cores: Sequence[Tensor]) -> Tensor:
-    """The matrix of a stage, of shape (b, m, k); differentiable.
+def _alike(cores: Sequence[Tensor], members: Sequence[int]) -> list[Tensor]:
+    """Some cores in the dtype that products of all are made in."""
+    first = cores[0].dtype
+    if all(each.dtype is first for each in cores):
+        return [cores[core] for core in members]
+    dtype = widest(cores)
+    return [cores[core].to(dtype) for core in members]
+
+
+def merge(merging: Merging, cores: Sequence[Tensor]) -> Tensor:
+    """The matrix of a stage, of shape (b, m, k), or (m, k) where b is one; differentiable.
 
     Args:
-        network: What the cores are those of.
-        stage: A stage of one of its routes.
+        merging: Of which stage, and how.
         cores: All cores of the network.
     """
-    terms = tuple(network.cores[core] for core in stage.cores)
-    dtype = widest(cores)
-    operands = [cores[core].to(dtype) for core in stage.cores]
-    merged = contract(terms, _unfolded(network, stage), network.sizes, operands)
-    new, contracted = network.size(stage.new), network.size(stage.contracted)
-    matrix = merged.reshape(stage.b, new, contracted)
-    return matrix[:, : stage.m, : stage.k]
+    tensors = _alike(cores, merging.cores)
+    _make(merging.ahead, tensors)
+    matrix = tensors[-1] if merging.last is None else merging.last(tensors[-1])
+    columns, rows = merging.padding
+    if columns or rows:
+        matrix = matrix[..., : matrix.shape[-2] - rows, : matrix.shape[-1] - columns]
+    return matrix
 
 
 def unmerge(
-    network: Network, stage: Stage, cores: Sequence[Tensor], gradient: Tensor, core: int
-) -> Tensor:
-    """The gradient of one core of a stage from that of the stage's matrix.
+    merging: Merging, cores: Sequence[Tensor], gradient: Tensor, wanted: Collection[int]
+) -> dict[int, Tensor]:
+    """The gradients of a stage's cores from that of its matrix: the merging backwards.
 
     Args:
-        network: What the cores are those of.
-        stage: A stage of one of its routes.
+        merging: Of which stage, and how.
         cores: All cores of the network.
-        gradient: That of the matrix that `merge` gives, of shape (b, m, k).
-        core: Which of the stage's cores.
+        gradient: That of the matrix that `merge` gives, of its shape.
+        wanted: Of which cores gradients are asked for.
+
+    Returns:
+        Those of the wanted cores of the stage, in the cores' own dtypes.
     """
-    new, contracted = network.size(stage.new), network.size(stage.contracted)
-    if gradient.shape[1:] != (new, contracted):
-        pad = (0, contracted - stage.k, 0, new - stage.m)
-        gradient = torch.nn.functional.pad(gradient, pad)
-    unfolded = _unfolded(network, stage)
-    gradient = gradient.reshape([network.size(letter) for letter in unfolded])
-    others = [other for other in stage.cores if other != core]
-    terms = (unfolded, *(network.cores[other] for other in others))
-    dtype = widest(cores)
-    operands = [gradient.to(dtype), *(cores[other].to(dtype) for other in others)]
-    if len(terms) == 1:
-        return operands[0].permute([unfolded.index(letter) for letter in network.cores[core]])
-    return contract(terms, network.cores[core], network.sizes, operands)
+    if any(merging.padding):
+        columns, rows = merging.padding
+        gradient = torch.nn.functional.pad(gradient, (0, columns, 0, rows))
+    back = merging.back_to(frozenset(wanted))
+    tensors = _alike(cores, merging.cores) if back else []
+    # The matrix itself is not needed.
+    _make(merging.ahead[:-1], tensors)
+    gradients = {len(merging.cores) + len(merging.ahead) - 1: gradient}
+    if back:
+        gradients = {number: each.to(tensors[0].dtype) for number, each in gradients.items()}
+    for making in back:
+        if making.of == 0:
+            left, right = gradients[making.first], tensors[making.second]
+        else:
+            left, right = tensors[making.first], gradients[making.second]
+        gradients[making.result] = _multiplied(making.product, left, right)
+    found = {}
+    for number, (core, closing) in enumerate(zip(merging.cores, merging.closing, strict=True)):
+        if core in wanted:
+            mine = gradients[number]
+            mine = mine if closing is None else closing(mine)
+            found[core] = mine.to(cores[core].dtype)
+    return found
+
+
+def _make(ahead: Sequence[Making], tensors: list[Tensor]) -> None:
+    """Append what is made of the tensors, one after the other."""
+    for making in ahead:
+        left, right = tensors[making.first], tensors[making.second]
+        tensors.append(_multiplied(making.product, left, right))
+
+
+def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
+    left = left if product.left is None else product.left(left)
+    right = right if product.right is None else product.right(right)
+    return torch.bmm(left, right) if len(product.gives) == 3 else torch.mm(left, right)

@@ -54,6 +54,12 @@ class Network:
     out_features: int
 
     def __post_init__(self) -> None:
+        small = [(letter, size) for letter, size in self.sizes if size < 1]
+        if small or min(self.in_features, self.out_features) < 1:
+            raise TensorizeError(
+                f"a layer of {self.in_features} x {self.out_features} features with modes and "
+                f"ranks {tuple(size for _, size in self.sizes)} is none: all must be at least 1"
+            )
         used = set("".join(self.cores))
         missing = [letter for letter in self.inputs + self.outputs if letter not in used]
         shared = set(self.inputs) & set(self.outputs)

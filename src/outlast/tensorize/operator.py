@@ -6,12 +6,13 @@ Four ways of one computation:
 * where a plan says so, plain torch operations, which have less overhead for a few tokens;
 * under ``torch.compile``: the custom operator ``outlast::chain``, opaque to the compiler, which
   chooses its plan when it runs, for then it knows the number of tokens;
-* under ``torch.func`` transforms, and for second derivatives: plain operations again. (An operator
-  that takes a list of tensors has no derivative there.)
+* under ``torch.func`` transforms, in forward mode and for second derivatives: plain operations
+  again. (An operator that takes a list of tensors has no derivative there.)
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,14 @@ from torch.nn import functional
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.execute import Path, apply, differentiate
-from outlast.tensorize.network import Network, dense_route
+from outlast.tensorize.merge import widest
+from outlast.tensorize.network import Network, Route, dense_route, lower
 from outlast.tensorize.plan import Plan
 from outlast.tensorize.planner import plan_for
+from outlast.tensorize.surroundings import transformed, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from outlast.tensorize.network import Route
 
 
 class Merged:
@@ -50,7 +51,7 @@ class Merged:
         stamp: list[Any] = [id(network)]
         for core in cores:
             version = 0 if core.is_inference() else core._version
-            stamp += [id(core), version, core.data_ptr(), core.dtype]
+            stamp += id(core), version, core.data_ptr(), core.dtype
         known = self._paths.get((route, dtype))
         if known is None or known[1] != stamp:
             # With the cores, whose identities nothing else can get while they are held.
@@ -70,7 +71,8 @@ def chain(
 ) -> Tensor:
     """Multiply x with the matrix that a network makes of its cores.
 
-    Under autocast x and the merged cores get its dtype; the cores are merged in their own.
+    The cores are merged in the widest of their dtypes, and the products are made in that of x, or
+    of autocast. So is y.
 
     Args:
         x: (..., in_features).
@@ -84,18 +86,24 @@ def chain(
         (..., out_features)
 
     Raises:
-        TensorizeError: x has another number of features.
+        TensorizeError: x has another number of features, or is not of floating point.
     """
     if x.shape[-1] != network.in_features:
         raise TensorizeError(
             f"x of shape {tuple(x.shape)} must end in the layer's {network.in_features} features"
         )
+    if not x.is_floating_point():
+        raise TensorizeError(f"x of {x.dtype} is not of floating point: convert it first")
     dtype = autocast_dtype(x)
     if dtype is not None:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return chain(x, cores, network, bias, plan, merged=merged)
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    if x.dim() == 2:
+        return _chain(x, tuple(cores), network, bias, plan, merged=merged)
     rows = x.reshape(-1, network.in_features)
     y = _chain(rows, tuple(cores), network, bias, plan, merged=merged)
     return y.view(*x.shape[:-1], network.out_features)
@@ -110,20 +118,26 @@ def _chain(
     *,
     merged: Merged | None,
 ) -> Tensor:
-    transformed = torch._C._are_functorch_transforms_active()
+    plainly = transformed()
     if torch.compiler.is_compiling():
-        if transformed:
-            return functional.linear(x, _by_einsum(cores, network).to(x.dtype), bias)
+        if plainly:
+            return functional.linear(x, by_einsum(cores, network).to(x.dtype), bias)
         y: Tensor = torch.ops.outlast.chain(x, list(cores), str(network))
         return y if bias is None else y + bias
-    if transformed or x.is_meta:
+    if plainly or x.is_meta:
         return Path(network, two_products(network), cores, x.dtype).forward(x, bias)
     learns = torch.is_grad_enabled() and (
         x.requires_grad or any(core.requires_grad for core in cores)
     )
     if plan is None:
         plan = plan_for(network, x.shape[0], x.dtype, x.device, learns)
+    if plan.fused and any(type(each) not in _READABLE for each in (x, *cores)):
+        plan = replace(plan, fused=False)
     if not learns:
+        if plan.fused:
+            from outlast.tensorize.kernels import pairs
+
+            return pairs.forward(x, cores, bias)[0]
         if merged is None:
             return apply(Path(network, plan.forward, cores, x.dtype), x, bias)[0]
         return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
@@ -133,10 +147,19 @@ def _chain(
     return result
 
 
-def _by_einsum(cores: tuple[Tensor, ...], network: Network) -> Tensor:
+# A subclass may have no memory that a kernel could read.
+_READABLE = (Tensor, torch.nn.Parameter)
+
+
+def by_einsum(cores: tuple[Tensor, ...], network: Network) -> Tensor:
     """The dense weight by one operation, all that the compiler can trace under a transform."""
     equation = ",".join(network.cores) + "->" + network.outputs + network.inputs
-    weight = torch.einsum(equation, *cores).flatten(0, len(network.outputs) - 1).flatten(1)
+    dtype = widest(cores)
+    weight = (
+        torch.einsum(equation, *(core.to(dtype) for core in cores))
+        .flatten(0, len(network.outputs) - 1)
+        .flatten(1)
+    )
     return weight[: network.out_features, : network.in_features]
 
 
@@ -145,8 +168,6 @@ def two_products(network: Network) -> Route:
 
     A route that is right for any number of tokens; the planner knows better ones.
     """
-    from outlast.tensorize.network import Route, lower
-
     count = len(network.cores)
     if count == 1:
         return dense_route(network)
@@ -161,14 +182,20 @@ class _Chain(Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, network: Network, plan: Plan, *cores: Tensor
     ) -> Tensor:
-        path = Path(network, plan.forward, cores, x.dtype)
-        y, inputs = apply(path, x, bias)
+        if plan.fused:
+            from outlast.tensorize.kernels import pairs
+
+            y, kept = pairs.forward(x, cores, bias, learns=True)
+        else:
+            path = Path(network, plan.forward, cores, x.dtype)
+            y, inputs = apply(path, x, bias)
+            kept = _worth_keeping(path, plan, inputs)
         ctx.network, ctx.plan, ctx.biased = network, plan, bias is not None
-        kept = _worth_keeping(path, plan, inputs)
         ctx.save_for_backward(x, *cores, *kept)
         return y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         network: Network = ctx.network
@@ -189,8 +216,8 @@ class _Chain(Function):
 
 def _worth_keeping(path: Path, plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
     """The inputs of the stages after the first, if the backward pass can use them all."""
-    narrow = all(stage.width * 2 <= path.network.in_features for stage in path.stages[1:])
-    return inputs[1:] if inputs and narrow and plan.forward in plan.core_gradients else []
+    useful = path.course.narrow and plan.forward in plan.core_gradients
+    return inputs[1:] if useful else []
 
 
 def gradients_of(
@@ -219,6 +246,10 @@ def gradients_of(
     Returns:
         The gradient of x or None, and those of the wanted cores.
     """
+    if plan.fused:
+        from outlast.tensorize.kernels import pairs
+
+        return pairs.backward(x, dy, cores, wanted=wanted, want_x=want_x, kept=kept)
     dx: Tensor | None = None
     found: dict[int, Tensor] = {}
     routes = [plan.input_gradient] if want_x else []
@@ -260,6 +291,10 @@ def _differentiable(
 def _chain_op(x: Tensor, cores: list[Tensor], network: str) -> Tensor:
     description = Network.parse(network)
     plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
+    if plan.fused:
+        from outlast.tensorize.kernels import pairs
+
+        return pairs.forward(x, cores)[0]
     return apply(Path(description, plan.forward, cores, x.dtype), x)[0]
 
 
@@ -273,7 +308,8 @@ def _chain_backward_op(dy: Tensor, x: Tensor, cores: list[Tensor], network: str)
     description = Network.parse(network)
     plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
     everything = range(len(cores))
-    dx, found = gradients_of(description, plan, x, dy, cores, wanted=everything, want_x=True)
+    with torch.autocast(x.device.type, enabled=False):
+        dx, found = gradients_of(description, plan, x, dy, cores, wanted=everything, want_x=True)
     assert dx is not None
     return [dx, *(found[core].contiguous() for core in everything)]
 

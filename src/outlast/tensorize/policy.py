@@ -12,6 +12,8 @@ from torch import nn
 from outlast.errors import TensorizeError
 from outlast.tensorize.budget import Rank
 from outlast.tensorize.catalogue import form_named
+from outlast.tensorize.forms.embedding import StructuredEmbedding
+from outlast.tensorize.forms.latent import GATES, Gate
 from outlast.tensorize.layer import StructuredLinear
 
 if TYPE_CHECKING:
@@ -28,14 +30,19 @@ class Choice:
     Attributes:
         form: See `outlast.tensorize.catalogue.FORMS`.
         rank: See `outlast.tensorize.budget.Rank`.
-        activation: Between the factors of ``cola``.
+        activation: Between the factors of ``cola`` and ``lax``; None: SiLU and none.
         cores: Modes on each side, of forms that have them; None: the form's own number.
+        density: Share of the weight's entries in the sparse part of ``sltrain``; None: 0.03.
+        gate: What ``lax`` multiplies the latent of the layer before with: ``identity`` (nothing),
+            ``scalar`` or ``vector``.
     """
 
     form: str = "low_rank"
     rank: Rank = 0.25
-    activation: str = "silu"
+    activation: str | None = None
     cores: int | None = None
+    density: float | None = None
+    gate: str = "identity"
 
     def __post_init__(self) -> None:
         form_named(self.form)
@@ -169,13 +176,31 @@ def select(
     return Selection(tuple(chosen), tuple(targets))
 
 
+def common_gate(selection: Selection) -> Gate:
+    """The gate of the layers with latent crossing.
+
+    Raises:
+        TensorizeError: They have different ones, or it is unknown.
+    """
+    gates = {choice.gate for _, choice in selection.chosen if choice.form == "lax"}
+    if len(gates) > 1:
+        raise TensorizeError(
+            f"gates {', '.join(sorted(gates))} of lax layers cannot go together: choose one of "
+            "them, or call tensorize for each"
+        )
+    gate = min(gates, default="identity")
+    if gate not in GATES:
+        raise TensorizeError(f"gate = {gate!r} is not one of {', '.join(GATES)}")
+    return gate
+
+
 def replaceable(model: nn.Module) -> list[Target]:
     """All linear layers and embeddings of a model that are not parts of structured layers."""
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     parts: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, StructuredLinear) or hasattr(module, "network"):
+        if isinstance(module, StructuredLinear | StructuredEmbedding):
             parts.update(id(part) for part in module.modules())
         names.setdefault(id(module), []).append(name)
         modules[id(module)] = module

@@ -15,6 +15,7 @@ from outlast.errors import TensorizeError
 from outlast.tensorize.forms.low_rank import LowRankLinear
 from outlast.tensorize.forms.sparse import SparseLowRankLinear
 from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.rules.layers import factor_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,10 +90,14 @@ def use_float8(model: nn.Module, *, recipe: Recipe = "rowwise") -> list[str]:
 def set_core_precision(
     model: nn.Module, policy: Callable[[str, tuple[int, ...]], torch.dtype]
 ) -> None:
-    """Store every core in a dtype of its own; products are made in the widest of a layer's.
+    """Store every core in a dtype of its own, and the bias of two factors in that of the last.
 
-    Small cores cost nothing in float32, and their products are sensitive; large ones may be
-    bfloat16. Call it before the optimizer is built.
+    Cores are multiplied with each other in the wider of their dtypes, and with x in that of x (or
+    of autocast), which is also the dtype of y. Small cores cost nothing in float32, and their
+    products are sensitive; large ones may be bfloat16. Call it before the optimizer is built.
+
+    FSDP2 gathers the parameters of a unit in one buffer and wants one dtype for all of them: with
+    `shard_tensorized`, choose one dtype per unit, or give it a mixed-precision policy instead.
 
     Args:
         model: Its structured layers are changed in place.
@@ -105,10 +110,18 @@ def set_core_precision(
     for name, layer in model.named_modules():
         if not isinstance(layer, StructuredLinear):
             continue
-        cores = {id(core) for core in layer.factors()}
+        cores = {id(core) for core in factor_parameters(layer)}
         for key, parameter in layer.named_parameters(prefix=name):
             if id(parameter) in cores:
                 dtype = policy(key, tuple(parameter.shape))
                 if not dtype.is_floating_point:
                     raise TensorizeError(f"{key} cannot be stored as {dtype}: choose a float dtype")
                 parameter.data = parameter.data.to(dtype)
+        for child in layer.modules():
+            # A linear layer adds its bias in the dtype of its weight.
+            if (
+                isinstance(child, nn.Linear)
+                and id(child.weight) in cores
+                and child.bias is not None
+            ):
+                child.bias.data = child.bias.data.to(child.weight.dtype)

@@ -7,6 +7,7 @@ or as it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,11 +19,15 @@ from outlast.errors import TensorizeError
 from outlast.tensorize.accounting import forward_flops
 from outlast.tensorize.budget import Budget, Rank, Shape, resolved_rank, shared_ranks
 from outlast.tensorize.catalogue import Form, Ranks, form_named
-from outlast.tensorize.checks import check_sharing, check_target
+from outlast.tensorize.checks import check_ranks_agree, check_sharing, check_target
+from outlast.tensorize.forms.embedding import StructuredEmbedding
+from outlast.tensorize.forms.latent import Gate, link_by_name
+from outlast.tensorize.forms.tied import TiedHead
 from outlast.tensorize.network import Network
+from outlast.tensorize.placing import is_bias, put_in, share_factors
 from outlast.tensorize.planner import calibrate as calibrate_machine
 from outlast.tensorize.planner import plan_for
-from outlast.tensorize.policy import Choice, Policy, Selection, Target, select
+from outlast.tensorize.policy import Choice, Policy, Selection, Target, common_gate, select
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
 from outlast.tensorize.table import Replacement, Replacements
 from outlast.tensorize.values import (
@@ -59,6 +64,10 @@ class _Planned:
     leader: str = ""
     against: str = ""
 
+    def said(self) -> str:
+        """What other ranks must have decided as well."""
+        return "dense" if self.against else f"{self.form.name} at rank {self.rank}"
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -69,6 +78,7 @@ class _Settings:
     tokens: int
     dtype: torch.dtype | None
     shared_out: dict[str, int]
+    timed: bool
 
 
 def tensorize(
@@ -85,8 +95,10 @@ def tensorize(
     tokens: int = 4096,
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
-    activation: str = "silu",
+    activation: str | None = None,
     cores: int | None = None,
+    density: float | None = None,
+    gate: Gate = "identity",
     calibrate: bool = False,
 ) -> Replacements:
     """Replace linear layers by structured ones, in place.
@@ -95,7 +107,7 @@ def tensorize(
     and, where a pattern names them, embeddings and the head. A layer that would not have fewer
     parameters, or is predicted to be slower than the dense one, stays dense unless `force`. New
     layers keep device, dtype, bias, `requires_grad` and training mode of the old. Layers that share
-    a weight share factors.
+    a weight share factors; a head that is tied to an embedding becomes a `TiedHead`.
 
     Call it before the optimizer, DDP, `fully_shard` and `torch.compile`, and on all ranks alike:
     with the same generator state they get the same values, whatever the order of layers. What is
@@ -118,9 +130,18 @@ def tensorize(
         tokens: In one pass, for the prediction of speeds.
         dtype: Of activations; None: that of each weight.
         generator: Source of the seed of all layers; None: torch's own.
-        activation: Between the factors of ``cola``.
+        activation: Between the factors of ``cola`` (None: SiLU) and ``lax`` (None: nothing).
         cores: Modes on each side, of forms that have them.
-        calibrate: Measure this machine first if that was not done yet (about ten seconds).
+        density: Share of the weight's entries in the sparse part of ``sltrain``; None: 0.03.
+        gate: Of the latent of the layer before, for ``lax``: ``identity``, ``scalar`` or
+            ``vector``.
+        calibrate: Measure this machine first if that was not done yet (about ten seconds), and time
+            the best plans and the dense layer for every shape (a few seconds each, with a way
+            back), so that what stays dense is what was timed to be slower. Without it, or for
+            decoding (``learns=False``), ``planner.tune.tune_model(model, tokens)`` times the plans
+            of a model that was tensorized, with a callback for progress; later runs on this machine
+            know the results. Of several ranks one must do it first, for two that time the same may
+            decide differently.
 
     Returns:
         What was done; prints as a table.
@@ -138,16 +159,16 @@ def tensorize(
     if isinstance(rank, Budget) and policy is not None:
         raise TensorizeError("rank = Budget(...) shares out among all layers: leave out policy")
     overall = rank.per_layer() if isinstance(rank, Budget) else rank
-    selection = select(
-        model, Choice(form, overall, activation, cores), match, exclude=exclude, policy=policy
-    )
+    choice = Choice(form, overall, activation, cores, density, gate)
+    selection = select(model, choice, match, exclude=exclude, policy=policy)
     if not selection.chosen:
         raise TensorizeError(
             f"match = {match!r} leaves no layer to replace: name the head or embedding to have "
             "them replaced, or change exclude or policy"
         )
     check_sharing(selection)
-    settings = _Settings(init, multiple, tokens, dtype, {})
+    gate = common_gate(selection)
+    settings = _Settings(init, multiple, tokens, dtype, {}, calibrate)
     if isinstance(rank, Budget) and init == "from_dense" and form == "low_rank":
         settings = replace(settings, shared_out=_shared_out(selection, rank, settings))
     if calibrate:
@@ -155,6 +176,7 @@ def tensorize(
             calibrate_machine(kind, device)
     planned = _planned(selection, settings, force)
     made = [one for one in planned if not one.against]
+    check_ranks_agree({one.target.name: one.said() for one in planned})
     if not made:
         reasons = "; ".join(dict.fromkeys(one.against for one in planned[:8]))
         raise TensorizeError(
@@ -168,7 +190,7 @@ def tensorize(
     for one in made:
         modules[one.target.name], row = _made(one, model, modules, init, base)
         rows.append(row)
-    _put_in(model, made, modules)
+    _put_in(model, made, modules, gate)
     after = sum(parameter.numel() for parameter in model.parameters())
     refused = {one.target.name: one.against for one in planned if one.against}
     return Replacements(tuple(rows), refused, modules, after, before, tokens)
@@ -209,10 +231,13 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
     """
     leaders: dict[int, _Planned] = {}
     found = []
-    for target, choice in selection.chosen:
+    # Embeddings first: a head that shares the weight of one takes its factors from it.
+    for target, choice in sorted(selection.chosen, key=lambda pair: not pair[0].is_embedding):
         check_target(target)
         leader = leaders.get(id(target.parameter))
-        if leader is not None:
+        if leader is not None and leader.target.is_embedding and not target.is_embedding:
+            one = _tied(target, leader, settings)
+        elif leader is not None:
             row = replace(leader.row, name=target.name, parameters=0, dense_parameters=0)
             one = replace(leader, target=target, row=row, leader=leader.target.name)
         else:
@@ -222,13 +247,31 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
     return found
 
 
+def _tied(target: Target, leader: _Planned, settings: _Settings) -> _Planned:
+    """Describe a head that multiplies with the factors of an embedding."""
+    embedding: Any = _build(leader.target, leader.choice, leader.form, leader.rank)
+    into, out = target.features
+    plan = plan_for(embedding.scoring, settings.tokens, *_computed(target, settings.dtype), True)
+    flops = forward_flops(embedding.scoring, plan, settings.tokens) / settings.tokens
+    row = replace(
+        leader.row,
+        name=target.name,
+        parameters=0,
+        dense_parameters=0,
+        flops_per_token=flops,
+        dense_flops_per_token=2.0 * into * out,
+        speed=plan.dense_seconds / plan.seconds if plan.seconds > 0.0 else None,
+    )
+    return replace(leader, target=target, row=row, leader=leader.target.name)
+
+
 def _described(target: Target, choice: Choice, settings: _Settings, force: bool) -> _Planned:
     """Build the layer on the meta device and look what it costs."""
     form = form_named(choice.form)
     if settings.init == "from_dense":
         check_convertible(form.name)
     into, out = target.features
-    shape = Shape(form, into, out, choice.cores, _multiple(target, settings))
+    shape = Shape(form, into, out, choice.cores, _multiple(target, settings), choice.density)
     weight = target.weight if settings.init == "from_dense" else None
     if weight is not None and target.is_embedding:
         weight = weight.t()
@@ -246,7 +289,12 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
         # Its weight is built for every product, whatever its factors would allow.
         flops = 2.0 * dense
     elif not target.is_embedding:
-        plan = plan_for(network, settings.tokens, *_computed(target, settings.dtype), True)
+        kind, device = _computed(target, settings.dtype)
+        if settings.timed and form.name not in ("cola", "lax"):
+            from outlast.tensorize.planner.tune import tune
+
+            tune(network, settings.tokens, kind, device)
+        plan = plan_for(network, settings.tokens, kind, device, True)
         flops = forward_flops(network, plan, settings.tokens) / settings.tokens
         speed = plan.dense_seconds / plan.seconds if plan.seconds > 0.0 else None
     shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
@@ -279,6 +327,7 @@ def _build(target: Target, choice: Choice, form: Form, rank: Ranks) -> nn.Module
         "dtype": target.weight.dtype,
         "activation": choice.activation,
         "cores": choice.cores,
+        "density": choice.density,
     }
     into, out = target.features
     if target.is_embedding:
@@ -290,12 +339,8 @@ def _build(target: Target, choice: Choice, form: Form, rank: Ranks) -> nn.Module
 def _own_parameters(layer: nn.Module) -> int:
     """Numbers that are learned but for the bias."""
     return sum(
-        parameter.numel() for name, parameter in layer.named_parameters() if not _is_bias(name)
+        parameter.numel() for name, parameter in layer.named_parameters() if not is_bias(name)
     )
-
-
-def _is_bias(name: str) -> bool:
-    return name.rpartition(".")[2] == "bias"
 
 
 def _made(
@@ -304,11 +349,20 @@ def _made(
     """The new layer with its values."""
     target = one.target
     device = target.weight.device
-    # Made on meta, so that constructors draw no numbers.
-    layer: Any = _build(target, one.choice, one.form, one.rank).to_empty(device=device)
+    leader: Any = modules.get(one.leader)
+    tied = isinstance(leader, StructuredEmbedding) and not target.is_embedding
+    layer: Any
+    if tied:
+        options: dict[str, Any] = {"device": device, "dtype": target.weight.dtype}
+        layer = TiedHead(leader, bias=target.bias is not None, **options)
+    else:
+        # Made on meta, so that constructors draw no numbers.
+        layer = _build(target, one.choice, one.form, one.rank).to_empty(device=device)
     row = one.row
-    if one.leader:
-        _share(layer, modules[one.leader])
+    if tied:
+        pass
+    elif one.leader:
+        share_factors(layer, leader)
     elif init == "from_dense":
         weight = target.weight.t() if target.is_embedding else target.weight
         try:
@@ -317,10 +371,15 @@ def _made(
             raise TensorizeError(f"{target.name}: {error}") from error
     else:
         std = starting_std(target, model)
+        if not math.isfinite(std):
+            raise TensorizeError(
+                f"{target.name} has a dense weight with numbers that are not finite, which say "
+                "nothing of how large its factors shall be: initialise it anew, or exclude it"
+            )
         draw(layer, std, generator_for(target.name, base, device))
         row = replace(row, std=std)
     for name, parameter in layer.named_parameters():
-        if not _is_bias(name):
+        if not is_bias(name):
             parameter.requires_grad_(target.parameter.requires_grad)
     bias = target.bias
     if bias is not None:
@@ -330,37 +389,11 @@ def _made(
     return layer.train(target.module.training), row
 
 
-def _share(layer: nn.Module, leader: nn.Module) -> None:
-    """Give a layer the very factors of another."""
-    for name, parameter in list(leader.named_parameters()):
-        if _is_bias(name):
-            continue
-        owner, _, last = name.rpartition(".")
-        home = layer.get_submodule(owner)
-        if isinstance(home, nn.ParameterList):
-            home[int(last)] = parameter
-        else:
-            setattr(home, last, parameter)
-    for name, buffer in leader.named_buffers():
-        owner, _, last = name.rpartition(".")
-        setattr(layer.get_submodule(owner), last, buffer)
-
-
-def _put_in(model: nn.Module, made: Sequence[_Planned], modules: dict[str, nn.Module]) -> None:
+def _put_in(
+    model: nn.Module, made: Sequence[_Planned], modules: dict[str, nn.Module], gate: Gate
+) -> None:
     for one in made:
-        _set(model, one.target, modules[one.target.name])
-    if not any(one.form.name == "lax" for one in made):
-        return
-    from outlast.tensorize.forms.latent import link_by_name
-
-    link_by_name(model)
-
-
-def _set(model: nn.Module, target: Target, module: nn.Module) -> None:
-    for name in target.names:
-        owner, _, last = name.rpartition(".")
-        parent = model.get_submodule(owner)
-        setattr(parent, last, module)
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            # Its fused kernel for inference, which reads dense weights, is for these two alone.
-            parent.activation_relu_or_gelu = 0
+        put_in(model, one.target, modules[one.target.name])
+    crossing = [modules[one.target.name] for one in made if one.form.name == "lax"]
+    if crossing:
+        link_by_name(model, gate, among=crossing)

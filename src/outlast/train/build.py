@@ -59,6 +59,7 @@ from outlast.train.tensorizing import (
     calibrate_planner,
     factor_rules,
     slow_layers,
+    tune_layers,
 )
 from outlast.train.waits import CommunicationWait
 
@@ -144,6 +145,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     begun = time.perf_counter()
     calibrate_planner(job, setup.ranks, device)
     model, tensorized = together(lambda: build_whole_model(job))
+    tune_layers(model, (job, layout, setup.ranks, device))
     if tensorized is not None and records is not None:
         records.write(tensorized)
         if (warning := slow_layers(tensorized)) is not None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from outlast.checkpoint import CheckpointStore
-from outlast.errors import CheckpointError, OutlastError
+from outlast.errors import CheckpointError, OutlastError, TensorizeError
 from outlast.train.model import load_config, logits_of
 from outlast.train.tensorizing import build_whole_model, save_model, starts_from_dense
 
@@ -88,7 +88,7 @@ def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
             target.rename(earlier)
         partial.rename(target)
         shutil.rmtree(earlier, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, TensorizeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OutlastError(f"the model cannot be exported to {target}: {error}") from None
     return step

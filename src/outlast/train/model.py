@@ -21,7 +21,7 @@ from torch import nn
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.tensorize.network import Route, lower
-from outlast.tensorize.rules.layers import Factored, structured_layers
+from outlast.tensorize.rules.layers import StructuredPart, structured_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -271,7 +271,7 @@ def flops_per_token(model: nn.Module, sequence_length: int, config: Any = None) 
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     structured = list(structured_layers(model))
-    factors = {id(factor) for layer in structured for factor in layer.factors}
+    factors = {id(factor) for layer in structured for factor in layer.parameters}
     matrices = sum(
         parameter.numel()
         for parameter in model.parameters()
@@ -288,7 +288,7 @@ def flops_per_token(model: nn.Module, sequence_length: int, config: Any = None) 
     return 6.0 * matrices + attention
 
 
-def products_per_token(layer: Factored) -> int:
+def products_per_token(layer: StructuredPart) -> int:
     """Multiplications of one token's features by a structured layer, by the way with the fewest.
 
     Ways are two products of merged cores and, of linear forms, the rebuilt dense weight. Merging is

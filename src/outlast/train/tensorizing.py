@@ -13,6 +13,9 @@ from outlast.job.checks import NO_MATRICES
 from outlast.records import Tensorized, Warned
 from outlast.tensorize.export import export_dense, export_factored
 from outlast.tensorize.planner import calibrate
+from outlast.tensorize.planner.cache import forget
+from outlast.tensorize.planner.fused import warm_model
+from outlast.tensorize.planner.tune import tune_model
 from outlast.tensorize.replace import tensorize
 from outlast.tensorize.rules.decay import ProductDecay
 from outlast.tensorize.rules.groups import factor_multipliers, mup_initialize_
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from outlast.job import Job, OptimizerSection, TensorizeSection
-    from outlast.tensorize.rules.layers import Factored
+    from outlast.tensorize.rules.layers import StructuredPart
     from outlast.tensorize.rules.muon import Unfolding
     from outlast.tensorize.table import Replacement, Replacements
+    from outlast.train.layout import Layout
     from outlast.train.model import ModelSize
     from outlast.train.ranks import Ranks
 
@@ -88,7 +92,7 @@ def _replace(model: nn.Module, job: Job, kept: Iterable[str] = ()) -> Replacemen
         rank=settings.rank,
         match=settings.match or "*",
         exclude=excluded or None,
-        activation=settings.activation,
+        activation=settings.activation if settings.form == "cola" else None,
         cores=settings.cores or None,
         init="from_dense" if starts_from_dense(job) else "scratch",
         # What is predicted to be slower differs between machines, and the model must not.
@@ -138,7 +142,7 @@ def _event(
     )
 
 
-def _module(layer: Factored, row: Replacement) -> dict[str, Any]:
+def _module(layer: StructuredPart, row: Replacement) -> dict[str, Any]:
     """One replaced layer, as the event lists it."""
     network = layer.network
     return {
@@ -162,9 +166,33 @@ def calibrate_planner(job: Job, ranks: Ranks, device: torch.device) -> None:
     """
     if job.tensorize.form == "off" or not job.tensorize.calibrate:
         return
-    dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+    dtype = _activations(job)
     together(lambda: calibrate(dtype, device) if ranks.local_rank == 0 else None)
     together(lambda: calibrate(dtype, device))
+
+
+def tune_layers(model: nn.Module, setup: tuple[Job, Layout, Ranks, torch.device]) -> None:
+    """Time the best few plans of every layer where the job asks for it; all ranks call it together.
+
+    On CUDA this also tunes the fused kernels, on every rank: they are proposed afterwards only.
+    """
+    job, layout, ranks, device = setup
+    if job.tensorize.form == "off" or not job.tensorize.calibrate:
+        return
+    share = -(-job.train.batch_size // layout.data_ranks)
+    samples = min(share, job.train.micro_batch_size or share)
+    tokens = samples * job.data.sequence_length
+    dtype = _activations(job)
+    together(
+        lambda: tune_model(model.to(device), tokens, dtype=dtype) if ranks.local_rank == 0 else None
+    )
+    model.cpu()
+    forget()
+    together(lambda: warm_model(model, tokens, dtype=dtype, device=device))
+
+
+def _activations(job: Job) -> torch.dtype:
+    return torch.bfloat16 if job.train.precision == "bf16" else torch.float32
 
 
 def slow_layers(event: Tensorized) -> Warned | None:
@@ -200,8 +228,8 @@ class FactorRules:
 def factor_rules(model: nn.Module, settings: TensorizeSection) -> FactorRules:
     """The rules of [tensorize] for the factors of `model`, after it was made parallel."""
     layers = list(structured_layers(model))
-    matrices = {id(each) for layer in layers if layer.is_two_factor for each in layer.factors}
-    everything = frozenset(id(each) for layer in layers for each in layer.factors)
+    matrices = {id(each) for layer in layers if layer.is_two_factor for each in layer.parameters}
+    everything = frozenset(id(each) for layer in layers for each in layer.parameters)
     return FactorRules(
         multipliers=factor_multipliers(model) if settings.mup else {},
         unfoldings={
@@ -210,7 +238,7 @@ def factor_rules(model: nn.Module, settings: TensorizeSection) -> FactorRules:
             if id(factor) not in matrices
         },
         looked_up=frozenset(
-            id(each) for layer in layers if layer.looks_up for each in layer.factors
+            id(each) for layer in layers if layer.looks_up for each in layer.parameters
         ),
         decayed_elsewhere=everything if settings.product_weight_decay else frozenset(),
     )
@@ -231,7 +259,7 @@ def add_update_rules(
     layers = list(structured_layers(model))
     for optimizer in optimizers:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        trained = [layer for layer in layers if any(id(each) in held for each in layer.factors)]
+        trained = [layer for layer in layers if any(id(each) in held for each in layer.parameters)]
         if settings.product_weight_decay and trained:
             ProductDecay(optimizer, model, optimizer_settings.weight_decay)
         if settings.spectral_limit and any(layer.is_two_factor for layer in trained):

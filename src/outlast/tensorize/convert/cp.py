@@ -99,15 +99,21 @@ def to_cp(
 
     Returns:
         Factors (in_1, rank), .., (in_d, rank), (out_1, rank), .., (out_e, rank) in the weight's
-        type. Where modes are padded the error counts the padding too: an upper bound.
+        type. The error is measured, without the padding of modes.
 
     Raises:
         TensorizeError: For modes that are too small, or as `cp`.
     """
-    wide = padded(matrix_copy(weight), math.prod(out_modes), math.prod(in_modes))
+    matrix = matrix_copy(weight)
+    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
     joined = wide.mT.reshape(*in_modes, *out_modes)
     found = cp(joined, rank=rank, restarts=restarts, iterations=iterations, seed=seed)
-    return Factored(tuple(one.to(weight.dtype) for one in found.cores), found.error, found.norm)
+    error = found.error
+    if wide.numel() > matrix.numel():
+        out_features, in_features = matrix.shape
+        dense = cp_weight(found.cores, in_features, out_features, inputs=len(in_modes))
+        error = float((matrix - dense).norm())
+    return Factored(tuple(one.to(weight.dtype) for one in found.cores), error, found.norm)
 
 
 def cp_product(factors: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,10 @@ all others: it finds what matters for the inputs that really occur. Every layer 
 for inputs x of the dense layer, by AdamW (Loshchilov and Hutter 2019) with steps relative to every
 parameter's size (as in Adafactor, Shazeer and Stern 2018, section 8): factors that start from a
 dense layer differ in size by orders of magnitude.
+
+`distill` and `distill_model` do the training. Around them: `refit_output` for a closed-form last
+step of a bottleneck layer, and `gaussian_batches` where the inputs that occurred are known by their
+second moment alone (`outlast.tensorize.convert.moments.InputMoments`).
 """
 
 from __future__ import annotations
@@ -131,7 +135,9 @@ def distill_model(
             teacher.eval()
             for name, (dense, layer) in replaced.items():
                 trainer = _Trainer(layer, learning_rate, weight_decay)
-                handles.append(dense.register_forward_hook(_step_of(name, trainer, latest)))
+                handles.append(
+                    dense.register_forward_hook(_step_of(name, trainer, latest), with_kwargs=True)
+                )
             for number, batch in enumerate(batches):
                 latest.clear()
                 with torch.no_grad():
@@ -302,8 +308,10 @@ class _Trainer:
 
 
 def _step_of(name: str, trainer: _Trainer, latest: dict[str, float]) -> Any:
-    def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        error = trainer.step(name, arguments[0], output)
+    def hook(
+        module: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+    ) -> None:
+        error = trainer.step(name, arguments[0] if arguments else named["input"], output)
         if error is not None:
             latest[name] = error
 

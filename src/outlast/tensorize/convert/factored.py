@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,13 @@ from outlast.errors import TensorizeError
 _LIVE = 1e-8
 """Singular values below this share of the largest count as zero when they are split."""
 
+_ATTEMPTS = 3
+_WORTHWHILE = 1e-3
+"""A budget that is larger by less than this share changes no rank that matters."""
+
+_MOST = 1.0 - 1e-6
+"""The largest relative error that is a budget."""
+
 
 @dataclass(frozen=True, eq=False)
 class Factored:
@@ -23,7 +30,7 @@ class Factored:
         cores: In the chain order and with the index order of the form they are for.
         error: Norm of what was discarded: Frobenius norm of weight - product, or the root mean
             square of the outputs' change where the conversion weighs by activations. Exact up to
-            rounding, except for trains with padded modes, where it is an upper bound.
+            rounding, without what padding of modes holds.
         norm: The same norm of the weight.
     """
 
@@ -219,6 +226,32 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
             f"{in_features} and {out_features}: take modes whose product is at least that"
         )
     return torch.nn.functional.pad(matrix, (0, columns - in_features, 0, rows - out_features))
+
+
+def spend(convert: Callable[[float], Factored], error: float) -> Factored:
+    """The smallest of a few conversions that keep to an error, where padding does not count.
+
+    A conversion of a padded weight spends its budget on the padding too, so that the weight itself
+    comes out nearer than was asked for. It is tried with as much more as it left over, three times
+    at most.
+
+    Args:
+        convert: From a budget, a share of the norm of the padded weight, to factors whose `error`
+            is that of the weight itself.
+        error: Largest relative error of the weight.
+    """
+    best = convert(error)
+    enough, budget = error, error
+    for _ in range(_ATTEMPTS):
+        left = error / best.relative_error if best.relative_error > 0.0 else 1.0
+        budget = min(enough * left, _MOST) if budget == enough else (enough + budget) / 2.0
+        if budget <= enough * (1.0 + _WORTHWHILE):
+            break
+        found = convert(budget)
+        if found.relative_error <= error:
+            enough = budget
+            best = found if found.parameters <= best.parameters else best
+    return best
 
 
 def root_sum(squares: float) -> float:

@@ -92,7 +92,9 @@ class InputMoments:
 
     def __enter__(self) -> InputMoments:
         for name, layer in self._layers.items():
-            self._handles.append(layer.register_forward_pre_hook(self._hook(name)))
+            self._handles.append(
+                layer.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            )
         return self
 
     def __exit__(
@@ -106,8 +108,8 @@ class InputMoments:
         self._handles.clear()
 
     def _hook(self, name: str) -> Any:
-        def add(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            self._add(name, arguments[0].detach())
+        def add(module: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            self._add(name, (arguments[0] if arguments else named["input"]).detach())
 
         return add
 

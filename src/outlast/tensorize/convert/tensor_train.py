@@ -10,7 +10,8 @@ most what the best tensor of these ranks lacks at that bond, so the error is at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from outlast.tensorize.convert.factored import (
     padded,
     root_sum,
     singular,
+    spend,
     split,
     tails,
     working_copy,
@@ -107,14 +109,24 @@ def to_tensor_train(
 
     Returns:
         Cores with indices ``ap, pbq, .., qcs, sd``: (in_1, r_1), .., (r, out_d). Where the product
-        of the modes passes the features, the error counts the padding too: an upper bound.
+        of the modes passes the features, the error is measured, without the padding.
 
     Raises:
         TensorizeError: For modes that are too small, ranks or an error out of range, or a weight
             that cannot be converted.
     """
-    wide = padded(matrix_copy(weight), math.prod(out_modes), math.prod(in_modes))
-    found = tensor_train(wide.mT.reshape(*in_modes, *out_modes), rank=rank, error=error)
+    matrix = matrix_copy(weight)
+    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
+    joined = wide.mT.reshape(*in_modes, *out_modes)
+
+    def measured(found: Factored) -> Factored:
+        out_features, in_features = matrix.shape
+        dense = train_weight(found.cores, in_features, out_features, inputs=len(in_modes))
+        return replace(found, error=float((matrix - dense).norm()))
+
+    found = _train_of(
+        joined, measured, padding=wide.numel() > matrix.numel(), rank=rank, error=error
+    )
     return _in_type(found, weight.dtype)
 
 
@@ -137,7 +149,7 @@ def to_tensor_train_matrix(
 
     Returns:
         Cores (out_1, in_1, r_1), (r_1, out_2, in_2, r_2), .., (r_{d-1}, out_d, in_d). The error is
-        an upper bound where modes are padded, as in `to_tensor_train`.
+        measured where modes are padded, as in `to_tensor_train`.
 
     Raises:
         TensorizeError: As `to_tensor_train`, and for unequal numbers of modes.
@@ -147,18 +159,58 @@ def to_tensor_train_matrix(
         raise TensorizeError(
             f"in_modes = {tuple(in_modes)} and out_modes = {tuple(out_modes)} must be equally many"
         )
-    wide = padded(matrix_copy(weight), math.prod(out_modes), math.prod(in_modes))
+    matrix = matrix_copy(weight)
+    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
     paired = wide.reshape(*out_modes, *in_modes).permute(
         *(axis for k in range(count) for axis in (k, count + k))
     )
     joined = paired.reshape([out * into for out, into in zip(out_modes, in_modes, strict=True)])
-    found = _in_type(tensor_train(joined, rank=rank, error=error), weight.dtype)
-    cores = []
-    for k, core in enumerate(found.cores):
-        before = core.shape[:1] if k else ()
-        after = core.shape[-1:] if k < count - 1 else ()
-        cores.append(core.reshape(*before, out_modes[k], in_modes[k], *after))
-    return Factored(tuple(cores), found.error, found.norm)
+
+    def measured(found: Factored) -> Factored:
+        out_features, in_features = matrix.shape
+        dense = train_matrix_weight(
+            _paired(found.cores, out_modes, in_modes), in_features, out_features
+        )
+        return replace(found, error=float((matrix - dense).norm()))
+
+    found = _train_of(
+        joined, measured, padding=wide.numel() > matrix.numel(), rank=rank, error=error
+    )
+    found = _in_type(found, weight.dtype)
+    return replace(found, cores=_paired(found.cores, out_modes, in_modes))
+
+
+def _train_of(
+    joined: Tensor,
+    measured: Callable[[Factored], Factored],
+    *,
+    padding: bool,
+    rank: int | Sequence[int] | None,
+    error: float | None,
+) -> Factored:
+    """`tensor_train`, whose error is measured where there is padding, which it would count."""
+    if not padding:
+        return tensor_train(joined, rank=rank, error=error)
+    if error is None:
+        return measured(tensor_train(joined, rank=rank))
+    check_one_of(rank=rank, error=error)
+    return spend(lambda budget: measured(tensor_train(joined, error=budget)), error)
+
+
+def _paired(
+    cores: Sequence[Tensor], out_modes: Sequence[int], in_modes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Cores of joined modes, each with its output and its input mode."""
+    last = len(cores) - 1
+    return tuple(
+        core.reshape(
+            *(core.shape[:1] if k else ()),
+            out_modes[k],
+            in_modes[k],
+            *(core.shape[-1:] if k < last else ()),
+        )
+        for k, core in enumerate(cores)
+    )
 
 
 def train_product(cores: Sequence[Tensor]) -> Tensor:
@@ -169,19 +221,19 @@ def train_product(cores: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def train_weight(cores: Sequence[Tensor], in_features: int, out_features: int) -> Tensor:
+def train_weight(
+    cores: Sequence[Tensor], in_features: int, out_features: int, *, inputs: int
+) -> Tensor:
     """The weight (out, in) of cores as `to_tensor_train` returns them, without padding.
 
-    Half of the cores are the inputs' where both sides have equally many; otherwise reshape
-    `train_product` by hand.
-
-    Raises:
-        TensorizeError: For an odd number of cores.
+    Args:
+        cores: Input cores, then output cores.
+        in_features: At most the product of the input modes.
+        out_features: At most the product of the output modes.
+        inputs: Number of input cores.
     """
-    if len(cores) % 2:
-        raise TensorizeError(f"{len(cores)} cores do not split into inputs' and outputs' halves")
     whole = train_product(cores)
-    rows = math.prod(whole.shape[: len(cores) // 2])
+    rows = math.prod(whole.shape[:inputs])
     return whole.reshape(rows, -1).mT[:out_features, :in_features]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from outlast.tensorize.convert.factored import (
     matrix_copy,
     padded,
     singular,
+    spend,
     tails,
     working_copy,
 )
@@ -103,7 +105,7 @@ def to_tucker(
         in_modes: (d,) modes of the input features, row-major; product >= in.
         out_modes: (e,) modes of the output features, row-major; product >= out.
         rank: Rank of all modes or of each (in_modes followed by out_modes), cut to the mode; or
-        error: largest error as a share of the norm, counted with the padding.
+        error: largest error as a share of the norm; what padding would take of it is used.
 
     Returns:
         d input factors (in_k, p_k), the core (p_1, .., p_d, s_1, .., s_e) and e output factors
@@ -115,16 +117,20 @@ def to_tucker(
     """
     matrix = matrix_copy(weight)
     wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
-    core, factors = tucker(wide.mT.reshape(*in_modes, *out_modes), rank=rank, error=error)
-    inputs = len(in_modes)
-    cores = (*factors[:inputs], core, *(factor.mT for factor in factors[inputs:]))
+    joined, inputs = wide.mT.reshape(*in_modes, *out_modes), len(in_modes)
     out_features, in_features = matrix.shape
-    dense = tucker_weight(cores, in_features, out_features, inputs=inputs)
-    return Factored(
-        tuple(one.to(weight.dtype).contiguous() for one in cores),
-        float((matrix - dense).norm()),
-        float(matrix.norm()),
-    )
+
+    def measured(rank: int | Sequence[int] | None, error: float | None) -> Factored:
+        core, factors = tucker(joined, rank=rank, error=error)
+        cores = (*factors[:inputs], core, *(factor.mT for factor in factors[inputs:]))
+        dense = tucker_weight(cores, in_features, out_features, inputs=inputs)
+        return Factored(cores, float((matrix - dense).norm()), float(matrix.norm()))
+
+    if rank is None and error is not None and wide.numel() > matrix.numel():
+        found = spend(lambda budget: measured(None, budget), error)
+    else:
+        found = measured(rank, error)
+    return replace(found, cores=tuple(one.to(weight.dtype).contiguous() for one in found.cores))
 
 
 def tucker_weight(

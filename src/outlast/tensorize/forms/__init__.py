@@ -17,6 +17,7 @@ from outlast.tensorize.forms.latent import (
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.forms.sparse import SparseLowRankLinear
 from outlast.tensorize.forms.tensor_train import TTLinear, TTMLinear
+from outlast.tensorize.forms.tied import TiedHead
 from outlast.tensorize.forms.tucker import TuckerLinear
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "TTLinear",
     "TTMEmbedding",
     "TTMLinear",
+    "TiedHead",
     "TuckerLinear",
     "latent_contexts",
     "link_by_name",

@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outlast.errors import TensorizeError
 from outlast.tensorize.layer import CoredLinear
-from outlast.tensorize.network import Network
+from outlast.tensorize.networks import block_network, one_rank
 from outlast.tensorize.shapes import block_modes, monarch_modes, monarch_rank
 
 if TYPE_CHECKING:
     import torch
-
-
-def block_network(
-    in_features: int,
-    out_features: int,
-    rank: int,
-    *,
-    in_modes: tuple[int, int],
-    out_modes: tuple[int, int],
-) -> Network:
-    """h[m, n, r] = sum_i R[m, n, r, i] x[m, i]; y[n, o] = sum_{m, r} L[n, o, m, r] h[m, n, r].
-
-    (Qiu et al., 2024, arXiv 2406.06248.)
-    """
-    sizes = (
-        ("m", in_modes[0]),
-        ("i", in_modes[1]),
-        ("n", out_modes[0]),
-        ("o", out_modes[1]),
-        ("r", rank),
-    )
-    return Network("mi", "no", ("mnri", "nomr"), sizes, in_features, out_features)
 
 
 class BTTLinear(CoredLinear):
@@ -63,15 +40,14 @@ class BTTLinear(CoredLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if rank < 1:
-            raise TensorizeError(f"rank = {rank} of a {self.form} layer must be at least 1")
+        one_rank(rank, self.form)
         usual = block_modes(in_features, out_features)
         network = block_network(
             in_features,
             out_features,
             rank,
-            in_modes=in_modes or usual[0],
-            out_modes=out_modes or usual[1],
+            in_modes=usual[0] if in_modes is None else in_modes,
+            out_modes=usual[1] if out_modes is None else out_modes,
         )
         super().__init__(network, bias=bias, device=device, dtype=dtype)
 
@@ -85,7 +61,9 @@ class MonarchLinear(BTTLinear):
     Args:
         in_features: Features of x.
         out_features: Features of y.
-        blocks: Blocks of each matrix; the parameters are (in + out) min(in, out) / blocks.
+        blocks: Blocks of each matrix. The parameters are (in + out) min(in, out) / blocks while
+            blocks^2 divides min(in, out); from blocks^2 = min(in, out) on they grow again, as
+            (in + out) blocks.
         bias: Whether there is a bias.
         device: Where the parameters lie.
         dtype: Theirs.

@@ -11,16 +11,22 @@ from torch.nn import functional
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms.lookup import halves, look_up
-from outlast.tensorize.forms.tensor_train import train_matrix_network, train_network
 from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.network import Network, dense_route
+from outlast.tensorize.network import Network
+from outlast.tensorize.networks import (
+    chosen_modes,
+    one_rank,
+    train_matrix_network,
+    train_network,
+)
 from outlast.tensorize.operator import chain
-from outlast.tensorize.shapes import balanced_modes
+from outlast.tensorize.surroundings import has_values, transformed
+from outlast.tensorize.weight import dense_matrix, weight_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outlast.tensorize.forms.tensor_train import Ranks
+    from outlast.tensorize.networks import Ranks
 
 # From this many indices on, rows are made once per different index.
 _MANY = 64
@@ -70,7 +76,7 @@ class StructuredEmbedding(nn.Module):
         """
         flat = index.reshape(-1)
         eager = not torch.compiler.is_compiling()
-        eager = eager and not torch._C._are_functorch_transforms_active()
+        eager = eager and not transformed() and has_values(index)
         if index.device.type == "cpu" and eager and flat.numel():
             self._check(flat)
         if index.device.type == "cpu" and eager and flat.numel() >= _MANY:
@@ -100,15 +106,16 @@ class StructuredEmbedding(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The table, of shape (num_embeddings, embedding_dim); exact and differentiable."""
-        from outlast.tensorize.execute import Path
-
-        cores = self.factors()
-        path = Path(self.network, dense_route(self.network), cores, cores[0].dtype)
-        table = path.matrices[0][0].t()
+        table = dense_matrix(self.network, self.factors()).t()
         if self.padding_idx is None:
             return table
         rows = torch.arange(self.num_embeddings, device=table.device)
         return table.masked_fill((rows == self.padding_idx).unsqueeze(1), 0.0)
+
+    @property
+    def weight(self) -> Tensor:
+        """The table of the `nn.Embedding` in whose place this is; see `StructuredLinear.weight`."""
+        return weight_of(self, (self.num_embeddings, self.embedding_dim))
 
     def dense_embedding(self) -> nn.Embedding:
         """A plain layer with the same table."""
@@ -119,6 +126,14 @@ class StructuredEmbedding(nn.Module):
             dense.weight.copy_(table)
         return dense.train(self.training)
 
+    @property
+    def scoring(self) -> Network:
+        """The network of the transposed table, a map from its columns to its rows."""
+        net = self.network
+        return Network(
+            net.outputs, net.inputs, net.cores[::-1], net.sizes, net.out_features, net.in_features
+        )
+
     def logits(self, x: Tensor) -> Tensor:
         """The product with every row, for an output layer that is tied to this one.
 
@@ -128,11 +143,7 @@ class StructuredEmbedding(nn.Module):
         Returns:
             (..., num_embeddings)
         """
-        net, cores = self.network, self.factors()
-        transposed = Network(
-            net.outputs, net.inputs, net.cores[::-1], net.sizes, net.out_features, net.in_features
-        )
-        scores = chain(x, cores[::-1], transposed)
+        scores = chain(x, self.factors()[::-1], self.scoring)
         if self.padding_idx is None:
             return scores
         columns = torch.arange(self.num_embeddings, device=x.device)
@@ -148,7 +159,7 @@ class StructuredEmbedding(nn.Module):
         """
         cores = self.factors()
         initialize_(cores, self.network, std, generator=generator)
-        if std > 0.0 and not cores[0].is_meta:
+        if std > 0.0 and has_values(cores[0]):
             # A row is no sum over the vocabulary, so no core has more terms than another.
             deviations = [float(core.square().mean().sqrt()) for core in cores]
             even = math.exp(sum(map(math.log, deviations)) / len(cores))
@@ -204,8 +215,7 @@ class LowRankEmbedding(StructuredEmbedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if rank < 1:
-            raise TensorizeError(f"rank = {rank} of an embedding must be at least 1")
+        one_rank(rank, "low_rank")
         sizes = (("i", num_embeddings), ("r", rank), ("o", embedding_dim))
         network = Network("i", "o", ("ir", "or"), sizes, num_embeddings, embedding_dim)
         super().__init__(network, padding_idx)
@@ -297,8 +307,8 @@ class TTEmbedding(CoredEmbedding):
             num_embeddings,
             embedding_dim,
             rank,
-            in_modes=row_modes or balanced_modes(num_embeddings, cores),
-            out_modes=column_modes or balanced_modes(embedding_dim, cores),
+            in_modes=chosen_modes(row_modes, num_embeddings, cores, name="cores"),
+            out_modes=chosen_modes(column_modes, embedding_dim, cores, name="cores"),
         )
         super().__init__(network, padding_idx, device=device, dtype=dtype)
 
@@ -337,7 +347,7 @@ class TTMEmbedding(CoredEmbedding):
             num_embeddings,
             embedding_dim,
             rank,
-            in_modes=row_modes or balanced_modes(num_embeddings, cores),
-            out_modes=column_modes or balanced_modes(embedding_dim, cores),
+            in_modes=chosen_modes(row_modes, num_embeddings, cores, name="cores"),
+            out_modes=chosen_modes(column_modes, embedding_dim, cores, name="cores"),
         )
         super().__init__(network, padding_idx, device=device, dtype=dtype)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Gate = Literal["identity", "scalar", "vector"]
+GATES: tuple[Gate, ...] = ("identity", "scalar", "vector")
 
 
 class Slot:
@@ -94,6 +95,11 @@ class LatentLinear(LowRankLinear):
         self._line: list[Slot] = []
         self._taken: Slot | None = None
         self._left: Slot | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the layer is in a line with others."""
+        return self._taken is not None or self._left is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x: (..., in_features) -> (..., out_features).
@@ -185,6 +191,7 @@ def link_latents(layers: Iterable[LatentLinear], gate: Gate = "identity") -> Non
     """Put layers in a line: each takes the latent of the one before.
 
     Link before the optimizer is made and before a checkpoint is loaded: the gates are parameters.
+    A layer that has a gate of this kind already keeps it.
 
     Args:
         layers: In the order in which the model runs them; one alone is taken out of its line.
@@ -217,25 +224,35 @@ def link_latents(layers: Iterable[LatentLinear], gate: Gate = "identity") -> Non
             layer.gate = None
         else:
             size = shape(weight.shape[0])
+            if layer.gate is not None and layer.gate.shape == size:
+                continue
             layer.gate = nn.Parameter(torch.ones(size, device=weight.device, dtype=weight.dtype))
 
 
-def link_by_name(model: nn.Module, gate: Gate = "identity") -> dict[str, list[str]]:
+def link_by_name(
+    model: nn.Module, gate: Gate = "identity", *, among: Iterable[nn.Module] | None = None
+) -> dict[str, list[str]]:
     """Put all `LatentLinear` of a model in lines of those whose names differ in numbers alone.
 
     Args:
         model: Its modules stand in the order in which they run.
         gate: See `link_latents`.
+        among: Layers of which a line must have one; other lines stay as they are. None: all.
 
     Returns:
-        The names of the layers of every line, by what they share: ``layers.*.q_proj``. Layers of
-        different ranks are in different lines.
+        The names of the layers of every such line, by what they share: ``layers.*.q_proj``. Layers
+        of different ranks are in different lines.
     """
     lines: dict[tuple[str, int], dict[str, LatentLinear]] = defaultdict(dict)
     for name, module in model.named_modules():
         if isinstance(module, LatentLinear):
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             lines[pattern, module.down.out_features][name] = module
+    if among is not None:
+        new = set(map(id, among))
+        lines = {
+            key: line for key, line in lines.items() if not new.isdisjoint(map(id, line.values()))
+        }
     for line in lines.values():
         link_latents(line.values(), gate)
     patterns = [pattern for pattern, _ in lines]

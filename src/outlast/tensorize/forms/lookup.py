@@ -16,8 +16,8 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.merge import contract
+from outlast.tensorize.surroundings import autocasts, transformed, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,8 +117,8 @@ def look_up(index: Tensor, cores: Sequence[Tensor], halved: Halves) -> Tensor:
     Returns:
         (n, columns)
     """
-    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if autocast_dtype(index) is not None:
+    plain = torch.compiler.is_compiling() or transformed()
+    if autocasts(index.device):
         # An nn.Embedding gives its own dtype under autocast as well.
         with torch.autocast(index.device.type, enabled=False):
             return look_up(index, cores, halved)
@@ -165,6 +165,7 @@ class _LookUp(Function):
         return _rows(index, cores, halved).contiguous()
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         index, *cores = ctx.saved_tensors
         again = torch.is_grad_enabled()

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.bottleneck import ACTIVATIONS, bottleneck
+from outlast.tensorize.bottleneck import ACTIVATIONS, FEW, autocast_dtype, bottleneck
 from outlast.tensorize.initialize import activation_gain
 from outlast.tensorize.layer import StructuredLinear
 from outlast.tensorize.network import Network
+from outlast.tensorize.networks import one_rank
+from outlast.tensorize.operator import chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +52,7 @@ class LowRankLinear(StructuredLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if rank < 1:
-            raise TensorizeError(f"rank = {rank} of a {self.form} layer must be at least 1")
+        one_rank(rank, self.form)
         super().__init__(low_rank_network(in_features, out_features, rank))
         self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
@@ -69,16 +70,48 @@ class LowRankLinear(StructuredLinear):
     def _replaced(self) -> bool:
         """Whether the children are not plain linear layers any more, or are listened to."""
         return any(
-            type(each) is not nn.Linear or each._forward_hooks or each._forward_pre_hooks
+            type(each) is not nn.Linear
+            or each._forward_hooks
+            or each._forward_pre_hooks
+            or each._backward_hooks
+            or each._backward_pre_hooks
+            or "forward" in each.__dict__
             for each in (self.down, self.up)
         )
 
+    def _suits(self, x: Tensor) -> bool:
+        """Whether the children can multiply x themselves, which `nn.Linear` does in one dtype."""
+        same = self.down.weight.dtype == self.up.weight.dtype == x.dtype
+        return same or autocast_dtype(x) is not None
+
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x: (..., in_features) -> (..., out_features)."""
-        if self._replaced() or torch.compiler.is_compiling():
+        """Multiply; x: (..., in_features) -> (..., out_features), in the dtype of x."""
+        if self._replaced():
+            return self._by_children(x)
+        if (torch.compiler.is_compiling() or x.numel() <= FEW) and self._suits(x):
             result: Tensor = self.up(self.down(x))
             return result
-        return super().forward(x)
+        bias = self.bias
+        if bias is not None and autocast_dtype(x) is None:
+            bias = bias.to(x.dtype)
+        return chain(x, self.factors(), self.network, bias)
+
+    def _by_children(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """As the children do it; stored in another dtype than x, each gets x in its own."""
+        kinds = [_dtype_of(child) for child in (self.down, self.up)]
+        mixed = None not in kinds and {*kinds} != {x.dtype} and autocast_dtype(x) is None
+        latent = self.down(x.to(kinds[0]) if mixed else x)
+        latent = latent if activation is None else ACTIVATIONS[activation](latent)
+        result: Tensor = self.up(latent.to(kinds[1]) if mixed else latent)
+        return result.to(x.dtype) if mixed else result
+
+
+def _dtype_of(child: nn.Module) -> torch.dtype | None:
+    """The floating-point dtype that a factor is stored in; None where something hides it."""
+    weight = getattr(child, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        return None
+    return weight.dtype
 
 
 class BottleneckLinear(LowRankLinear):
@@ -119,8 +152,7 @@ class BottleneckLinear(LowRankLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x: (..., in_features) -> (..., out_features)."""
         if self._replaced():
-            result: Tensor = self.up(ACTIVATIONS[self.activation](self.down(x)))
-            return result
+            return self._by_children(x, self.activation)
         return bottleneck(x, self.down.weight, self.up.weight, self.bias, self.activation)
 
     def to_dense(self) -> Tensor:

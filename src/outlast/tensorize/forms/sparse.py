@@ -20,6 +20,7 @@ from torch.nn import functional
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.forms.low_rank import LowRankLinear
+from outlast.tensorize.surroundings import has_values, no_autocast, transformed, without_autocast
 
 # An entry that is gathered, multiplied and scattered takes about as long as this many operations
 # of a matrix product.
@@ -44,7 +45,8 @@ class SparseLowRankLinear(LowRankLinear):
 
     Attributes:
         values: (entries,) of S.
-        scale: alpha / r, which stays when the rank is changed in place.
+        alpha: As given.
+        scale: alpha / r with the rank as it is now, or 1.
         indices: (entries,) their places in the flattened weight, ascending; a buffer.
     """
 
@@ -66,7 +68,7 @@ class SparseLowRankLinear(LowRankLinear):
         if not 0.0 < density <= 1.0:
             raise TensorizeError(f"density = {density} must be above 0 and at most 1")
         self.density = density
-        self.scale = 1.0 if alpha is None else alpha / max(rank, 1)
+        self.alpha = alpha
         self.entries = max(1, round(density * in_features * out_features))
         super().__init__(in_features, out_features, rank, bias=bias, device=device, dtype=dtype)
         self.values = nn.Parameter(torch.empty(self.entries, device=device, dtype=dtype))
@@ -74,6 +76,11 @@ class SparseLowRankLinear(LowRankLinear):
         kind = torch.int32 if small else torch.int64
         self.register_buffer("indices", torch.empty(self.entries, device=device, dtype=kind))
         self.reset_parameters()
+
+    @property
+    def scale(self) -> float:
+        """What the factors' product is multiplied by."""
+        return 1.0 if self.alpha is None else self.alpha / self.network.size(self.network.bonds)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x: (..., in_features) -> (..., out_features)."""
@@ -87,7 +94,7 @@ class SparseLowRankLinear(LowRankLinear):
         rows = x.reshape(-1, x.shape[-1])
         factors = self.down.weight, self.up.weight, self.values
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or transformed():
             weight = _dense(*factors, self.indices, self.scale)
             y = functional.linear(rows, weight.to(x.dtype), bias)
         else:
@@ -98,7 +105,9 @@ class SparseLowRankLinear(LowRankLinear):
 
     def to_dense(self) -> Tensor:
         """The weight, of shape (out_features, in_features); exact and differentiable."""
-        return _dense(self.down.weight, self.up.weight, self.values, self.indices, self.scale)
+        factors = self.down.weight, self.up.weight, self.values
+        with no_autocast(self.values.device):
+            return _dense(*factors, self.indices, self.scale)
 
     @torch.no_grad()
     def reset_parameters(
@@ -117,14 +126,13 @@ class SparseLowRankLinear(LowRankLinear):
         share = self.entries / (self.in_features * self.out_features)
         super().reset_parameters(std * math.sqrt(1.0 - share) / self.scale, generator)
         self.values.normal_(0.0, std, generator=generator)
-        if not self.indices.is_meta:
+        if has_values(self.indices):
             size = self.in_features * self.out_features
             self.indices.copy_(_places(self.entries, size, self.indices.device, generator))
 
     def settings(self) -> dict[str, Any]:
         """The arguments that build such a layer, whose entries then are at other places."""
-        alpha = None if self.scale == 1.0 else self.scale * self.down.out_features
-        return {**super().settings(), "density": self.density, "alpha": alpha}
+        return {**super().settings(), "density": self.density, "alpha": self.alpha}
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -181,6 +189,7 @@ class _SparseLowRank(Function):
         return y.index_add_(1, row, x.index_select(1, column).mul_(values))
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, down, up, values, indices = ctx.saved_tensors

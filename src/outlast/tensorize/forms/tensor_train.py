@@ -2,77 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from outlast.errors import TensorizeError
 from outlast.tensorize.layer import CoredLinear
-from outlast.tensorize.network import Network
-from outlast.tensorize.shapes import balanced_modes, bond_ranks
+from outlast.tensorize.networks import (
+    Ranks,
+    chosen_modes,
+    train_matrix_network,
+    train_network,
+)
 
 if TYPE_CHECKING:
     import torch
-
-_MODES = "abcdefghijkl"
-_OUT_MODES = "ABCDEFGHIJKL"
-_BONDS = "pqrstuvwxyzPQRSTUVWXYZ"
-
-Ranks = int | tuple[int, ...]
-
-
-def train_network(
-    in_features: int,
-    out_features: int,
-    rank: Ranks,
-    *,
-    in_modes: tuple[int, ...],
-    out_modes: tuple[int, ...],
-) -> Network:
-    """One core per mode, those of the inputs before those of the outputs (Yang et al. 2024)."""
-    inputs, outputs = _MODES[: len(in_modes)], _OUT_MODES[: len(out_modes)]
-    modes = inputs + outputs
-    bonds = _BONDS[: len(modes) - 1]
-    ends = ["", *bonds, ""]
-    cores = tuple(
-        left + mode + right for mode, (left, right) in zip(modes, pairwise(ends), strict=True)
-    )
-    sizes = (
-        *zip(modes, (*in_modes, *out_modes), strict=True),
-        *zip(bonds, bond_ranks(rank, (*in_modes, *out_modes)), strict=True),
-    )
-    return Network(inputs, outputs, cores, sizes, in_features, out_features)
-
-
-def train_matrix_network(
-    in_features: int,
-    out_features: int,
-    rank: Ranks,
-    *,
-    in_modes: tuple[int, ...],
-    out_modes: tuple[int, ...],
-) -> Network:
-    """One core per pair of modes, (r, out, in, r') (Novikov et al. 2015, arXiv 1509.06569).
-
-    Raises:
-        TensorizeError: There are not as many modes on one side as on the other.
-    """
-    if len(in_modes) != len(out_modes):
-        raise TensorizeError(
-            f"in_modes = {in_modes} and out_modes = {out_modes} of a ttm layer must be as many"
-        )
-    pairs = [into * out for into, out in zip(in_modes, out_modes, strict=True)]
-    inputs, outputs = _MODES[: len(in_modes)], _OUT_MODES[: len(in_modes)]
-    bonds = _BONDS[: len(in_modes) - 1]
-    ends = ["", *bonds, ""]
-    cores = tuple(
-        left + out + into + right
-        for out, into, (left, right) in zip(outputs, inputs, pairwise(ends), strict=True)
-    )
-    sizes = (
-        *zip(inputs + outputs, (*in_modes, *out_modes), strict=True),
-        *zip(bonds, bond_ranks(rank, pairs), strict=True),
-    )
-    return Network(inputs, outputs, cores, sizes, in_features, out_features)
 
 
 class TTLinear(CoredLinear):
@@ -111,8 +52,8 @@ class TTLinear(CoredLinear):
             in_features,
             out_features,
             rank,
-            in_modes=in_modes or balanced_modes(in_features, cores),
-            out_modes=out_modes or balanced_modes(out_features, cores),
+            in_modes=chosen_modes(in_modes, in_features, cores, name="cores"),
+            out_modes=chosen_modes(out_modes, out_features, cores, name="cores"),
         )
         super().__init__(network, bias=bias, device=device, dtype=dtype)
 
@@ -151,7 +92,7 @@ class TTMLinear(CoredLinear):
             in_features,
             out_features,
             rank,
-            in_modes=in_modes or balanced_modes(in_features, cores),
-            out_modes=out_modes or balanced_modes(out_features, cores),
+            in_modes=chosen_modes(in_modes, in_features, cores, name="cores"),
+            out_modes=chosen_modes(out_modes, out_features, cores, name="cores"),
         )
         super().__init__(network, bias=bias, device=device, dtype=dtype)

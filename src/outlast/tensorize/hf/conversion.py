@@ -206,7 +206,8 @@ def _tensorized(model: nn.Module, settings: Settings) -> Replacements:
             rank=settings.rank,
             match=settings.match,
             exclude=settings.exclude or None,
-            activation=settings.activation,
+            # Of other forms a nonlinearity is no part.
+            activation=settings.activation if settings.form == "cola" else None,
             init="scratch" if settings.form in NO_MATRICES else "from_dense",
             force=settings.force,
             **options,

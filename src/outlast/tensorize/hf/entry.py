@@ -9,7 +9,8 @@ The entry ``outlast_tensorize``::
          "settings": {"rank": 8, "in_modes": [...]}, the arguments of the form's class
          "network": "ab->cd; ap,pbq,qcr,rd; ..."}},  letters and sizes of all cores
      "shared": {"name of a parameter": "name of the one that it is"},
-     "lines": [["gate", ["layer", ...]], ...]}       of latent crossing
+     "lines": [["gate", ["layer", ...]], ...],       of latent crossing
+     "heads": {"lm_head": {"embedding": "model.embed_tokens", "bias": false}}}    tied to factors
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import forms
+from outlast.tensorize.forms.tied import TiedHead, name_of, tied_heads
 from outlast.tensorize.hf.plain import Structured, structured
 
 if TYPE_CHECKING:
@@ -65,6 +67,10 @@ def describe(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any]:
         "layers": {name: _described(layer) for name, layer in layers.items()},
         "shared": dict(shared),
         "lines": _lines(layers),
+        "heads": {
+            name: {"embedding": name_of(head.embedding, model), "bias": head.bias is not None}
+            for name, head in tied_heads(model).items()
+        },
     }
 
 
@@ -161,6 +167,9 @@ def put_in_layers(model: nn.Module, entry: Mapping[str, Any]) -> None:
                 f"{KEY}: {name} is not the layer that its settings build: the entry was changed, "
                 "or written by another version"
             )
+    for name, head in entry.get("heads", {}).items():
+        embedding: Any = model.get_submodule(head["embedding"])
+        model.set_submodule(name, TiedHead(embedding, bias=head["bias"], device="meta"))
     for gate, names in entry["lines"]:
         line = [model.get_submodule(name) for name in names]
         with torch.device("meta"):

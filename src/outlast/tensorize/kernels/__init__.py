@@ -1,8 +1,9 @@
 """Structured layers in fewer passes over the memory of CUDA devices, written in Triton.
 
 `bottleneck` keeps the rank-wide tensor of two products on the chip; `blocks` spares block
-tensor-trains and Monarch the permutation between their products. Importing this package imports no
-Triton.
+tensor-trains and Monarch the permutation between their products; `pairs` is how plans of layers
+take them, once `outlast.tensorize.planner.fused.warm` has tuned them. Importing this package
+imports no Triton.
 
 The kernels have been compiled for compute capability 9.0 and run in Triton's interpreter; they have
 not run on a GPU yet, so what is said of their speed is derived from bytes and peaks.

@@ -155,6 +155,7 @@ def block_product(
     inner: int,
     half: int,
     bias: Tensor | None = None,
+    of: int | None = None,
 ) -> None:
     """Store ``y[t, p, q, s] = sum over k of x[t, p, k] weight[p, (q, s), k] + bias[p, (q, s)]``.
 
@@ -170,6 +171,7 @@ def block_product(
         inner: Number of s; it divides the columns.
         half: 0 to 3: products of the same sizes in other layouts, which are measured apart.
         bias: (blocks columns,) or None.
+        of: Number of all tokens, if these are some of them: one measurement serves all parts.
     """
     if tokens == 0:
         return
@@ -188,7 +190,7 @@ def block_product(
             None if bias is None else bias.contiguous(),
             y,
             # A choice of configuration serves all numbers of tokens up to a power of two.
-            triton.next_power_of_2(tokens),
+            triton.next_power_of_2(of or tokens),
             half,
             tokens,
             blocks,

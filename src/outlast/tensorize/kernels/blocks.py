@@ -128,7 +128,8 @@ def blocks_forward(
     for start in range(0, tokens, chunk):
         part = x[start : start + chunk]
         # The same memory every time: torch's allocator hands it out again.
-        _second_half(_first_half(part, right), left, y[start : start + chunk], bias)
+        hidden = _first_half(part, right, of=tokens)
+        _second_half(hidden, left, y[start : start + chunk], bias, of=tokens)
     return y, None
 
 
@@ -192,7 +193,7 @@ def blocks_weight_gradients(
     return d_right.view(m1, n0, rank, -1), d_left.view(n0, -1, m1, rank)
 
 
-def _first_half(x: Tensor, core: Tensor, *, half: int = 0) -> Tensor:
+def _first_half(x: Tensor, core: Tensor, *, half: int = 0, of: int | None = None) -> Tensor:
     """The h (q, p, s, tokens) of x (tokens, p k) and a core (p, q, s, k) with any strides."""
     blocks, outer, rank, terms = core.shape
     # A copy only where (q, s) is not one axis.
@@ -203,13 +204,27 @@ def _first_half(x: Tensor, core: Tensor, *, half: int = 0) -> Tensor:
     hidden = x.new_empty(outer, blocks, rank, length)[..., :tokens]
     strides = 1, hidden.stride(1), hidden.stride(0), length
     block_product(
-        x, (x.stride(0), terms, 1), weight, hidden, strides, tokens=tokens, inner=rank, half=half
+        x,
+        (x.stride(0), terms, 1),
+        weight,
+        hidden,
+        strides,
+        tokens=tokens,
+        inner=rank,
+        half=half,
+        of=of,
     )
     return hidden
 
 
 def _second_half(
-    hidden: Tensor, core: Tensor, y: Tensor, bias: Tensor | None, *, half: int = 1
+    hidden: Tensor,
+    core: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    *,
+    half: int = 1,
+    of: int | None = None,
 ) -> None:
     """Store y (tokens, q n) of h (q, p, s, tokens) and a core (q, n, p, s) with any strides."""
     blocks, columns, outer, rank = core.shape
@@ -226,6 +241,7 @@ def _second_half(
         tokens=hidden.shape[-1],
         inner=columns,
         half=half,
+        of=of,
     )
 
 

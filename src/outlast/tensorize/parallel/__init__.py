@@ -6,7 +6,13 @@ shards; `CountedCollectives` counts the bytes of all of them.
 """
 
 from outlast.tensorize.parallel.bottleneck import LLAMA, ModelPlan, parallelize_bottleneck
-from outlast.tensorize.parallel.fsdp import WholeCores, placement, shard_tensorized, whole_cores
+from outlast.tensorize.parallel.fsdp import (
+    WholeCores,
+    clip_gradients,
+    placement,
+    shard_tensorized,
+    whole_cores,
+)
 from outlast.tensorize.parallel.grouped import LLAMA_BLOCK, BlockPlan, group_projections
 from outlast.tensorize.parallel.online_norm import normalized_projection
 from outlast.tensorize.parallel.traffic import CountedCollectives, Traffic
@@ -19,6 +25,7 @@ __all__ = [
     "ModelPlan",
     "Traffic",
     "WholeCores",
+    "clip_gradients",
     "group_projections",
     "normalized_projection",
     "parallelize_bottleneck",

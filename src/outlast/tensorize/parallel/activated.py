@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from outlast.tensorize.bottleneck import ACTIVATIONS
+from outlast.tensorize.bottleneck import ACTIVATIONS, through_activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,12 +52,9 @@ class _ActivatedLinear(torch.autograd.Function):
         upstream = gradients[0]
         needs_latent, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = upstream.reshape(-1, upstream.shape[-1])
-        with torch.enable_grad():
-            latent = latent.detach().requires_grad_()
-            between = ACTIVATIONS[ctx.activation](latent)
-        grad_latent = grad_weight = None
-        if needs_weight:
-            grad_weight = rows.t() @ between.detach().reshape(-1, between.shape[-1])
-        if needs_latent:
-            (grad_latent,) = torch.autograd.grad(between, latent, upstream @ weight)
+        flat = latent.reshape(-1, latent.shape[-1])
+        found, grad_weight = through_activation(
+            flat, weight, rows, ctx.activation, wanted=(needs_latent, needs_weight)
+        )
+        grad_latent = None if found is None else found.view(latent.shape)
         return grad_latent, grad_weight, rows.sum(0) if needs_bias else None, None

@@ -100,7 +100,7 @@ def parallelize_bottleneck(
     if not blocks:
         raise TensorizeError(
             f"{type(model).__name__} has no block with {', '.join(block_plan.projections)}; give a "
-            "plan with the names of its modules"
+            "plan with the names of its modules, or shard it (parallel.shard of a job) instead"
         )
     for name, block in blocks:
         _check_block(block, block_plan, mesh.size(), where=name)
@@ -122,7 +122,8 @@ def _check_block(block: nn.Module, plan: BlockPlan, size: int, *, where: str) ->
         if not is_low_rank(layer):
             raise TensorizeError(
                 f"{path} is a {type(layer).__name__}, and bottleneck tensor parallelism needs a "
-                "LowRankLinear or BottleneckLinear; tensorize all projections of a block"
+                "LowRankLinear or BottleneckLinear; tensorize all projections of a block, or shard "
+                "the model (parallel.shard of a job) instead"
             )
         check_plain_factors(layer, path)  # type: ignore[arg-type]
         for side in ("in_features", "out_features"):
@@ -139,8 +140,8 @@ def _check_block(block: nn.Module, plan: BlockPlan, size: int, *, where: str) ->
 def _check_divides(ranks: int, size: int, name: str) -> None:
     if size % ranks:
         raise TensorizeError(
-            f"parallel.tensor = {ranks} does not divide {size} {name}; use a divisor, or "
-            "parallel.shard instead"
+            f"a mesh of {ranks} ranks (parallel.tensor = {ranks} of a job) does not divide {size} "
+            f"{name}; use a divisor, or shard the model (parallel.shard of a job) instead"
         )
 
 
@@ -156,7 +157,8 @@ def _check_all_named(model: nn.Module, plan: ModelPlan | BlockPlan, blocks: list
         if not name.startswith(prefixes):
             raise TensorizeError(
                 f"{type(model).__name__} has the parameter {name}, which the plan of bottleneck "
-                "tensor parallelism does not split; use parallel.shard instead"
+                "tensor parallelism does not split; shard the model (parallel.shard of a job) "
+                "instead"
             )
 
 

@@ -113,8 +113,9 @@ def check_ends(embedding: nn.Module, norm: nn.Module, head: nn.Module, *, ranks:
         )
     if embedding.embedding_dim % ranks:
         raise TensorizeError(
-            f"parallel.tensor = {ranks} does not divide the {embedding.embedding_dim} features of "
-            "the embedding; use a divisor, or parallel.shard instead"
+            f"a mesh of {ranks} ranks (parallel.tensor = {ranks} of a job) does not divide the "
+            f"{embedding.embedding_dim} features of the embedding; use a divisor, or shard the "
+            "model (parallel.shard of a job) instead"
         )
     check_plain_norm(norm, "the last norm")
 

@@ -11,19 +11,22 @@ parameters of a unit in one collective, so their number costs no launches.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from outlast.tensorize.sharded import shown_in, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -84,16 +87,31 @@ class WholeCores:
         """What `fully_shard` takes as `ignored_params`."""
         return set(self.parameters.values())
 
-    def listen(self) -> None:
+    def listen(self, model: nn.Module | None = None) -> None:
         """Average gradients at the end of every backward pass from now on.
 
         Averages are linear, so a pass that adds to gradients that are averaged already, as
         gradient accumulation does, averages their sum correctly.
+
+        All ranks must average in the same passes. A rank whose tokens miss all of the parameters
+        (an expert without tokens, a branch that was not taken) takes part by its `model`.
+
+        Args:
+            model: What is called on every rank: each backward pass through its output averages.
+                None: only those in which one of the parameters gets a gradient on this rank.
         """
+        if model is not None and any(each.requires_grad for each in self.parameters.values()):
+            self._hooks.append(model.register_forward_hook(self._called))
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _called(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: Tensor) -> None:
         # The number of the backward pass; one that was broken off leaves no state behind.
@@ -121,7 +139,7 @@ class WholeCores:
                 owned.setdefault(owner, []).append(leaf)
         for owner, leaves in owned.items():
             layer = model.get_submodule(owner)
-            seen = {leaf: property(_in_dtype(leaf, dtype)) for leaf in leaves}
+            seen = {leaf: shown_in(leaf, dtype) for leaf in leaves}
             own = type(layer)
             layer.__class__ = type(f"Cast{own.__name__}", (own,), seen)
 
@@ -132,34 +150,70 @@ class WholeCores:
         self._hooks.clear()
 
 
-def _in_dtype(leaf: str, dtype: torch.dtype) -> Callable[[nn.Module], Tensor | None]:
-    """A getter that is found before `nn.Module.__getattr__`, which finds parameters."""
-
-    def get(layer: nn.Module) -> Tensor | None:
-        parameter = layer._parameters[leaf]
-        return None if parameter is None else parameter.to(dtype)
-
-    return get
-
-
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Replace gradients by their means over all ranks of a mesh, in one all-reduce per dimension.
 
+    Sums are taken in the widest dtype of the parameters, float32 at least.
+
     All ranks must call this with the same parameters; a missing gradient counts as zeros where
-    another rank has one.
+    another rank has one, and stays missing where none has.
     """
     wanted = [each for each in parameters if each.requires_grad]
     if not wanted:
         return
+    given = [each.grad is not None for each in wanted]
     pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
-    flat = torch.cat([piece.reshape(-1).float() for piece in pieces])
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in pieces), torch.float32)
+    had = torch.tensor(given, dtype=dtype, device=pieces[0].device)
+    flat = torch.cat([*(piece.reshape(-1).to(dtype) for piece in pieces), had])
     for dimension in range(mesh.ndim):
         dist.all_reduce(flat, group=mesh.get_group(dimension))
     flat /= mesh.size()
-    means = torch.split(flat, [piece.numel() for piece in pieces])
-    for parameter, piece, mean in zip(wanted, pieces, means, strict=True):
-        piece.copy_(mean.view_as(piece))
-        parameter.grad = piece
+    *means, had = torch.split(flat, [*(piece.numel() for piece in pieces), len(wanted)])
+    # Only a rank that lacks some waits for its device.
+    anywhere = given if all(given) else (had > 0).tolist()
+    for parameter, piece, mean, found in zip(wanted, pieces, means, anywhere, strict=True):
+        if found:
+            piece.copy_(mean.view_as(piece))
+            parameter.grad = piece
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for DTensors and plain tensors together.
+
+    torch's own refuses to mix them, and DTensors of different meshes or placements. Plain tensors
+    are what every rank holds whole, with equal gradients, and count once.
+
+    Args:
+        parameters: Those of the model, sharded and whole; those without gradient are left out.
+        max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), in place.
+        norm_type: Which norm of all gradients together; may be infinite.
+
+    Returns:
+        The norm before, a scalar that is equal on all ranks; 0 without gradients.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        layout = None
+        if isinstance(gradient, DTensor):
+            layout = (id(gradient.device_mesh), gradient.placements)
+        groups.setdefault(layout, []).append(gradient)
+    norms = [whole(torch.nn.utils.get_total_norm(each, norm_type)) for each in groups.values()]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([each.to(norms[0]) for each in norms]), norm_type
+    )
+    # No branch on the value: no rank waits for its device.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        part.mul_(factor.to(part.device))
+    return norm
 
 
 def whole_cores(model: nn.Module, mesh: DeviceMesh, *, small_bytes: int = 0) -> WholeCores:
@@ -205,10 +259,13 @@ def shard_tensorized(
 
     Returns:
         The parameters that stay whole: plain tensors. An optimizer with ``foreach=True`` or
-        ``fused=True`` needs them in a group of their own, since its kernels do not mix the two.
+        ``fused=True`` needs them in a group of their own, since its kernels do not mix the two,
+        and so does ``torch.nn.utils.clip_grad_norm_``: clip by `clip_gradients`. Gradients are
+        averaged in every backward pass through the output of `model`, so that no rank waits for
+        one that has none for them.
     """
     cores = whole_cores(model, mesh, small_bytes=small_bytes)
-    cores.listen()
+    cores.listen(model)
     place = placement(mesh.size(mesh.ndim - 1))
     policy = policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None:

@@ -32,8 +32,3 @@ def split_parameter(owner: nn.Module, name: str, mesh: DeviceMesh, dimension: in
     placement = Replicate() if dimension is None else Shard(dimension)
     split = distribute_tensor(parameter.detach(), mesh, [placement])
     owner.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, gathered by all its ranks together; a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outlast.tensorize.planner import cache
-from outlast.tensorize.planner.cache import PLANS, PRICES
+from outlast.tensorize.planner.cache import PLANS, PRICES, TIMED
+from outlast.tensorize.planner.fused import with_kernel
 from outlast.tensorize.planner.price import Prices
 from outlast.tensorize.planner.search import best_plan
 from outlast.tensorize.planner.table import Table, default_table
@@ -22,7 +23,8 @@ def plan_for(
 ) -> Plan:
     """The plan for a number of tokens; nothing is timed here.
 
-    Prices come from this machine's table if there is one (`calibrate`), else from a built-in one.
+    It is the fastest that was timed on this machine, if any was (`tune`); else the cheapest by this
+    machine's prices, if they were measured (`calibrate`), or by built-in ones.
 
     Args:
         network: How the cores make the weight.
@@ -31,19 +33,60 @@ def plan_for(
         device: Of x.
         learns: Whether there is a way back.
     """
-    bucket = (tokens - 1).bit_length() if tokens > 1 else 0
+    bucket = bucket_of(tokens)
     key = (network, bucket, dtype, device.type, learns)
     plan = PLANS.get(key)
     if plan is None:
-        plan = best_plan(network, 1 << bucket, prices_of(dtype, device), learns)
+        plan = _timed(dtype, device).get(cache.timed_key(network, bucket, learns))
+        if plan is None:
+            prices = prices_of(dtype, device)
+            plan = best_plan(network, 1 << bucket, prices, learns)
+            plan = with_kernel(
+                plan, network, 1 << bucket, prices, dtype=dtype, device=device, learns=learns
+            )
         PLANS[key] = plan
     return plan
+
+
+def bucket_of(tokens: int) -> int:
+    """The power of two that a number of tokens is rounded up to."""
+    return (tokens - 1).bit_length() if tokens > 1 else 0
+
+
+def keep(
+    network: Network, tokens: int, dtype: torch.dtype, device: torch.device, plans: dict[bool, Plan]
+) -> None:
+    """Take timed plans from now on, in this process and in later ones.
+
+    Args:
+        network: Whose.
+        tokens: Rows of x.
+        dtype: Of x.
+        device: Of x.
+        plans: By whether there is a way back.
+    """
+    bucket = bucket_of(tokens)
+    found = {cache.timed_key(network, bucket, learns): plan for learns, plan in plans.items()}
+    _timed(dtype, device).update(found)
+    for learns, plan in plans.items():
+        PLANS[network, bucket, dtype, device.type, learns] = plan
+    # A later process would have to tune kernels first.
+    lasting = {key: plan for key, plan in found.items() if not plan.fused}
+    cache.store_timed(*_setting(dtype, device), lasting)
+
+
+def _timed(dtype: torch.dtype, device: torch.device) -> dict[str, Plan]:
+    key = device.type, str(dtype).removeprefix("torch.")
+    known = TIMED.get(key)
+    if known is None:
+        known = TIMED[key] = cache.load_timed(*_setting(dtype, device))
+    return known
 
 
 def predicted_speedup(
     network: Network, tokens: int, dtype: torch.dtype, device: torch.device, learns: bool = True
 ) -> float:
-    """Predicted seconds of the dense layer over those of the plan; above one is faster."""
+    """Seconds of the dense layer over those of the plan, predicted or timed."""
     plan = plan_for(network, tokens, dtype, device, learns)
     return plan.dense_seconds / plan.seconds
 
@@ -102,8 +145,12 @@ def machine_of(device: torch.device) -> str:
 
 
 def _stored(dtype: torch.dtype, device: torch.device) -> Table | None:
+    return cache.load(*_setting(dtype, device))
+
+
+def _setting(dtype: torch.dtype, device: torch.device) -> tuple[str, str, int, str]:
+    """What a table or a timed plan is for: machine, dtype, threads and version of torch."""
     import torch
 
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name = str(dtype).removeprefix("torch.")
-    return cache.load(machine_of(device), name, threads, torch.__version__)
+    return machine_of(device), str(dtype).removeprefix("torch."), threads, torch.__version__

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from outlast.tensorize.network import lower
 from outlast.tensorize.plan import Plan
 from outlast.tensorize.planner.choose import plan_for, prices_of
+from outlast.tensorize.planner.fused import is_ready, kernel_seconds
 from outlast.tensorize.planner.search import Search
-from outlast.tensorize.planner.walk import Walker, dense_seconds, route_flops
+from outlast.tensorize.planner.walk import Walker, route_flops
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,10 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
         f"prices: {table.machine}, {source}",
         f"forward:        {plan.forward}, {forward}, {flops(plan.forward)}",
     ]
-    if plan.plain:
+    if plan.fused:
+        # What is not fused is said as well, for other tensors go that way.
+        lines[-1] = f"fused kernel:   {_time(plan.seconds)} forward and backward, {plan.reason}"
+    elif plan.plain:
         lines.append("backward:       left to autograd, which starts fewer operations")
     else:
         nothing: frozenset[int] = frozenset()
@@ -93,11 +97,11 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
         for core, route in enumerate(plan.core_gradients):
             seconds = walker.backward(route, bucket, frozenset((core,)), want_x=False)
             lines.append(f"gradient of {network.cores[core]}: {route}, {_time(seconds)} alone")
-    dense = dense_seconds(network, bucket, prices, True)
+    dense, known = plan.dense_seconds, "timed on this machine" if plan.timed else "predicted"
     ratio = dense / plan.seconds
     lines += [
-        f"together:       {_time(plan.seconds)} predicted",
-        f"dense layer:    {_time(dense)} predicted, {ratio:.2f} x as long, {_count(dense_flops)}",
+        f"together:       {_time(plan.seconds)} {known}",
+        f"dense layer:    {_time(dense)} {known}, {ratio:.2f} x as long, {_count(dense_flops)}",
         "what else there is:",
     ]
     chosen = replace(plan)
@@ -114,4 +118,6 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
     for seconds, other in shown:
         label = f"{other.forward}{', by autograd' if other.plain else ''}"
         lines.append(f"  {_time(seconds)}: {label}; {_why(other.forward, plan.forward, search)}")
+    if not plan.fused and is_ready(network, bucket, dtype, device):
+        lines.append(f"  {_time(kernel_seconds(network, bucket, prices, True))}: fused kernel")
     return "\n".join(lines)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import time
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +34,15 @@ if TYPE_CHECKING:
 
     from outlast.tensorize.network import Layout
 
-# Larger products run at the rate of the largest that is measured.
-_MOST_FLOPS = 1.4e8
-_MOST_ITEM_FLOPS = 9e6
+# Larger products, and larger ones of a batch, run at the rate of the largest that is measured. An
+# accelerator is not busy with what takes a core milliseconds.
+_MOST_FLOPS = {"cpu": 1.4e8, "cuda": 3e11}
+_MOST_ITEM_FLOPS = {"cpu": 9e6, "cuda": 2e10}
 _BATCH = 8
 _FAULT_BYTES = 32 << 20
 
 
-class _Clock:
+class Clock:
     """The least seconds of an operation: a thread's on a CPU, the device's elsewhere."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -47,13 +50,15 @@ class _Clock:
         self._repeats = repeats
 
     def __call__(self, action: Callable[[], object], least: float = 1e-4) -> float:
+        """The least seconds of one of several repeats, each of `least` seconds."""
         action()
-        first = self._once(action, 1)
+        first = self.once(action, 1)
         times = max(1, math.ceil(least / max(first, 1e-7)))
         repeats = self._repeats if first < 2e-3 else max(self._repeats - 2, 1)
-        return min(first, *(self._once(action, times) for _ in range(repeats)))
+        return min(first, *(self.once(action, times) for _ in range(repeats)))
 
-    def _once(self, action: Callable[[], object], times: int) -> float:
+    def once(self, action: Callable[[], object], times: int) -> float:
+        """Seconds of one of several runs."""
         if self._device.type == "cpu":
             # Other threads of the process do not count, but those of the operation itself do.
             clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -80,7 +85,7 @@ def measure(dtype: torch.dtype, device: torch.device, machine: str = "", repeats
         machine: What it is called.
         repeats: Of every point, of which the fastest counts.
     """
-    clock = _Clock(device, repeats)
+    clock = Clock(device, repeats)
     options: Any = {"dtype": dtype, "device": device}
     with torch.no_grad():
         start = clock(_small_product(options))
@@ -152,14 +157,16 @@ def _within(sizes: tuple[int, int, int], most: float) -> tuple[tuple[int, int, i
 
 
 def _products(
-    layout: str, clock: _Clock, start: float, options: Any
+    layout: str, clock: Clock, start: float, options: Any
 ) -> tuple[list[float], list[float]]:
     single, batched = [], []
+    kind = options["device"].type
+    most, most_item = _MOST_FLOPS[kind], _MOST_ITEM_FLOPS[kind]
     known: dict[tuple[int, int, int], float] = {}
     for m in AXIS:
         for n in AXIS:
             for k in AXIS:
-                at, times = _within((m, n, k), _MOST_FLOPS)
+                at, times = _within((m, n, k), most)
                 if at not in known:
                     left, right = (side[0] for side in _operands(layout, 1, at, options))
                     known[at] = clock(functools.partial(torch.mm, left, right))
@@ -168,7 +175,7 @@ def _products(
     for m in AXIS:
         for n in AXIS:
             for k in AXIS:
-                at, times = _within((m, n, k), _MOST_ITEM_FLOPS)
+                at, times = _within((m, n, k), most_item)
                 if at not in known:
                     left, right = _operands(layout, _BATCH, at, options)
                     seconds = clock(functools.partial(torch.bmm, left, right))
@@ -181,13 +188,13 @@ def _copy(size: int, run: int, options: Any) -> Callable[[], Tensor]:
     item = options["dtype"].itemsize
     run = max(run // item, 1)
     count = max(size // item // run, 1)
-    rows = 1 << (count.bit_length() - 1) // 2
-    # Three dimensions, so that it is no plain transposition even for runs of one.
-    source = torch.ones(2, max(rows // 2, 1), max(count // rows, 1), run, **options)
-    return lambda: source.permute(2, 0, 1, 3).contiguous()
+    # As between stages, three indices change places and none can be joined with its neighbour.
+    side = max(round(count ** (1 / 3)), 1)
+    source = torch.ones(side, max(count // side**2, 1), side, run, **options)
+    return lambda: source.permute(2, 1, 0, 3).contiguous()
 
 
-def _strided(inner: int, stride: int, clock: _Clock, options: Any) -> float:
+def _strided(inner: int, stride: int, clock: Clock, options: Any) -> float:
     # Odd sizes, for with powers of two some lines of the cache get all.
     inner, stride = inner + inner // 16, stride + stride // 16
     blocks = max(STRIDED_ELEMENTS // (inner * stride), 1)
@@ -196,7 +203,7 @@ def _strided(inner: int, stride: int, clock: _Clock, options: Any) -> float:
     return seconds * STRIDED_ELEMENTS / source.numel()
 
 
-def _turned(m: int, n: int, clock: _Clock, options: Any) -> float:
+def _turned(m: int, n: int, clock: Clock, options: Any) -> float:
     (rows, columns, _), times = _within((m, n, 1), 8.4e6)
     source = torch.ones(rows, columns, **options)
     return _log(clock(lambda: source.t().contiguous()) * times)
@@ -208,7 +215,7 @@ def _addition(size: int, options: Any) -> Callable[[], Tensor]:
     return lambda: source + other
 
 
-def _faults(clock: _Clock, options: Any) -> float:
+def _faults(clock: Clock, options: Any) -> float:
     if options["device"].type != "cpu":
         return 0.0
     count = _FAULT_BYTES // options["dtype"].itemsize
@@ -234,13 +241,15 @@ def _blocks() -> Network:
 class _Tiny:
     """A layer so small that nothing but starting operations takes time."""
 
-    def __init__(self, network: Network, clock: Callable[..., float], options: Any) -> None:
+    def __init__(
+        self, network: Network, clock: Callable[..., float], options: Any, merged: int = 1
+    ) -> None:
         self.network = network
         self.clock = clock
         self.options = options
         self.cores = [torch.ones(network.shape(core), **options)
                       for core in range(len(network.cores))]  # fmt: skip
-        self.route = Route((1,) * len(network.cores))
+        self.route = Route((merged,) * (len(network.cores) // merged))
 
     def merging(self) -> float:
         """Seconds to make a path."""
@@ -304,17 +313,21 @@ def _launches(start: float, device: torch.device, options: Any) -> dict[str, flo
     product = clock(lambda: torch.mm(matrix, matrix.t()))
     turn = clock(lambda: torch.ones(2, 1, **options).t().contiguous())
     two, four, blocks = (_Tiny(each, clock, options) for each in (_train(2), _train(4), _blocks()))
+    pairs = _Tiny(_train(4), clock, options, merged=2)
     merging, forward, backward = two.merging(), two.forward(), two.backward()
     path = merging / 2
     stage = _positive((four.forward() - forward) / 2 - product)
     # A stage goes forward once more, back, and gives the gradient of its matrix.
     back = _positive((four.backward() - backward) / 2 - 3 * product - stage)
     node = _positive((four.learning(True) - two.learning(True)) / 2 - 3 * product - stage - path)
+    merge = (pairs.merging() - merging) / 2
+    noted = (pairs.learning(True) - two.learning(True)) / 2 - 3 * merge
     # Tokens-major, blocks are put in order before both products and after them.
     arrange = _positive((blocks.forward() - forward) / 3)
     found = {
         "operation": start,
-        "einsum": clock(lambda: torch.einsum("ab,bc->ac", matrix, matrix)) - product,
+        "product": merge - product,
+        "noted": noted,
         "path": path,
         "stage": stage,
         "back": back,
@@ -330,11 +343,34 @@ def _launches(start: float, device: torch.device, options: Any) -> dict[str, flo
     return {name: float(f"{_positive(seconds):.3g}") for name, seconds in found.items()}
 
 
+def write_default(device: torch.device | None = None) -> str:
+    """Make the table of this machine the built-in one; for an idle machine and one thread.
+
+    ``python -m outlast.tensorize.planner.measure`` does it.
+
+    Args:
+        device: A CPU; None: this machine's.
+
+    Returns:
+        The file that was written.
+    """
+    torch.set_num_threads(1)
+    name = "one core of an Intel Xeon with AVX-512"
+    table = measure(torch.float32, device or torch.device("cpu"), name, repeats=7)
+    path = FilePath(__file__).with_name("default.json")
+    path.write_text(json.dumps(table.to_json()) + "\n")
+    return str(path)
+
+
 def _positive(seconds: float) -> float:
     return max(seconds, 1e-7)
 
 
 def _host_clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     """Starting an operation takes the time of the CPU, whatever the device."""
-    clock = _Clock(device if device.type == "cpu" else torch.device("cpu"), 15)
+    clock = Clock(device if device.type == "cpu" else torch.device("cpu"), 15)
     return lambda action: clock(action, 1e-3)
+
+
+if __name__ == "__main__":
+    print(write_default())

@@ -26,9 +26,9 @@ _STRETCHES = (STRETCH_AXIS, STRETCH_AXIS)
 _COPIES = (BYTES_AXIS, RUN_AXIS)
 
 
-def _vectors(columns: int) -> int:
-    """Columns that a small product computes: whole vectors of 16, the sizes that were measured."""
-    return -(-columns // 16) * 16 if 16 < columns < 256 else columns
+def _whole(size: int) -> int:
+    """A dimension as a small product computes it: in whole 16s, as those that were measured."""
+    return -(-size // 16) * 16 if 16 < size < 256 else size
 
 
 class Prices:
@@ -66,7 +66,7 @@ class Prices:
             elif batch == 1:
                 known = interpolate(self.table.matrix[layout], _CUBE, (m, n, k))
             else:
-                at = (m, _vectors(n), k)
+                at = (_whole(m), _whole(n), _whole(k))
                 item = interpolate(self.table.batched[layout], _CUBE, at)
                 known = self.launch["operation"] + batch * item
             known += self.fresh(batch * m * n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outlast.tensorize.network import lower
+from outlast.tensorize.course import course
 from outlast.tensorize.plan import Plan
 from outlast.tensorize.planner.candidates import candidates
 from outlast.tensorize.planner.walk import Walker, bias_gradient, dense_seconds
@@ -22,7 +22,7 @@ _TRIED = 5
 _SEPARATE = 5
 _GAIN = 0.99
 _DOUBT = 1.1
-# Bytes that a plain plan may leave for the backward pass beyond what the others leave.
+# Bytes that a plain plan may leave for the backward pass if the others leave less.
 _KEPT_BYTES = 1 << 20
 
 
@@ -65,36 +65,39 @@ class Search:
 
     def _plain(self, route: Route) -> float:
         """Seconds that autograd takes for the way back, and to note the way forward."""
-        launch, prices = self.walker.prices.launch, self.walker.prices
-        one = self.walker.one_pass(route, self.tokens, chunked=False)
-        stages = lower(self.network, route).stages
+        launch, walker = self.walker.prices.launch, self.walker
+        one = walker.one_pass(route, self.tokens, chunked=False)
+        legs = course(self.network, route).legs
         seconds = one.leave_back + sum(one.weight) + sum(one.multiply_back) + one.enter_back
         seconds += sum(one.arrange_back)
-        seconds += len(stages) * (launch["autograd"] - launch["back"]) + launch["plain"]
-        for stage in stages:
-            # Every product of the merging has two gradients, each as dear as itself.
-            products = len(stage.cores) - 1
-            if products:
-                merged = self.walker.merge_seconds(stage)
-                seconds += 2 * merged + 2 * products * launch["einsum"]
-            else:
-                seconds += self.walker.unmerge(stage, stage.cores[0])
-        return max(seconds, prices.launch["plain"])
+        seconds += len(legs) * (launch["autograd"] - launch["back"]) + launch["plain"]
+        everything = frozenset(range(len(self.network.cores)))
+        for leg in legs:
+            # Nothing is made again, but each product and each change of order is noted.
+            merging = leg.merging
+            seconds += walker.unmerging(merging, everything, again=False)
+            seconds += len(merging.ahead) * launch["noted"]
+        return max(seconds, launch["plain"])
 
     def keeps(self, plan: Plan) -> bool:
         """Whether the operator keeps the inputs of the stages (its `_worth_keeping`)."""
         if 0 < plan.forward.chunk < self.tokens or plan.forward not in plan.core_gradients:
             return False
-        stages = lower(self.network, replace(plan.forward, chunk=0)).stages
-        return all(2 * stage.width <= self.network.in_features for stage in stages[1:])
+        return course(self.network, replace(plan.forward, chunk=0)).narrow
 
     def may_be_plain(self, route: Route) -> bool:
-        """Whether leaving all to autograd keeps little enough."""
+        """Whether autograd keeps nothing that the operator does not, or little in all."""
         if 0 < route.chunk < self.tokens:
             return False
-        stages = lower(self.network, route).stages
-        numbers = sum(self.tokens * stage.width + stage.b * stage.m * stage.k for stage in stages)
-        return numbers * self.walker.prices.table.item_bytes <= _KEPT_BYTES
+        way = course(self.network, replace(route, chunk=0))
+        numbers, more = 0, False
+        for position, leg in enumerate(way.legs):
+            stage, merging = leg.stage, leg.merging
+            numbers += self.tokens * stage.width + stage.b * stage.m * stage.k
+            copied = way.features or leg.enter is not None
+            more |= copied if position == 0 else not way.narrow
+            more |= bool(merging.ahead) or merging.last is not None
+        return not more or numbers * self.walker.prices.table.item_bytes <= _KEPT_BYTES
 
     def routes(self) -> list[Route]:
         """What there is to choose from."""

@@ -19,7 +19,7 @@ RUN_AXIS = (4, 16, 64, 256, 1024)
 STRETCH_AXIS = (4, 16, 64, 256, 1024)
 STRIDED_ELEMENTS = 1 << 18
 LAYOUTS = ("nn", "nt", "tn", "tt")
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Table:
             length of a stretch and the stride of its sources, of `STRETCH_AXIS`.
         transpose: log2 of the seconds of (m, n) -> (n, m), for m, n of `AXIS`.
         element: log2 of the seconds to add two tensors, for the bytes of `BYTES_AXIS` of one.
-        launch: Seconds to start things: an ``operation``, an ``einsum``, a ``path`` per stage; of
-            one chunk (``chunk``), of a ``stage`` and its way ``back``, of an order of indices
-            (``arrange``) and of the feature-major layout (``turn``); of a layer without gradients
-            (``chain``), with its own autograd ``function``, by ``autograd`` per stage and for all
-            (``plain``), and of a dense layer (``linear``).
+        launch: Seconds to start things: an ``operation``, a ``product`` of a merging and what
+            autograd adds to it (``noted``), a ``path`` per stage; of one chunk (``chunk``), of a
+            ``stage`` and its way ``back``, of an order of indices (``arrange``) and of the
+            feature-major layout (``turn``); of a layer without gradients (``chain``), with its own
+            autograd ``function``, by ``autograd`` per stage and for all (``plain``), and of a dense
+            layer (``linear``).
         fault_seconds_per_byte: The price of memory that was never used: zeroing its pages.
         fault_bytes: Tensors of this size or more always get such memory.
     """
@@ -184,8 +185,8 @@ def roofline(
     added = [math.log2(start_seconds + 3 * size / bytes_per_s) for size in BYTES_AXIS]
     strided = [math.log2(8 * item_bytes * STRIDED_ELEMENTS / bytes_per_s)] * len(STRETCH_AXIS) ** 2
     names = {
-        "operation": 1, "einsum": 4, "path": 4, "stage": 2, "back": 4, "chunk": 3, "arrange": 2,
-        "turn": 3, "chain": 4, "function": 16, "autograd": 5, "plain": 8, "linear": 8,
+        "operation": 1, "product": 1, "noted": 2, "path": 1, "stage": 1, "back": 1, "chunk": 2,
+        "arrange": 2, "turn": 2, "chain": 2, "function": 16, "autograd": 3, "plain": 8, "linear": 8,
     }  # fmt: skip
     launch = {name: overhead_seconds * times for name, times in names.items()}
     return Table(

@@ -9,15 +9,15 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from outlast.tensorize.course import Course, Leg, course
 from outlast.tensorize.network import lower
-from outlast.tensorize.planner.contraction import steps
 from outlast.tensorize.planner.views import is_view, move, same_order
+from outlast.tensorize.turn import TOKENS, Groups, Turn
 
 if TYPE_CHECKING:
-    from outlast.tensorize.network import Lowered, Network, Route, Stage
+    from outlast.tensorize.contraction import Merging, Product
+    from outlast.tensorize.network import Network, Route
     from outlast.tensorize.planner.price import Prices
-
-_TOKENS = "."
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,8 @@ class Walker:
         self.prices = prices
         self._sizes = dict(network.sizes)
         self._passes: dict[tuple[Route, int, int], Pass] = {}
-        self._merges: dict[tuple[tuple[int, ...], str], float] = {}
-        self._unmerges: dict[tuple[tuple[int, ...], str, int], float] = {}
         self._merging: dict[tuple[tuple[int, ...], bool], float] = {}
-        self._contracted: dict[tuple[tuple[str, ...], str], tuple[float, str]] = {}
+        self._unmerging: dict[tuple[object, ...], float] = {}
         self._backward: dict[tuple[object, ...], float] = {}
 
     def chunks(self, route: Route, tokens: int) -> list[int]:
@@ -102,59 +100,32 @@ class Walker:
         return known
 
     def _walk(self, route: Route, tokens: int, chunked: bool, whole: int) -> Pass:
-        sizes = {**self._sizes, _TOKENS: tokens}
-        lowered = lower(self.network, route)
-        features = route.layout == "features"
-        enter, enter_back = self._entrance(lowered, features, chunked, sizes)
-        leave, leave_back = self._exit(lowered, features, chunked, sizes)
+        way, network, prices = course(self.network, route), self.network, self.prices
+        sizes = {**self._sizes, TOKENS: tokens}
+        first, last = way.legs[0].stage, way.legs[-1].stage
+        enter, enter_back = self._entrance(way, chunked, sizes)
+        leave, leave_back = self._exit(way, chunked, sizes)
         # Token-major, a stage takes as many neighbours of x as it contracts.
-        first, last = lowered.stages[0], lowered.stages[-1]
-        run = self.network.in_features if features or first.is_plain else first.k
-        far = self.prices.cold(
-            tokens * self.network.in_features, whole * self.network.in_features, run
-        )
+        run = network.in_features if way.features or first.is_plain else first.k
+        far = prices.cold(tokens * network.in_features, whole * network.in_features, run)
         enter, enter_back = enter + far, enter_back + far
-        run = self.network.out_features if features or last.is_plain else last.m
-        far = self.prices.cold(
-            tokens * self.network.out_features, whole * self.network.out_features, run
-        )
+        run = network.out_features if way.features or last.is_plain else last.m
+        far = prices.cold(tokens * network.out_features, whole * network.out_features, run)
         leave, leave_back = leave + far, leave_back + far
-        inner = [
-            self._stage(lowered.stages, position, features, sizes)
-            for position in range(len(lowered.stages))
-        ]
+        inner = [self._leg(leg, way.features, sizes) for leg in way.legs]
         arrange, multiply, multiply_back, arrange_back, weight = zip(*inner, strict=True)
         return Pass(
             enter, arrange, multiply, leave, leave_back, multiply_back, arrange_back, enter_back,
             weight,
         )  # fmt: skip
 
-    def _stage(
-        self, stages: tuple[Stage, ...], position: int, features: bool, sizes: dict[str, int]
+    def _leg(
+        self, leg: Leg, features: bool, sizes: dict[str, int]
     ) -> tuple[float, float, float, float, float]:
         """Of one stage: arrange, multiply, multiply_back, arrange_back and weight of `Pass`."""
-        prices, stage = self.prices, stages[position]
-        place = stages[position - 1].batch if position else ""
-        if features:
-            given = stage.before + _TOKENS
-            groups = (stage.batch, stage.contracted, stage.free + _TOKENS)
-        else:
-            given = place + _TOKENS + stage.before[len(place) :]
-            groups = (stage.batch, _TOKENS + stage.free, stage.contracted)
-        arrange = self._moved(given, groups, sizes) + prices.launch["stage"]
-        permuted = prices.launch["arrange"] if given != "".join(groups) else 0.0
-        arrange += permuted
-        arrange_back = permuted
-        if position:
-            # What comes back is contiguous in this stage's order.
-            before = stages[position - 1]
-            back = (
-                (before.batch, before.new, before.free + _TOKENS)
-                if features
-                else (before.batch, _TOKENS + before.free, before.new)
-            )
-            arrange_back += self._moved("".join(groups), back, sizes)
-        b, m, k, rows = stage.b, stage.m, stage.k, stage.f * sizes[_TOKENS]
+        prices, stage = self.prices, leg.stage
+        arrange = self._turned(leg.enter, sizes) + prices.launch["stage"]
+        b, m, k, rows = stage.b, stage.m, stage.k, stage.f * sizes[TOKENS]
         if features:
             multiply = prices.product(b, m, rows, k, "nn")
             multiply_back = prices.product(b, k, rows, m, "tn")
@@ -163,74 +134,61 @@ class Walker:
             multiply = prices.product(b, rows, m, k, "nt")
             multiply_back = prices.product(b, rows, k, m, "nn")
             weight = prices.product(b, m, k, rows, "tn")
+        # Of the first stage that of x must lie in order, whether a product takes it or not.
+        arrange_back = self._turned(leg.back, sizes)
         return arrange, multiply, multiply_back + prices.launch["back"], arrange_back, weight
 
-    def _entrance(
-        self, lowered: Lowered, features: bool, chunked: bool, sizes: dict[str, int]
-    ) -> tuple[float, float]:
-        """Seconds of `enter` and `enter_back` of `Pass`."""
-        network, prices, first = self.network, self.prices, lowered.stages[0]
-        tokens, launch = sizes[_TOKENS], self.prices.launch["chunk"] / 2
-        padded = tokens * first.width if first.width > network.in_features else 0
+    def _entrance(self, way: Course, chunked: bool, sizes: dict[str, int]) -> tuple[float, float]:
+        """Seconds of `enter` and `enter_back` of `Pass`, but for changes of order."""
+        network, prices = self.network, self.prices
+        tokens, launch = sizes[TOKENS], prices.launch["chunk"] / 2
+        padded = tokens * way.width if way.width > network.in_features else 0
         enter, back = launch, 0.0
         if padded:
             enter += prices.copy(padded, network.in_features) + prices.element(padded) / 2
-        if features:
-            enter += prices.transpose(tokens, first.width) + prices.launch["turn"]
-            given = first.batch + first.contracted + first.free + _TOKENS
-            wanted = network.inputs + _TOKENS
+        if way.features:
+            enter += prices.transpose(tokens, way.width) + prices.launch["turn"]
             back += prices.transpose(network.in_features, tokens, fresh=not chunked)
-        else:
-            given = first.batch + _TOKENS + first.free + first.contracted
-            wanted = _TOKENS + network.inputs
-            if chunked or padded:
-                back += prices.element(tokens * network.in_features, fresh=not chunked)
-        if not same_order(given, wanted, sizes):
-            back += prices.move(move(given, wanted, sizes))
+        elif chunked or padded:
+            back += prices.element(tokens * network.in_features, fresh=not chunked)
         return enter, back
 
-    def _exit(
-        self, lowered: Lowered, features: bool, chunked: bool, sizes: dict[str, int]
-    ) -> tuple[float, float]:
+    def _exit(self, way: Course, chunked: bool, sizes: dict[str, int]) -> tuple[float, float]:
         """Seconds of `leave`, with the bias, and `leave_back` of `Pass`."""
-        network, prices, last = self.network, self.prices, lowered.stages[-1]
-        tokens, launch = sizes[_TOKENS], self.prices.launch["chunk"] / 2
-        wide, full = tokens * network.out_features, tokens * network.size(network.outputs)
-        plain = last.is_plain and last.new == network.outputs
+        network, prices, last = self.network, self.prices, way.legs[-1].stage
+        tokens, launch = sizes[TOKENS], prices.launch["chunk"] / 2
+        wide, full = tokens * network.out_features, tokens * way.out_width
         into = prices.element(wide, fresh=False) if chunked else 0.0
         leave = leave_back = launch
-        if features:
+        if way.features:
             leave += prices.element(wide)
             leave += prices.transpose(network.out_features, tokens, fresh=not chunked)
         else:
             # A plain last product writes the bias first and adds to it.
+            adds = last.b == 1 and way.leave is None and full == wide
             leave += into + (
-                prices.element(wide, fresh=False) / 2 if plain else prices.element(wide)
+                prices.element(wide, fresh=False) / 2 if adds else prices.element(wide)
             )
-        if plain:
-            return leave, leave_back
-        leave += prices.launch["arrange"]
-        leave_back += prices.launch["arrange"]
         if full > wide:
             leave_back += prices.copy(full, network.out_features) + prices.element(full) / 2
-        if features:
-            leave_back += prices.transpose(tokens, network.size(network.outputs))
-            given, wanted = lowered.after + _TOKENS, network.outputs + _TOKENS
-            groups = (last.batch, last.new, last.free + _TOKENS)
-        else:
-            given = last.batch + _TOKENS + lowered.after[len(last.batch) :]
-            wanted = _TOKENS + network.outputs
-            groups = (last.batch, _TOKENS + last.free, last.new)
-        if not same_order(given, wanted, sizes):
-            leave += prices.move(move(given, wanted, sizes))
-            leave_back += self._moved(wanted, groups, sizes)
+        if way.features and way.leave_back is not None:
+            leave_back += prices.transpose(tokens, way.out_width)
+        leave += self._turned(way.leave, sizes)
+        leave_back += self._turned(way.leave_back, sizes)
         return leave, leave_back
 
-    def _moved(self, given: str, groups: tuple[str, ...], sizes: dict[str, int]) -> float:
-        wanted = "".join(groups)
-        if same_order(given, wanted, sizes) or is_view(given, groups, sizes):
+    def _turned(self, turn: Turn | None, sizes: dict[str, int]) -> float:
+        """Seconds of a change of order."""
+        if turn is None:
             return 0.0
-        return self.prices.move(move(given, wanted, sizes))
+        return self.prices.launch["arrange"] + self._moved(turn.given, turn.wanted, sizes)
+
+    def _moved(self, given: Groups, wanted: Groups, sizes: dict[str, int]) -> float:
+        """Seconds of the copy that a change of order needs, if it needs one."""
+        before, after = "".join(given), "".join(wanted)
+        if same_order(before, after, sizes) or is_view(before, wanted, sizes):
+            return 0.0
+        return self.prices.move(move(before, after, sizes))
 
     def forward(self, route: Route, tokens: int, *, merged: bool = False) -> float:
         """Seconds of `execute.apply`, with the merging unless that was done before."""
@@ -268,9 +226,9 @@ class Walker:
     def _back(
         self, route: Route, tokens: int, wanted: frozenset[int], *, want_x: bool, kept: bool
     ) -> float:
-        stages = lower(self.network, replace(route, chunk=0)).stages
-        asked = [not wanted.isdisjoint(stage.cores) for stage in stages]
-        first = asked.index(True) if any(asked) else len(stages)
+        legs = course(self.network, replace(route, chunk=0)).legs
+        asked = [not wanted.isdisjoint(leg.stage.cores) for leg in legs]
+        first = asked.index(True) if any(asked) else len(legs)
         parts = self.chunks(route, tokens)
         chunked = len(parts) > 1
         seconds = self.merging(route)
@@ -279,7 +237,7 @@ class Walker:
             each = one.leave_back
             if any(asked):
                 each += one.enter + one.arrange[0] if kept and not chunked else one.inputs
-            for position in reversed(range(len(stages))):
+            for position in reversed(range(len(legs))):
                 if position < first and not want_x:
                     break
                 if asked[position]:
@@ -291,9 +249,9 @@ class Walker:
             seconds += parts.count(part) * each
         if chunked and want_x:
             seconds += self.prices.fresh(tokens * self.network.in_features)
-        for position, stage in enumerate(stages):
+        for position, leg in enumerate(legs):
             if asked[position]:
-                seconds += sum(self.unmerge(stage, core) for core in stage.cores if core in wanted)
+                seconds += self.unmerging(leg.merging, wanted)
         return seconds
 
     def merging(self, route: Route) -> float:
@@ -301,113 +259,72 @@ class Walker:
         key = (route.groups, route.backwards)
         known = self._merging.get(key)
         if known is None:
-            stages = lower(self.network, replace(route, chunk=0)).stages
-            known = self.prices.launch["path"] * len(stages) + sum(map(self.merge_seconds, stages))
+            legs = course(self.network, replace(route, chunk=0)).legs
+            known = self.prices.launch["path"] * len(legs)
+            known += sum(self.merge_seconds(leg.merging) for leg in legs)
             self._merging[key] = known
         return known
 
-    def merge_seconds(self, stage: Stage) -> float:
+    def merge_seconds(self, merging: Merging) -> float:
         """Seconds of `merge.merge`."""
-        key = (stage.cores, stage.batch + stage.new + _TOKENS + stage.contracted)
-        known = self._merges.get(key)
+        seconds = sum(self._product(making.product) for making in merging.ahead)
+        return seconds + self._turned(merging.last, self._sizes)
+
+    def unmerging(self, merging: Merging, wanted: frozenset[int], *, again: bool = True) -> float:
+        """Seconds of `merge.unmerge`; without making anything again if autograd kept it."""
+        mine = wanted.intersection(merging.cores)
+        key = (merging.cores, merging.matrix, merging.padding, mine, again)
+        known = self._unmerging.get(key)
         if known is None:
-            terms = tuple(self.network.cores[core] for core in stage.cores)
-            groups = (stage.batch, stage.new, stage.contracted)
-            known, natural = self._contract(terms, "".join(groups))
-            known += self._moved(natural, groups, self._sizes)
-            self._merges[key] = known
+            known = self._unmerging[key] = self._unmerge(merging, mine, again)
         return known
 
-    def unmerge(self, stage: Stage, core: int) -> float:
-        """Seconds of `merge.unmerge` for one core of a stage."""
-        key = (stage.cores, stage.batch + stage.new + _TOKENS + stage.contracted, core)
-        known = self._unmerges.get(key)
-        if known is None:
-            known = self._unmerges[key] = self._unmerge(stage, core)
-        return known
-
-    def _unmerge(self, stage: Stage, core: int) -> float:
-        unfolded = stage.batch + stage.new + stage.contracted
-        others = [self.network.cores[other] for other in stage.cores if other != core]
-        target = self.network.cores[core]
-        padded = stage.k * stage.m * stage.b < self.network.size(unfolded)
-        seconds = self.prices.copy(self.network.size(unfolded), 64) if padded else 0.0
-        if not others:
-            # Autograd lays a permuted gradient out as the parameter is.
-            if not same_order(unfolded, target, self._sizes):
-                seconds += self.prices.move(move(unfolded, target, self._sizes))
-            return seconds
-        known, natural = self._contract((unfolded, *others), target)
-        if not same_order(natural, target, self._sizes):
-            known += self.prices.move(move(natural, target, self._sizes))
-        return seconds + known
-
-    def _contract(self, terms: tuple[str, ...], result: str) -> tuple[float, str]:
-        """Seconds of `merge.contract`, and the order in memory of what it gives."""
-        if terms == (result,):
-            return 0.0, result
-        known = self._contracted.get((terms, result))
-        if known is not None:
-            return known
-        operands = list(terms)
-        # What einsum gives is a view of what its product gave.
-        orders = list(terms)
+    def _unmerge(self, merging: Merging, wanted: frozenset[int], again: bool) -> float:
         seconds = 0.0
-        for step in steps(terms, result, self.network.sizes):
-            taken = [operands.pop(place) for place in step.places]
-            lying = [orders.pop(place) for place in step.places]
-            target = step.result
-            seconds += self.prices.launch["einsum"]
-            if len(taken) == 1:
-                order = lying[0]
-            else:
-                more, order = self._pair(taken, lying, target)
-                seconds += more
-            operands.append(target)
-            orders.append(order)
-        known = self._contracted[terms, result] = seconds, orders[0]
-        return known
+        if any(merging.padding):
+            seconds += self.prices.copy(self.network.size("".join(merging.matrix)), 64)
+        back = merging.back_to(wanted)
+        # All but the matrix is made again.
+        products = [*merging.ahead[:-1], *back] if back and again else back
+        seconds += sum(self._product(making.product) for making in products)
+        for core, closing in zip(merging.cores, merging.closing, strict=True):
+            if core in wanted and closing is not None:
+                seconds += self._turned(closing, self._sizes)
+                # A gradient is laid out as its parameter.
+                if is_view("".join(closing.given), closing.wanted, self._sizes):
+                    seconds += self._copied(closing)
+        return seconds
 
-    def _pair(self, taken: list[str], lying: list[str], target: str) -> tuple[float, str]:
-        """Seconds of one torch.einsum of two, and the order in memory of its result."""
-        left, right = lying
-        shared = [letter for letter in target if letter in left and letter in right]
-        rows = [letter for letter in target if letter in left and letter not in right]
-        columns = [letter for letter in target if letter in right and letter not in left]
-        # Sums are taken in the order of the first operand's indices: see `contraction`.
-        summed = [letter for letter in taken[0] if letter in right and letter not in target]
-        batch, row, column, total = map("".join, (shared, rows, columns, summed))
-        if not total:
-            # No product then, but a multiplication of every pair.
-            return self.prices.element(self.network.size(target)), target
-        seconds = self._moved(left, (batch, row, total), self._sizes)
-        seconds += self._moved(right, (batch, total, column), self._sizes)
-        size = self.network.size
-        layout = "n" if self._moved(left, (batch, row, total), self._sizes) else _lies(left, row)
-        layout += (
-            "n" if self._moved(right, (batch, total, column), self._sizes) else _lies(right, total)
-        )
-        seconds += self.prices.product(size(batch), size(row), size(column), size(total), layout)
-        return seconds, batch + row + column
+    def _copied(self, turn: Turn) -> float:
+        """Seconds of a copy for a change of order that could do without."""
+        given, wanted = "".join(turn.given), "".join(turn.wanted)
+        if same_order(given, wanted, self._sizes):
+            return 0.0
+        return self.prices.move(move(given, wanted, self._sizes))
 
-
-def _lies(letters: str, slow: str) -> str:
-    """Whether a matrix, whose slower dimension has some indices, lies transposed."""
-    return "t" if letters and letters[-1] in slow else "n"
+    def _product(self, product: Product) -> float:
+        """Seconds of one product of the merging."""
+        prices, layout = self.prices, list(product.layout)
+        seconds = prices.launch["product"]
+        for side, turn in enumerate((product.left, product.right)):
+            copy = 0.0 if turn is None else self._moved(turn.given, turn.wanted, self._sizes)
+            if copy:
+                seconds, layout[side] = seconds + copy, "n"
+        return seconds + prices.product(product.b, product.m, product.n, product.k, "".join(layout))
 
 
 def dense_seconds(network: Network, tokens: int, prices: Prices, learns: bool) -> float:
     """Predicted seconds of a plain linear layer with a bias: forward, and backward if it learns."""
     rows, columns = network.in_features, network.out_features
     # The bias is written first, then the product is added.
-    seconds = prices.product(1, tokens, columns, rows, "nt") + prices.launch["linear"] / 3
+    seconds = prices.product(1, tokens, columns, rows, "nt")
     seconds += prices.element(tokens * columns, fresh=False) / 2
     far = prices.cold(tokens * rows, tokens * rows, rows)
     far += prices.cold(tokens * columns, tokens * columns, columns)
     if learns:
         seconds += prices.product(1, tokens, rows, columns, "nn")
         seconds += prices.product(1, columns, rows, tokens, "tn")
-        seconds += bias_gradient(network, tokens, prices) + prices.launch["linear"] * 2 / 3
+        seconds += bias_gradient(network, tokens, prices) + prices.launch["linear"]
         far *= 2
     return seconds + far
 

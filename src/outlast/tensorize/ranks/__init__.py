@@ -2,23 +2,27 @@
 
 A change really changes the sizes of parameters and of the optimizer's moments, at a step boundary
 and with the function of the layer kept as far as the new rank allows. Whoever holds on to the old
-parameters (FSDP units, compiled graphs, gradient codes, replicas) hears of it by a callback.
+parameters (compiled graphs, gradient codes, replicas) hears of it by a callback; a model that FSDP
+has sharded is changed as a whole and sharded again (`change_sharded`).
 """
 
 from outlast.tensorize.ranks.control import RankControl
 from outlast.tensorize.ranks.grow import explained_rank, grow
-from outlast.tensorize.ranks.resize import RankChange, match_ranks, resize
+from outlast.tensorize.ranks.match import match_ranks
+from outlast.tensorize.ranks.resize import RankChange, resize
+from outlast.tensorize.ranks.sharded import change_sharded
 from outlast.tensorize.ranks.shrink import energy_rank, shrink
-from outlast.tensorize.ranks.spectrum import spectrum
+from outlast.tensorize.ranks.spectrum import singular_values
 
 __all__ = [
     "RankChange",
     "RankControl",
+    "change_sharded",
     "energy_rank",
     "explained_rank",
     "grow",
     "match_ranks",
     "resize",
     "shrink",
-    "spectrum",
+    "singular_values",
 ]

@@ -13,21 +13,22 @@ The gates live in the cores as parametrizations, so layers, plans and the optimi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.ranks.gates import Gate, Place, forget, places_of, put_on, take_off
+from outlast.tensorize.ranks.layers import bonds_of, check_here, is_linear
 from outlast.tensorize.ranks.resize import RankChange, resize
-from outlast.tensorize.ranks.shrink import bonds_of
 from outlast.tensorize.ranks.spectrum import cut
+from outlast.tensorize.ranks.states import check_states
+from outlast.tensorize.rules.layers import factor_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from outlast.tensorize.layer import StructuredLinear
@@ -35,27 +36,12 @@ if TYPE_CHECKING:
 _ALIVE = 1e-2
 
 
-class _Gate(nn.Module):
-    """Multiply one dimension of a core by the gate."""
-
-    def __init__(self, size: int, place: int, like: Tensor) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.ones(size, device=like.device, dtype=like.dtype))
-        self.place = place
-
-    def forward(self, core: Tensor) -> Tensor:
-        """The core with its bond gated."""
-        shape = [-1 if place == self.place else 1 for place in range(core.ndim)]
-        return core * self.gate.view(shape)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Bond:
     name: str
     layer: StructuredLinear
     bond: str
-    owner: nn.Module
-    attribute: str
+    places: list[Place]
     gate: nn.Parameter
 
     @property
@@ -79,11 +65,12 @@ class RankControl:
     Args:
         model: With structured layers.
         weight: Of the rank term in the early stage (0.01 in the paper).
-        target_loss: For the late stage; None: early stage throughout.
+        target_loss: For the late stage, above 0; None: early stage throughout.
         target_share: Parameters to reach in the late stage, as a share of the gated ones at start.
 
     Raises:
-        TensorizeError: The model has no bond to control, or only one target is given.
+        TensorizeError: The model has no bond to control, one target is given without the other, or
+            is out of range; or see `bonds_of`: a sharded model, for example.
     """
 
     def __init__(
@@ -99,10 +86,15 @@ class RankControl:
                 f"target_loss = {target_loss} and target_share = {target_share} go together: give "
                 "both or neither"
             )
+        if target_loss is not None and not target_loss > 0.0:
+            raise TensorizeError(f"target_loss = {target_loss} must be above 0")
+        if target_share is not None and not 0.0 < target_share <= 1.0:
+            raise TensorizeError(f"target_share = {target_share} must be above 0 and at most 1")
         self.weight = weight
         self.target_loss = target_loss
         self.target_share = target_share
-        self._bonds = [_gated(*each) for each in list(bonds_of(model))]
+        self._model = model
+        self._bonds = _gated(list(bonds_of(model)), model)
         if not self._bonds:
             raise TensorizeError("the model has no structured layer whose rank could be controlled")
         self._whole = self._size(alive_only=False)
@@ -132,17 +124,25 @@ class RankControl:
             total = total + (size * living).sum() * each.saved
         return total / self._whole
 
-    def objective(self, loss: Tensor) -> Tensor:
+    def objective(self, loss: Tensor, *, loss_for_choice: float | None = None) -> Tensor:
         """The loss with the rank term.
 
         Early: loss + weight x rank term. Late, with targets: a tenth of the loss and the weight
         times the rank term keep everything moving, and the objective that is relatively farther
         from its target is added in full.
+
+        Args:
+            loss: Of this rank and micro-batch.
+            loss_for_choice: What is compared with the target in the late stage: the mean over all
+                ranks (and micro-batches), where there are several. They would choose differently
+                by their own losses, and the gradients of both objectives would be mixed. None: the
+                number of `loss`.
         """
         term = self.rank_term().to(loss.device)
         if self.target_loss is None or self.target_share is None:
             return loss + self.weight * term
-        loss_gap = (float(loss.detach()) - self.target_loss) / self.target_loss
+        reached = float(loss.detach()) if loss_for_choice is None else loss_for_choice
+        loss_gap = (reached - self.target_loss) / self.target_loss
         size_gap = (self.share - self.target_share) / self.target_share
         worse = term if loss_gap < size_gap else loss
         return 0.1 * loss + self.weight * term + worse
@@ -154,57 +154,54 @@ class RankControl:
         minimum: int = 1,
         on_change: Callable[[RankChange], None] | None = None,
     ) -> list[RankChange]:
-        """Multiply the gates in, remove them, and shrink the bonds to their living entries.
+        """Multiply the gates in, remove them, and shrink the bonds.
+
+        Layers with a nonlinearity in the middle keep the units whose gates live. Linear ones get as
+        many directions as gates live, and these are the best by the spectrum.
 
         Args:
             optimizers: Those of the model; the gates leave them.
             minimum: No rank goes below.
             on_change: Told of every change.
+
+        Raises:
+            TensorizeError: The model was sharded or grouped, or an optimizer's state cannot follow;
+                nothing is changed then.
         """
-        living = [int((each.gate.detach().abs() > _ALIVE).sum()) for each in self._bonds]
         for each in self._bonds:
-            _ungate(each)
-            _forget(each.gate, optimizers)
+            check_here(each.layer, each.name, model=self._model)
+            check_states(optimizers, factor_parameters(each.layer))
+        living = [_living(each.gate, minimum) for each in self._bonds]
+        take_off(place for each in self._bonds for place in each.places)
         changes = []
-        for each, alive in zip(self._bonds, living, strict=True):
-            rank = max(alive, minimum)
-            if rank < each.layer.network.size(each.bond):
+        for each, units in zip(self._bonds, living, strict=True):
+            forget(each.gate, optimizers)
+            if len(units) < each.layer.network.size(each.bond):
                 changes.append(
-                    resize(each.layer, rank, bond=each.bond, optimizers=optimizers,
+                    resize(each.layer, len(units), bond=each.bond, model=self._model,
+                           units=None if is_linear(each.layer) else units, optimizers=optimizers,
                            name=each.name, on_change=on_change)
                 )  # fmt: skip
         self._bonds = []
         return changes
 
 
-def _gated(name: str, layer: StructuredLinear, bond: str) -> _Bond:
-    """Put a gate on a bond, in the core that meets x last."""
-    core = cut(layer.network, bond).right
-    tensor = layer.factors()[core]
-    owner, attribute = next(
-        (module, key)
-        for module in layer.modules()
-        for key, parameter in module.named_parameters(recurse=False)
-        if parameter is tensor
-    )
-    gate = _Gate(layer.network.size(bond), layer.network.cores[core].index(bond), tensor)
-    parametrize.register_parametrization(owner, attribute, gate)
-    return _Bond(name, layer, bond, owner, attribute, gate.gate)
+def _living(gate: Tensor, minimum: int) -> Tensor:
+    """The places of a gate's living entries, or of its largest ones if those are too few."""
+    size = gate.detach().abs()
+    count = max(int((size > _ALIVE).sum()), min(minimum, len(size)))
+    return size.topk(count).indices
 
 
-def _ungate(each: _Bond) -> None:
-    """Multiply a gate in; the core keeps its place and its moments in the optimizers."""
-    if not parametrize.is_parametrized(each.owner, each.attribute):
-        return  # another gate of the same core was multiplied in together with this one
-    held: Any = each.owner.parametrizations[each.attribute]  # type: ignore[index]
-    value = getattr(each.owner, each.attribute).detach().clone()
-    parametrize.remove_parametrizations(each.owner, each.attribute, leave_parametrized=False)
-    with torch.no_grad():
-        held.original.copy_(value)
-
-
-def _forget(gate: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [kept for kept in group["params"] if kept is not gate]
-        optimizer.state.pop(gate, None)
+def _gated(bonds: Sequence[tuple[str, StructuredLinear, str]], model: nn.Module) -> list[_Bond]:
+    """Put a gate on every bond, in the core that meets x last."""
+    # All are found first: a gated core is no parameter any more.
+    found = []
+    for name, layer, bond in bonds:
+        core = cut(layer.network, bond).right
+        tensor = layer.factors()[core]
+        gate = Gate(layer.network.size(bond), layer.network.cores[core].index(bond), tensor)
+        found.append((_Bond(name, layer, bond, places_of(tensor, model), gate.gate), gate))
+    for each, gate in found:
+        put_on(gate, each.places)
+    return [each for each, _ in found]

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.layer import StructuredLinear
-from outlast.tensorize.ranks.resize import RankChange, importance, is_linear, resize
-from outlast.tensorize.ranks.spectrum import cut, spectrum
+from outlast.tensorize.ranks.coordinates import importance
+from outlast.tensorize.ranks.layers import bonds_of, is_linear
+from outlast.tensorize.ranks.resize import RankChange, resize
+from outlast.tensorize.ranks.spectrum import cut, singular_values
+from outlast.tensorize.ranks.states import check_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from outlast.tensorize.layer import StructuredLinear
 
 
 def energy_rank(values: Tensor, energy: float) -> int:
@@ -48,8 +52,10 @@ def shrink(
     (Oseledets 2011, corollary 2.4). Ranks only go down. (Cuttlefish, Wang et al. 2023, chooses
     ranks by the spectrum in the same way, once.)
 
+    Layers that must keep the rank of another one are passed over with a warning.
+
     Args:
-        model: Its structured layers are changed in place, between two steps.
+        model: Its structured linear layers are changed in place, between two steps.
         energy: The share, in (0, 1].
         minimum: No rank goes below.
         multiple: Ranks are rounded up to multiples of it, for the hardware's sake.
@@ -57,39 +63,42 @@ def shrink(
         on_change: Told of every change.
 
     Raises:
-        TensorizeError: The energy is no share.
+        TensorizeError: The energy is no share, or see `resize`; nothing is changed then.
     """
     if not 0.0 < energy <= 1.0:
         raise TensorizeError(f"energy = {energy} must be above 0 and at most 1")
     changes = []
-    for name, layer, bond in bonds_of(model):
+    for name, layer, bond in checked_bonds(model, optimizers, multiple):
         values = values_of(layer, bond)
         rank = max(energy_rank(values, energy), minimum)
         rank = -(-rank // multiple) * multiple
         if rank < len(values):
             changes.append(
-                resize(layer, rank, bond=bond, optimizers=optimizers, name=name,
+                resize(layer, rank, bond=bond, model=model, optimizers=optimizers, name=name,
                        on_change=on_change)
             )  # fmt: skip
     return changes
 
 
-def bonds_of(model: nn.Module) -> Iterator[tuple[str, StructuredLinear, str]]:
-    """Every bond of a model that can be resized: (name of the layer, layer, bond)."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear):
-            for bond in layer.network.bonds:
-                try:
-                    cut(layer.network, bond)
-                except TensorizeError:
-                    continue
-                yield name, layer, bond
+def checked_bonds(
+    model: nn.Module, optimizers: Sequence[Optimizer], multiple: int = 1
+) -> list[tuple[str, StructuredLinear, str]]:
+    """All of `bonds_of`, none of which will be refused after another was changed.
+
+    Raises:
+        TensorizeError: See `bonds_of` and `check_states`, or the multiple is not positive.
+    """
+    if multiple < 1:
+        raise TensorizeError(f"multiple = {multiple} of ranks must be at least 1")
+    bonds = list(bonds_of(model))
+    check_states(optimizers, (factor for _, layer, _ in bonds for factor in layer.factors()))
+    return bonds
 
 
 def values_of(layer: StructuredLinear, bond: str) -> Tensor:
     """The singular values over a bond; with a nonlinearity in the middle, its units' importance."""
     if is_linear(layer):
-        return spectrum(layer.network, layer.factors(), bond)
+        return singular_values(layer.network, layer.factors(), bond)
     with torch.no_grad():
-        units = importance(layer.factors(), layer.network, cut(layer.network, bond))
+        units = importance(layer.network, layer.factors(), cut(layer.network, bond))
         return units.sort(descending=True).values

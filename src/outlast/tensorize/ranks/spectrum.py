@@ -1,10 +1,10 @@
 """The singular values of a weight over one of the bonds that hold its cores together.
 
 Cutting a bond of size r leaves two sides, W = L R with L of shape (p, r) and R of shape (r, q).
-With the Gram matrices L^T L = C_L^2 and R R^T = C_R^2, the singular values of W are those of the
-r x r matrix C_L C_R (Oseledets 2011, section 3, with Gram matrices in place of QR): nothing of the
-size of W is ever built. Where features are shared by both sides, as in block tensor trains, there
-is one such problem per block.
+With the Gram matrices L^T L = C_L^T C_L and R R^T = C_R^T C_R, the singular values of W are those
+of the r x r matrix C_L C_R^T (Oseledets 2011, section 3, with Gram matrices in place of QR):
+nothing of the size of W is ever built. Where features are shared by both sides, as in block tensor
+trains, there is one such problem per block.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ def cut(network: Network, bond: str) -> Cut:
     batch = "".join(
         letter for letter in dict.fromkeys(letters[0]) if letter != bond and letter in letters[1]
     )
+    if any(set(batch) - set(network.cores[end]) for end in ends):
+        raise TensorizeError(
+            f"the bond {bond!r} of {network} joins cores that have not all of the features that "
+            "its sides share: its rank can be changed by building the layer anew only"
+        )
     return Cut(bond, ends[0], ends[1], batch, (sides[0], sides[1]))
 
 
@@ -97,8 +102,16 @@ def _gram(network: Network, cores: Sequence[Tensor], at: Cut, side: int) -> Tens
 
 
 def _root(gram: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(gram)
-    root: Tensor = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+    """C with C^T C = gram; what is rounding alone becomes zero.
+
+    Scaled to a diagonal of ones, so that units of any size keep their digits.
+    """
+    norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
+    inverse = torch.where(norms > 0.0, norms.reciprocal(), 0.0)
+    values, vectors = torch.linalg.eigh(gram * inverse.unsqueeze(-1) * inverse.unsqueeze(-2))
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values.amax(-1, keepdim=True)
+    values = torch.where(values > rounding, values, 0.0)
+    root: Tensor = values.sqrt().unsqueeze(-1) * vectors.mT * norms.unsqueeze(-2)
     return root
 
 
@@ -108,15 +121,15 @@ def decompose(network: Network, cores: Sequence[Tensor], at: Cut) -> tuple[Tenso
 
     Returns:
         u: (batch..., r, r) with U^T C_L, so that ``S^(-1/2) u`` maps the right core's bond to the
-            singular directions; s: (batch..., r) descending; v: (batch..., r, r) with C_R V, so
+            singular directions; s: (batch..., r) descending; v: (batch..., r, r) with C_R^T V, so
             that ``v S^(-1/2)`` maps the left core's. All float64.
     """
     left, right = (_root(_gram(network, cores, at, side)) for side in (0, 1))
-    u, s, vh = torch.linalg.svd(left @ right)
-    return u.mT @ left, s, right @ vh.mT
+    u, s, vh = torch.linalg.svd(left @ right.mT)
+    return u.mT @ left, s, right.mT @ vh.mT
 
 
-def spectrum(network: Network, cores: Sequence[Tensor], bond: str) -> Tensor:
+def singular_values(network: Network, cores: Sequence[Tensor], bond: str) -> Tensor:
     """The singular values of the weight over a bond, descending; (r,), float64.
 
     With one problem per block the values of the same place are joined as the root of their sum of

@@ -26,13 +26,13 @@ import torch
 from outlast.errors import TensorizeError
 from outlast.tensorize.rules.layers import some_layers, structured_layers
 from outlast.tensorize.rules.product import norm_gradients
-from outlast.tensorize.rules.sharded import precise, sharded_like
+from outlast.tensorize.sharded import as_stored, precise, sharded_like, whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from outlast.tensorize.rules.layers import Factored
+    from outlast.tensorize.rules.layers import StructuredPart
 
 
 class ProductDecay:
@@ -40,8 +40,8 @@ class ProductDecay:
 
     The optimizer keeps its class and state; there is nothing to save, for nothing is remembered.
     With a nonlinearity between two factors their product is decayed all the same: it bounds the
-    layer's slope. Frozen factors stay, and so do those that are computed from parameters of other
-    shapes or scales (gates of rank control); their layer's others are decayed.
+    layer's slope. Frozen factors stay; their layer's others are decayed. Of a gated factor (rank
+    control) the parameter behind the gate is decayed, by its own gradient, and the gate is not.
 
     Args:
         optimizer: Has the layers' factors in groups without decay of their own (see
@@ -62,7 +62,7 @@ class ProductDecay:
         layers = [
             layer
             for layer in structured_layers(model)
-            if any(id(factor) in held and factor.requires_grad for factor in layer.factors)
+            if any(id(each) in held and each.requires_grad for each in layer.parameters)
         ]
         self._layers = some_layers(layers, "structured layers whose factors this optimizer trains")
         self._refuse_double_decay(optimizer)
@@ -73,7 +73,7 @@ class ProductDecay:
         self._handle.remove()
 
     def _refuse_double_decay(self, optimizer: Optimizer) -> None:
-        factors = {id(factor): layer for layer in self._layers for factor in layer.factors}
+        factors = {id(each): layer for layer in self._layers for each in layer.parameters}
         for group in optimizer.param_groups:
             found = next((factors[id(one)] for one in group["params"] if id(one) in factors), None)
             if found is not None and group.get("weight_decay"):
@@ -92,13 +92,17 @@ class ProductDecay:
         for layer in self._layers:
             self._decay(layer, rates)
 
-    def _decay(self, layer: Factored, rates: dict[int, float | Tensor]) -> None:
-        factors = layer.factors
+    def _decay(self, layer: StructuredPart, rates: dict[int, float | Tensor]) -> None:
+        # Gated factors are functions of their parameters.
+        with torch.enable_grad(), as_stored():
+            factors = layer.factors
         norm, gradients = norm_gradients(precise(factors), layer.network)
         trained = [
-            (factor, gradient, rates[id(factor)])
-            for factor, gradient in zip(factors, gradients, strict=True)
-            if factor.requires_grad and id(factor) in rates
+            (parameter, _by_parameter(factor, parameter, gradient), rates[id(parameter)])
+            for factor, parameter, gradient in zip(
+                factors, layer.parameters, gradients, strict=True
+            )
+            if parameter.requires_grad and id(parameter) in rates
         ]
         squares = sum(
             (gradient.square().sum() for _, gradient, _ in trained), torch.zeros_like(norm)
@@ -108,3 +112,12 @@ class ProductDecay:
         for factor, gradient, rate in trained:
             change = gradient * (share * (rate * self.weight_decay))
             factor.sub_(sharded_like(change.to(factor.dtype), factor))
+
+
+def _by_parameter(factor: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient by a parameter, of that by the factor that it is or that is computed from it."""
+    if factor is parameter:
+        return gradient
+    upstream = sharded_like(gradient.to(factor.dtype), factor)
+    (found,) = torch.autograd.grad(factor, parameter, upstream)
+    return whole(found).to(gradient.dtype)

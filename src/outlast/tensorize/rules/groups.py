@@ -67,7 +67,7 @@ def parameter_groups(
     if base_width is not None and not mup:
         raise TensorizeError(f"base_width = {base_width} needs mup = True: without, no rate scales")
     multipliers = factor_multipliers(model, base_width=base_width) if mup else {}
-    factors = {id(core) for layer in structured_layers(model) for core in layer.factors}
+    factors = {id(core) for layer in structured_layers(model) for core in layer.parameters}
     dense = _dense_multipliers(model, base_width)
     groups: dict[tuple[str, float], list[Tensor]] = {}
     for parameter in model.parameters():
@@ -105,7 +105,7 @@ def factor_multipliers(model: nn.Module, *, base_width: int | None = None) -> di
         if base_width is not None and not layer.looks_up:
             dense = base_width / network.in_features
         shares = mup_multipliers(network, one_hot=layer.looks_up)
-        for factor, share in zip(layer.factors, shares, strict=True):
+        for factor, share in zip(layer.parameters, shares, strict=True):
             found[factor] = share * dense
     return found
 
@@ -161,7 +161,7 @@ def mup_initialize_(
             deviations[-1] /= activation_gain(activation)
         if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in zero):
             deviations[-1] = 0.0
-        fill_(layer.factors, deviations, generator)
+        fill_(layer.parameters, deviations, generator)
         bias = getattr(layer.module, "bias", None)
         if bias is not None:
             bias.zero_()

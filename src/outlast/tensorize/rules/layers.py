@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.nn.utils import parametrize
+
 from outlast.errors import TensorizeError
 from outlast.tensorize.layer import StructuredLinear
 from outlast.tensorize.network import Network
+from outlast.tensorize.sharded import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Factored:
+class StructuredPart:
     """A structured layer.
 
     Attributes:
@@ -45,6 +48,16 @@ class Factored:
         return factors
 
     @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What the cores are stored as, in their order; see `factor_parameters`."""
+        return factor_parameters(self.module)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether cores are computed from parameters, such as gates of rank control."""
+        return any(parametrize.is_parametrized(each) for each in self.module.modules())
+
+    @property
     def is_two_factor(self) -> bool:
         """Whether it is linear with two matrices, A of (rank, in) and B of (out, rank)."""
         network = self.network
@@ -56,23 +69,53 @@ class Factored:
         )
 
 
-def structured_layers(model: nn.Module) -> Iterator[Factored]:
+def structured_layers(model: nn.Module) -> Iterator[StructuredPart]:
     """All modules that are made of factors: those with a `Network` and a method ``factors``.
 
     Modules that share all their factors with an earlier one (tied weights) are left out.
     """
+    # Parameters, which live on: what is computed at every look has identities that come again.
     seen: set[tuple[int, ...]] = set()
     for name, module in model.named_modules():
         network = getattr(module, "network", None)
         if isinstance(network, Network) and callable(getattr(module, "factors", None)):
-            layer = Factored(name, module)
-            identity = tuple(map(id, layer.factors))
+            layer = StructuredPart(name, module)
+            identity = tuple(map(id, layer.parameters))
             if identity not in seen:
                 seen.add(identity)
                 yield layer
 
 
-def some_layers(layers: list[Factored], wanted: str) -> list[Factored]:
+def factor_parameters(layer: nn.Module) -> tuple[Tensor, ...]:
+    """The parameters that the factors of a structured layer are stored in, one per factor.
+
+    A factor usually is its parameter. Two kinds are tensors of their own at every look: cores that
+    are shown in another dtype (`outlast.tensorize.parallel.fsdp`), and cores with a parametrization
+    of torch, such as the gates of rank control, whose parameter is ``original``.
+
+    Args:
+        layer: With a method ``factors``.
+    """
+    # Within `cached` a parametrized core is the same tensor at every look.
+    with as_stored(), parametrize.cached():
+        factors: tuple[Tensor, ...] = layer.factors()  # type: ignore[operator]
+        originals = {
+            id(getattr(owner, leaf)): _original(owner, leaf)
+            for owner in layer.modules()
+            if parametrize.is_parametrized(owner)
+            for leaf in owner.parametrizations  # type: ignore[union-attr]
+        }
+        return tuple(originals.get(id(factor), factor) for factor in factors)
+
+
+def _original(owner: nn.Module, leaf: str) -> Tensor:
+    """The stored tensor; a parametrization of several, as of weight norm, counts as none."""
+    stored = owner.parametrizations[leaf]  # type: ignore[index]
+    original: Tensor = getattr(stored, "original", None)  # type: ignore[assignment]
+    return getattr(owner, leaf) if original is None else original
+
+
+def some_layers(layers: list[StructuredPart], wanted: str) -> list[StructuredPart]:
     """The layers, of which there must be at least one.
 
     Raises:

@@ -20,7 +20,7 @@ from outlast.errors import TensorizeError
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.rules.layers import structured_layers
 from outlast.tensorize.rules.orthogonal import COEFFICIENTS, orthogonalize
-from outlast.tensorize.rules.sharded import sharded_like, whole
+from outlast.tensorize.sharded import sharded_like, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -96,7 +96,7 @@ def factor_unfoldings(model: nn.Module) -> dict[Tensor, Unfolding]:
         factor: unfolding
         for layer in structured_layers(model)
         if not layer.looks_up
-        for factor, unfolding in zip(layer.factors, unfoldings(layer.network), strict=True)
+        for factor, unfolding in zip(layer.parameters, unfoldings(layer.network), strict=True)
     }
 
 
@@ -163,15 +163,26 @@ class UnfoldedMuon(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, each of whose parameters is a matrix or can be unfolded to some."""
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
+        """Add a group, each of whose parameters is a matrix or can be unfolded to some.
+
+        Raises:
+            TensorizeError: One is and can not; then the group is not added.
+        """
+        params = param_group["params"]
+        if not isinstance(params, torch.Tensor | set):
+            # A generator can be read only once.
+            params = list(params)
+            param_group["params"] = params
+        for each in [params] if isinstance(params, torch.Tensor) else params:
+            # Parameters may come with their names.
+            parameter = each[1] if isinstance(each, tuple) else each
             known = self._unfoldings.get(parameter, MATRIX)
             if sorted(known.order) != list(range(parameter.ndim)):
                 raise TensorizeError(
                     f"a parameter of shape {tuple(parameter.shape)} is no matrix: give its "
                     "unfolding (factor_unfoldings(model)) or leave it to AdamW"
                 )
+        super().add_param_group(param_group)
 
     def exchange(self, parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Unfold new parameters as the (old, new) ones they replace, after a change of rank."""

@@ -28,7 +28,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.rules.layers import some_layers, structured_layers
@@ -39,13 +38,13 @@ from outlast.tensorize.rules.orthogonal import (
     power_norm,
     product_norm_bound,
 )
-from outlast.tensorize.rules.sharded import precise, sharded_like
+from outlast.tensorize.sharded import precise, sharded_like
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from outlast.tensorize.rules.layers import Factored
+    from outlast.tensorize.rules.layers import StructuredPart
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -68,6 +67,9 @@ class SpectralBound:
     iteration takes next to nothing, but its norms are too small: with noisy gradients most steps
     stay within 1.15 times the limit, and all that were seen within 1.3 times.
 
+    Either way it is the step before it is stored that is bounded: rounding to the parameters' dtype
+    comes on top, which for bfloat16 can be more than a small limit.
+
     Args:
         optimizer: Has both factors of the layers; one that is frozen need not be in it.
         model: With two-factor layers; those that this optimizer does not train are passed over.
@@ -82,8 +84,7 @@ class SpectralBound:
 
     Raises:
         TensorizeError: No two-factor layer, a factor that is with another optimizer, or a limit or
-            a number of iterations that is not positive; in a step, factors that by then are
-            computed from other parameters.
+            a number of iterations that is not positive; here or in a step, factors with gates.
     """
 
     def __init__(
@@ -143,13 +144,16 @@ class SpectralBound:
         self._bounded = float(state["bounded"])
         self._vectors = dict(state["vectors"])
 
-    def _trains(self, layer: Factored) -> bool:
+    def _trains(self, layer: StructuredPart) -> bool:
         """Whether a layer is to be bounded here."""
         if not layer.is_two_factor:
             return False
         groups = _groups(self._optimizer)
-        held = [id(factor) in groups for factor in layer.factors]
-        for factor, is_held in zip(layer.factors, held, strict=True):
+        factors = layer.parameters
+        held = [id(factor) in groups for factor in factors]
+        if any(held):
+            _refuse_gates(layer)
+        for factor, is_held in zip(factors, held, strict=True):
             if any(held) and factor.requires_grad and not is_held:
                 raise TensorizeError(
                     f"only one factor of {layer.name} is with this optimizer: a bound on the "
@@ -160,24 +164,22 @@ class SpectralBound:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for layer in self._layers:
-            down, up = layer.factors
-            if not (isinstance(down, nn.Parameter) and isinstance(up, nn.Parameter)):
-                raise TensorizeError(
-                    f"the factors of {layer.name} are computed from other parameters (gates of "
-                    "rank control): a bound on their steps needs the factors themselves"
-                )
+            _refuse_gates(layer)
+            down, up = layer.parameters
             self._before[layer.name] = (down.clone(), up.clone())
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         groups = _groups(optimizer)
         for layer in self._layers:
-            limit = self.limit * min(_share_of_peak(groups.get(id(one))) for one in layer.factors)
+            limit = self.limit * min(
+                _share_of_peak(groups.get(id(one))) for one in layer.parameters
+            )
             self._bound(layer, self._before.pop(layer.name), limit)
         self._steps += 1
 
-    def _bound(self, layer: Factored, before: tuple[Tensor, Tensor], limit: float) -> None:
-        factors = layer.factors
+    def _bound(self, layer: StructuredPart, before: tuple[Tensor, Tensor], limit: float) -> None:
+        factors = layer.parameters
         old_down, old_up, new_down, new_up = precise((*before, *factors))
         changes = new_down - old_down, new_up - old_up
         # Products of huge changes would leave the range before they are scaled down.
@@ -203,7 +205,7 @@ class SpectralBound:
                 factor.copy_(sharded_like(bounded, factor))
 
     def _terms(
-        self, layer: Factored, old: tuple[Tensor, Tensor], change: tuple[Tensor, Tensor]
+        self, layer: StructuredPart, old: tuple[Tensor, Tensor], change: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """``||dB A + B dA||_2`` and ``||dB dA||_2``."""
         # Only the product of left and right matters: with balanced columns nothing is rounded off.
@@ -225,12 +227,12 @@ class SpectralBound:
         second = scale * product_norm_bound(grams[0][:rank, :rank], grams[1][rank:, rank:])
         return first, second / balance
 
-    def _norm(self, layer: Factored, which: str, matrix: Tensor) -> Tensor:
+    def _norm(self, layer: StructuredPart, which: str, matrix: Tensor) -> Tensor:
         if self.certified:
             return norm_bound(matrix)
         return self._power(layer, which, matrix)
 
-    def _power(self, layer: Factored, which: str, *matrices: Tensor) -> Tensor:
+    def _power(self, layer: StructuredPart, which: str, *matrices: Tensor) -> Tensor:
         """The norm of a product of matrices, from where its vector was in the step before."""
         key, iterations = f"{layer.name}:{which}", self.iterations
         columns = matrices[-1].shape[1]
@@ -244,6 +246,15 @@ class SpectralBound:
             start = known.to(start) + 0.3 * start / torch.linalg.vector_norm(start)
         norm, self._vectors[key] = power_norm(matrices, start, iterations)
         return norm
+
+
+def _refuse_gates(layer: StructuredPart) -> None:
+    if layer.is_gated:
+        raise TensorizeError(
+            f"the factors of {layer.name} are computed from other parameters (gates of rank "
+            "control): a bound on their steps needs the factors themselves; call "
+            "RankControl.finish first, or leave the bound out"
+        )
 
 
 def _orthogonal(change: Tensor) -> Tensor:

@@ -59,8 +59,9 @@ def false_alarm_rate(window: int, patience: int) -> float:
 class SpikeDetector:
     """Watches a loss, one number per step.
 
-    A spike is reported once, when it is certain; then the losses before it stay the measure until
-    a loss is no longer high. A loss that stays high for a whole window is the new usual one.
+    A spike is reported once, when it is certain, and if it goes on to losses that are not finite,
+    once more for the first of these. The losses before it stay the measure until a loss is no
+    longer high, which ends it. A loss that stays high for a whole window is the new usual one.
 
     Args:
         window: Losses that are looked back on; nothing but what is not finite is reported before
@@ -105,25 +106,27 @@ class SpikeDetector:
             usual = statistics.median(self._usual) if self._usual else math.nan
             self.spiking = True
             return Spike("not finite", step, loss, usual, math.inf) if first else None
-        self._finite = True
         deviations = self._deviations(loss)
         if not deviations:
             self._usual.extend([*([] if self.spiking else self._high), loss])
             self._high = []
-            self.spiking = False
+            self._end()
             return None
         self._high.append(loss)
         if self.spiking:
             if len(self._high) >= self.window:
                 self._usual.extend(self._high)
                 self._high = []
-                self.spiking = False
+                self._end()
             return None
         if len(self._high) < self.patience:
             return None
         self.spiking = True
         usual = statistics.median(self._usual)
         return Spike("jump", step + 1 - self.patience, loss, usual, deviations)
+
+    def _end(self) -> None:
+        self.spiking, self._finite = False, True
 
     def _deviations(self, loss: float) -> float:
         """How many robust deviations a high loss is above the usual; 0 for one that is not high."""

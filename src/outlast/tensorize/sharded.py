@@ -1,15 +1,22 @@
-"""Whole tensors of parameters that may be sharded (FSDP2's DTensor), and the way back."""
+"""Parameters that may be sharded (FSDP2's DTensor) or shown in another dtype, and what they are.
+
+A layer sees a parameter in another dtype than it is stored in by a property of its class, which is
+found before the parameter (`shown_in`); inside of `as_stored` it sees the parameter itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -39,3 +46,30 @@ def sharded_like(tensor: Tensor, reference: Tensor) -> Tensor:
         return tensor
     mesh, placements = reference.device_mesh, reference.placements
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+class _Look:
+    """How layers see parameters now."""
+
+    stored: ClassVar[int] = 0
+    """How many `as_stored` are open."""
+
+
+@contextlib.contextmanager
+def as_stored() -> Iterator[None]:
+    """Within this context layers see parameters as they are stored, whatever `shown_in` says."""
+    _Look.stored += 1
+    try:
+        yield
+    finally:
+        _Look.stored -= 1
+
+
+def shown_in(leaf: str, dtype: torch.dtype) -> property:
+    """A property by which a module sees its parameter `leaf` in another dtype."""
+
+    def get(layer: nn.Module) -> Tensor | None:
+        parameter = layer._parameters[leaf]
+        return parameter if parameter is None or _Look.stored else parameter.to(dtype)
+
+    return property(get)

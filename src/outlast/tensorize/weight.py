@@ -1,0 +1,92 @@
+"""A weight that is known by its dtype, device and shape, and made of factors when it is used.
+
+Models look at ``linear.weight`` where they only want to know its dtype (T5 does at every call), and
+rebuilding a matrix for that would cost as much as the layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from outlast.tensorize.execute import Path
+from outlast.tensorize.merge import widest
+from outlast.tensorize.network import dense_route
+from outlast.tensorize.operator import by_einsum
+from outlast.tensorize.surroundings import no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from outlast.tensorize.network import Network
+
+_KNOWN = ("dtype", "device", "shape", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse")
+_LOOKS = {getattr(Tensor, name).__get__ for name in _KNOWN} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+}
+
+
+class _Weight(Tensor):
+    """See the module; whatever is computed with it is computed with the dense weight."""
+
+    _layer: Any
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LOOKS:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        args, kwargs = tree_map(_dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _dense(value: Any) -> Any:
+    return value._layer.to_dense() if isinstance(value, _Weight) else value
+
+
+def dense_matrix(network: Network, cores: Sequence[Tensor]) -> Tensor:
+    """The matrix that a network makes of its cores; exact and differentiable.
+
+    Args:
+        network: The map.
+        cores: Its cores.
+
+    Returns:
+        (out_features, in_features), in the widest of the cores' dtypes whatever autocast says.
+    """
+    with no_autocast(cores[0].device):
+        if torch.compiler.is_compiling():
+            return by_einsum(tuple(cores), network)
+        return Path(network, dense_route(network), cores, widest(cores)).matrices[0][0]
+
+
+def weight_of(layer: nn.Module, shape: tuple[int, int]) -> Tensor:
+    """What stands for a layer's weight.
+
+    Args:
+        layer: Has `factors` and `to_dense`; one that is no matrix raises its own error when
+            something is computed with the weight.
+        shape: Of the weight.
+    """
+    structured: Any = layer
+    factors = structured.factors()
+    dtype = widest(factors)
+    if torch.compiler.is_compiling():
+        # The compiler does not know the class above, and leaves out what nothing uses.
+        return structured.to_dense()  # type: ignore[no-any-return]
+    # One number, shown as often as there are entries, has all that is looked at.
+    weight = torch.empty((), dtype=dtype, device=factors[0].device).expand(shape)
+    lazy = weight.as_subclass(_Weight)
+    lazy._layer = structured
+    return lazy

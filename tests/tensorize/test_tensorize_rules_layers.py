@@ -1,0 +1,123 @@
+"""Factors that are not what they are stored in: shown in another dtype, or behind gates."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from outlast.errors import TensorizeError
+from outlast.tensorize.forms import LowRankLinear, TTLinear
+from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.parallel.fsdp import WholeCores
+from outlast.tensorize.ranks.control import RankControl
+from outlast.tensorize.rules.decay import ProductDecay
+from outlast.tensorize.rules.groups import factor_multipliers, mup_initialize_, parameter_groups
+from outlast.tensorize.rules.layers import factor_parameters, structured_layers
+from outlast.tensorize.rules.muon import UnfoldedMuon, factor_unfoldings
+from outlast.tensorize.rules.spectral import SpectralBound
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(LowRankLinear(12, 16, 5), TTLinear(16, 12, 3, cores=2))
+
+
+def _shown_in_bfloat16(model: nn.Module) -> None:
+    WholeCores(dict(model.named_parameters()), None).cast(model, torch.bfloat16)  # type: ignore[arg-type]
+
+
+def _gated(model: nn.Module) -> None:
+    for gate in RankControl(model).parameters():
+        nn.init.uniform_(gate, 0.5, 1.5)
+
+
+def _both(model: nn.Module) -> None:
+    _gated(model)
+    _shown_in_bfloat16(model)
+
+
+changes = pytest.mark.parametrize("change", [_shown_in_bfloat16, _gated, _both])
+
+
+@changes
+def test_parameters_behind_the_factors_are_found(change: Callable[[nn.Module], None]) -> None:
+    model = _model()
+    stored = [each for layer in model for each in layer.factors()]
+    change(model)
+    assert any(
+        seen is not each
+        for seen, each in zip([*model[0].factors(), *model[1].factors()], stored, strict=True)
+    )
+    found = [each for layer in model for each in factor_parameters(layer)]
+    assert all(one is other for one, other in zip(found, stored, strict=True))
+    assert len(list(structured_layers(model))) == 2
+
+
+@changes
+def test_rules_know_the_factors(change: Callable[[nn.Module], None]) -> None:
+    model = _model()
+    stored = [each for layer in model for each in layer.factors()]
+    expected = factor_multipliers(model), factor_unfoldings(model)
+    change(model)
+    assert (factor_multipliers(model), factor_unfoldings(model)) == expected
+    groups = {group["name"]: group for group in parameter_groups(model, 0.1, 0.01)}
+    assert {id(each) for each in groups["factors"]["params"]} == set(map(id, stored))
+    assert "matrices" not in groups
+    UnfoldedMuon(stored, factor_unfoldings(model))
+    before = [each.detach().clone() for each in stored]
+    mup_initialize_(model)
+    assert not any(map(torch.equal, stored, before))
+
+
+def test_decay_is_of_what_is_stored_and_not_of_its_rounding() -> None:
+    plain, shown = _model(), _model()
+    _shown_in_bfloat16(shown)
+    for model in (plain, shown):
+        optimizer = torch.optim.SGD(parameter_groups(model, 0.1, 0.0))
+        ProductDecay(optimizer, model, 0.3)
+        optimizer.step()
+    for one, other in zip(plain.parameters(), shown.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_gated_products_shrink_at_the_pace_of_a_dense_layer(place: int) -> None:
+    layer: StructuredLinear = _model()[place].double()
+    _gated(layer)
+    gates = [each.clone() for name, each in layer.named_parameters() if name.endswith("gate")]
+    rate, decay = 1e-4, 0.5
+    optimizer = torch.optim.SGD(factor_parameters(layer), lr=rate)
+    ProductDecay(optimizer, layer, decay)
+
+    def square() -> float:
+        # With what padding holds, of which there is none here.
+        return float(layer.to_dense().detach().square().sum())
+
+    before = square()
+    optimizer.step()
+    assert (square() - before) / before == pytest.approx(-2 * rate * decay, rel=1e-3)
+    after = [each for name, each in layer.named_parameters() if name.endswith("gate")]
+    assert all(map(torch.equal, after, gates))
+
+
+def test_a_spectral_bound_names_the_gates_that_are_there_before_it() -> None:
+    layer = LowRankLinear(6, 5, 3, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    _gated(layer)
+    with pytest.raises(TensorizeError, match=r"gates of rank control.*RankControl\.finish"):
+        SpectralBound(optimizer, layer, 0.1)
+
+
+def test_a_spectral_bound_holds_for_factors_that_are_shown_in_another_dtype() -> None:
+    layer = LowRankLinear(8, 6, 3, bias=False)
+    _shown_in_bfloat16(layer)
+    down, up = factor_parameters(layer)
+    before = (up @ down).detach()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    SpectralBound(optimizer, layer, 0.05)
+    for each in (down, up):
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+    moved = torch.linalg.matrix_norm((up @ down).detach() - before, 2)
+    assert 0.02 < float(moved) <= 0.05 * 1.001
