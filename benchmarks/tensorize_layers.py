@@ -204,5 +204,6 @@ def saved_bars() -> Iterator[Bar]:
                         ("Monarch, 4 blocks", MonarchLinear(width, width, 4))):  # fmt: skip
         share = saved_numbers(layer, x) / x.numel()
         yield at_most(f"{name}: kept beyond x", share, "of x", 0.0, "its middle: 2 x")
-    train = saved_numbers(TTLinear(width, width, 30), x) / (TOKENS * 30)
-    yield at_most("merged TT r = 30: kept beyond x", train, "tokens x rank", 1.0, "two products")
+    train = saved_numbers(TTLinear(width, width, 30), x) / (TOKENS * 31)
+    name = "merged TT r = 30: kept beyond x"
+    yield at_most(name, train, "tokens x (rank + 1)", 1.0, "one column is the bias")

@@ -121,6 +121,8 @@ def test_embeddings_match_a_checkpoint(kind, rank):
     target.load_state_dict(source.state_dict())
     torch.testing.assert_close(target(index), source(index))
     assert target[0].rank == source[0].rank
+    if kind is LowRankEmbedding:
+        assert target[0].table.embedding_dim == target[0].up.in_features == rank
 
 
 def test_nothing_changes_where_a_later_layer_does_not_fit():

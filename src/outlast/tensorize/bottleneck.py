@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
+from outlast.tensorize.folding import folds, unfolded, with_bias, with_ones
 from outlast.tensorize.planner.fused import bottleneck_pays
 from outlast.tensorize.surroundings import transformed, without_autocast
 
@@ -84,7 +85,13 @@ def bottleneck(
 
 
 def through_activation(
-    h: Tensor, weight: Tensor, dy: Tensor, activation: str, *, wanted: tuple[bool, bool]
+    h: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    activation: str,
+    *,
+    wanted: tuple[bool, bool],
+    fold: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of y = act(h) weight^T, computing act(h) again.
 
@@ -94,6 +101,7 @@ def through_activation(
         dy: (tokens, out_features).
         activation: A key of `ACTIVATIONS`.
         wanted: Whether that of h, and that of the weight.
+        fold: Whether that of the weight shall have that of the bias as one more column.
 
     Returns:
         That of h (tokens, rank) and that of the weight (out_features, rank), each None where it is
@@ -102,7 +110,8 @@ def through_activation(
     with torch.enable_grad():
         h = h.detach().requires_grad_()
         a = ACTIVATIONS[activation](h)
-    dweight = torch.mm(dy.t(), a.detach()) if wanted[1] else None
+    known = with_ones(a.detach()) if fold else a.detach()
+    dweight = torch.mm(dy.t(), known) if wanted[1] else None
     dh = torch.autograd.grad(a, h, torch.mm(dy, weight))[0] if wanted[0] else None
     return dh, dweight
 
@@ -135,7 +144,11 @@ class _Bottleneck(Function):
             y, h = bottleneck_forward(x, down, up, bias, activation=activation, save=True)
         else:
             h = torch.mm(x, down.t())
-            y = functional.linear(ACTIVATIONS[activation](h), up, bias)
+            a = ACTIVATIONS[activation](h)
+            if bias is not None and folds(x.shape[0], up.shape[0]):
+                y = functional.linear(with_ones(a), with_bias(up, bias))
+            else:
+                y = functional.linear(a, up, bias)
         ctx.save_for_backward(x, h, down, up)
         ctx.activation, ctx.biased = activation, bias is not None
         return y
@@ -166,10 +179,14 @@ class _Bottleneck(Function):
             ddown = torch.mm(gradient.t(), x) if needs[1] else None
             dbias = dy.sum(0) if ctx.biased and needs[3] else None
             return back[0], ddown, dup, dbias, None, None
+        biased = ctx.biased and needs[3]
+        fold = biased and needs[2] and folds(x.shape[0], up.shape[0])
         dh, dup = through_activation(
-            h, up, dy, ctx.activation, wanted=(needs[0] or needs[1], needs[2])
+            h, up, dy, ctx.activation, wanted=(needs[0] or needs[1], needs[2]), fold=fold
         )
         dx = None if dh is None or not needs[0] else torch.mm(dh, down)
         ddown = None if dh is None or not needs[1] else torch.mm(dh.t(), x)
-        dbias = dy.sum(0) if ctx.biased and needs[3] else None
+        dbias = dy.sum(0) if biased and not fold else None
+        if fold and dup is not None:
+            dup, dbias = unfolded(dup)
         return dx, ddown, dup, dbias, None, None

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from outlast.tensorize.course import Course, course
+from outlast.tensorize.folding import unfolded, with_bias, with_ones
 from outlast.tensorize.merge import merge, unmerge
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.tensorize.network import Network, Route
+
+BIAS = -1
+"""The bias among the cores, in what `differentiate` gives."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -45,7 +49,7 @@ class Path:
         self._matrices = [_ready(merge(leg.merging, cores).to(dtype)) for leg in self._legs]
         last = self._legs[-1].stage
         # Whether the last product can add the bias.
-        self._adds = (
+        self.adds_bias = (
             last.b == 1
             and not self._features
             and self.course.leave is None
@@ -61,10 +65,15 @@ class Path:
         """x: (tokens, in_features) -> (tokens, out_features); differentiable."""
         return self.through(x, bias)[0].contiguous()
 
-    def through(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """As `forward`; also what went into every stage."""
+    def through(
+        self, x: Tensor, bias: Tensor | None = None, *, fold: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `forward`; also what went into every stage, with a one at the end if folded."""
         inputs = self.inputs_of(x)
-        if self._adds:
+        if self.adds_bias and fold and bias is not None and len(inputs) > 1:
+            inputs[-1] = with_ones(inputs[-1])
+            return functional.linear(inputs[-1], with_bias(self._matrices[-1], bias)), inputs
+        if self.adds_bias:
             return functional.linear(inputs[-1], self._matrices[-1], bias), inputs
         y = self._leave(self._multiply(self._matrices[-1], inputs[-1]))
         return (y if bias is None else y + bias), inputs
@@ -152,20 +161,24 @@ def _ready(act: Tensor) -> Tensor:
     return act if 1 in (act.stride(-1), act.stride(-2)) else act.contiguous()
 
 
-def apply(path: Path, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+def apply(
+    path: Path, x: Tensor, bias: Tensor | None = None, *, fold: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """Go forward; not differentiable.
 
     Args:
         path: The way.
         x: (tokens, in_features).
         bias: (out_features,).
+        fold: Whether the last stage may take the bias as a column, see `folding`; `differentiate`
+            then gives its gradient if it is given the inputs.
 
     Returns:
         y: (tokens, out_features), and what went into every stage unless the tokens went in chunks.
     """
     chunk, tokens = path.route.chunk, x.shape[0]
     if not 0 < chunk < tokens:
-        y, inputs = path.through(x, bias)
+        y, inputs = path.through(x, bias, fold=fold)
         return y.contiguous(), inputs
     y = x.new_empty(tokens, path.network.out_features)
     for begin in range(0, tokens, chunk):
@@ -195,7 +208,8 @@ def differentiate(
         inputs: What went into every stage, if it was kept.
 
     Returns:
-        The gradient of x, (tokens, in_features), or None, and those of the wanted cores.
+        The gradient of x, (tokens, in_features), or None, and those of the wanted cores; under
+        `BIAS` that of the bias, if it was folded in.
     """
     tokens, chunk = x.shape[0], path.route.chunk or x.shape[0]
     legs = path.course.legs
@@ -224,6 +238,10 @@ def differentiate(
         elif dx is not None:
             dx[part] = next(gradients)
     found: dict[int, Tensor] = {}
+    last = len(legs) - 1
+    folded = path.adds_bias and inputs and inputs[-1].shape[1] > legs[-1].stage.k
+    if folded and last in totals:
+        totals[last], found[BIAS] = unfolded(totals[last])
     for position, total in totals.items():
         found |= unmerge(legs[position].merging, cores, total, wanted)
     return dx, found

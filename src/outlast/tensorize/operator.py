@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import autocast_dtype
-from outlast.tensorize.execute import Path, apply, differentiate
+from outlast.tensorize.execute import BIAS, Path, apply, differentiate
+from outlast.tensorize.folding import folds
 from outlast.tensorize.merge import widest
 from outlast.tensorize.network import Network, Route, dense_route, lower
 from outlast.tensorize.plan import Plan
@@ -141,7 +142,8 @@ def _chain(
         if merged is None:
             return apply(Path(network, plan.forward, cores, x.dtype), x, bias)[0]
         return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
-    if plan.plain:
+    folded = bias is not None and folds(x.shape[0], network.out_features)
+    if plan.plain and not folded:
         return Path(network, plan.forward, cores, x.dtype).forward(x, bias)
     result: Tensor = _Chain.apply(x, bias, network, plan, *cores)  # type: ignore[no-untyped-call]
     return result
@@ -188,8 +190,10 @@ class _Chain(Function):
             y, kept = pairs.forward(x, cores, bias, learns=True)
         else:
             path = Path(network, plan.forward, cores, x.dtype)
-            y, inputs = apply(path, x, bias)
-            kept = _worth_keeping(path, plan, inputs)
+            keeps = path.course.narrow and plan.forward in plan.core_gradients
+            fold = keeps and folds(x.shape[0], network.out_features)
+            y, inputs = apply(path, x, bias, fold=fold)
+            kept = inputs[1:] if keeps else []
         ctx.network, ctx.plan, ctx.biased = network, plan, bias is not None
         ctx.save_for_backward(x, *cores, *kept)
         return y
@@ -204,20 +208,17 @@ class _Chain(Function):
         cores, kept = saved[:count], saved[count:]
         needs = ctx.needs_input_grad
         wanted = [core for core in range(count) if needs[4 + core]]
-        dbias = dy.sum(0) if ctx.biased and needs[1] else None
+        found: dict[int, Tensor]
         if torch.is_grad_enabled():
             dx, found = _differentiable(network, x, dy, cores, (needs[0], wanted))
         else:
             dx, found = gradients_of(
                 network, ctx.plan, x, dy, cores, wanted=wanted, want_x=needs[0], kept=kept
             )
+        dbias = None
+        if ctx.biased and needs[1]:
+            dbias = found[BIAS] if BIAS in found else dy.sum(0)
         return dx, dbias, None, None, *(found.get(core) for core in range(count))
-
-
-def _worth_keeping(path: Path, plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
-    """The inputs of the stages after the first, if the backward pass can use them all."""
-    useful = path.course.narrow and plan.forward in plan.core_gradients
-    return inputs[1:] if useful else []
 
 
 def gradients_of(

@@ -80,7 +80,7 @@ class Search:
         return max(seconds, launch["plain"])
 
     def keeps(self, plan: Plan) -> bool:
-        """Whether the operator keeps the inputs of the stages (its `_worth_keeping`)."""
+        """Whether the operator keeps the inputs of the stages (see `operator`)."""
         if 0 < plan.forward.chunk < self.tokens or plan.forward not in plan.core_gradients:
             return False
         return course(self.network, replace(plan.forward, chunk=0)).narrow
