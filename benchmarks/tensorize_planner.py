@@ -318,7 +318,7 @@ def planner_bars(quick: bool) -> Iterator[Bar]:
     repeats = 3 if quick else 7
     found = list(against_dense(12 if quick else 200, repeats, seed=1, work=work))
     yield from _dense_bars(found)
-    seen = list(regrets(8 if quick else 60, repeats, seed=2, work=work))
+    seen = list(regrets(8 if quick else 100, repeats, seed=2, work=work))
     peer = f"timed sweep of all plans of {len(seen)} random layers"
     alone = sum(each.ratio <= 1.10 for each in seen) / len(seen)
     timed = sum(each.timed_ratio <= 1.10 for each in seen) / len(seen)
