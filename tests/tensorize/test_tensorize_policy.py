@@ -108,12 +108,12 @@ def test_one_module_has_all_its_names() -> None:
 
 
 def test_a_network_that_is_none_of_ours_hides_nothing() -> None:
-    class Agent(nn.Module):
+    class Actor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
-    assert _names(Agent()) == ["network.0", "network.2"]
+    assert _names(Actor()) == ["network.0", "network.2"]
     assert _names(nn.Sequential(LowRankLinear(8, 8, 2), nn.Linear(8, 8))) == ["1"]
     assert _names(nn.Sequential(LowRankEmbedding(8, 8, 2), nn.Linear(8, 8))) == ["1"]
 
