@@ -21,7 +21,7 @@ from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
 from outlast.tensorize.contraction import Merging
-from outlast.tensorize.course import course
+from outlast.tensorize.course import course, keeps
 from outlast.tensorize.forms.latent import LatentLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear
 from outlast.tensorize.forms.sparse import SparseLowRankLinear
@@ -75,7 +75,7 @@ def backward_flops(
     cores = range(len(network.cores)) if wanted is None else wanted
     if plan.plain:
         return 2 * forward_flops(network, plan, tokens)
-    kept = _keeps(network, plan, tokens)
+    kept = keeps(network, plan, tokens)
     routes = [plan.input_gradient] if want_x else []
     routes += [plan.core_gradients[core] for core in cores]
     total = 0
@@ -103,13 +103,6 @@ def _unmerge_flops(merging: Merging, wanted: Sequence[int]) -> int:
     # All but the matrix is made again.
     products = [*merging.ahead[:-1], *back] if back else []
     return sum(making.product.flops for making in products)
-
-
-def _keeps(network: Network, plan: Plan, tokens: int) -> bool:
-    """Whether the inputs of later stages are kept; see `operator._Chain`."""
-    whole = not 0 < plan.forward.chunk < tokens
-    narrow = course(network, plan.forward).narrow
-    return whole and narrow and plan.forward in plan.core_gradients
 
 
 @dataclass(frozen=True)

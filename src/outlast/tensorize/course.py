@@ -7,7 +7,7 @@ Between two stages, what is on its way has the dimensions (b, t f, m) in the tok
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outlast.tensorize.contraction import Merging, merging
@@ -16,6 +16,7 @@ from outlast.tensorize.turn import TOKENS, Groups, Turn, turn
 
 if TYPE_CHECKING:
     from outlast.tensorize.network import Network, Route, Stage
+    from outlast.tensorize.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,13 @@ def course(network: Network, route: Route) -> Course:
 
 def _ends(letters: str, features: bool) -> Groups:
     return (letters, TOKENS) if features else (TOKENS, letters)
+
+
+def keeps(network: Network, plan: Plan, tokens: int) -> bool:
+    """Whether the inputs of the stages are kept for the backward pass, and not made again.
+
+    They are where they are narrow, all tokens go at once, and some core's gradient uses them.
+    """
+    if 0 < plan.forward.chunk < tokens or plan.forward not in plan.core_gradients:
+        return False
+    return course(network, replace(plan.forward, chunk=0)).narrow

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import autocast_dtype
+from outlast.tensorize.course import keeps
 from outlast.tensorize.execute import BIAS, Path, apply, differentiate
 from outlast.tensorize.folding import folds
 from outlast.tensorize.merge import widest
@@ -142,8 +143,9 @@ def _chain(
         if merged is None:
             return apply(Path(network, plan.forward, cores, x.dtype), x, bias)[0]
         return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
+    # The function folds a bias in only where it keeps what autograd would.
     folded = bias is not None and folds(x.shape[0], network.out_features)
-    if plan.plain and not folded:
+    if plan.plain and not (folded and keeps(network, plan, x.shape[0])):
         return Path(network, plan.forward, cores, x.dtype).forward(x, bias)
     result: Tensor = _Chain.apply(x, bias, network, plan, *cores)  # type: ignore[no-untyped-call]
     return result
@@ -190,10 +192,10 @@ class _Chain(Function):
             y, kept = pairs.forward(x, cores, bias, learns=True)
         else:
             path = Path(network, plan.forward, cores, x.dtype)
-            keeps = path.course.narrow and plan.forward in plan.core_gradients
-            fold = keeps and folds(x.shape[0], network.out_features)
+            keep = keeps(network, plan, x.shape[0])
+            fold = keep and folds(x.shape[0], network.out_features)
             y, inputs = apply(path, x, bias, fold=fold)
-            kept = inputs[1:] if keeps else []
+            kept = inputs[1:] if keep else []
         ctx.network, ctx.plan, ctx.biased = network, plan, bias is not None
         ctx.save_for_backward(x, *cores, *kept)
         return y

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outlast.tensorize.course import course
+from outlast.tensorize.course import course, keeps
 from outlast.tensorize.plan import Plan
 from outlast.tensorize.planner.candidates import candidates
 from outlast.tensorize.planner.walk import Walker, bias_gradient, dense_seconds
@@ -51,7 +51,7 @@ class Search:
         seconds += self._doubted(walker.forward(plan.forward, tokens), plan.forward)
         if plan.plain:
             return seconds + self._plain(plan.forward)
-        kept = self.keeps(plan)
+        kept = keeps(self.network, plan, self.tokens)
         routes = [plan.input_gradient, *plan.core_gradients]
         for route in dict.fromkeys(routes):
             mine = frozenset(
@@ -78,12 +78,6 @@ class Search:
             seconds += walker.unmerging(merging, everything, again=False)
             seconds += len(merging.ahead) * launch["noted"]
         return max(seconds, launch["plain"])
-
-    def keeps(self, plan: Plan) -> bool:
-        """Whether the operator keeps the inputs of the stages (see `operator`)."""
-        if 0 < plan.forward.chunk < self.tokens or plan.forward not in plan.core_gradients:
-            return False
-        return course(self.network, replace(plan.forward, chunk=0)).narrow
 
     def may_be_plain(self, route: Route) -> bool:
         """Whether autograd keeps nothing that the operator does not, or little in all."""
