@@ -8,8 +8,9 @@ import pytest
 from forked import run_ranks
 from hypothesis import settings
 
-# The parent process never opens a thread pool, so forked ranks can open their own.
+# The parent process never opens a pool of threads or of compilers, so forked ranks can open theirs.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A loaded machine takes longer than the usual 200 ms for one example now and then.

@@ -1,14 +1,20 @@
 """Ranks for tests: forked processes that find each other by the environment."""
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 DEADLINE_SECONDS = 120.0
+DUMP_SECONDS = 2.0
 
 
 class RanksFailedError(AssertionError):
@@ -30,6 +36,8 @@ def _child(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any],
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # For this process and those that it forks: say where they are when they are late.
+    faulthandler.register(signal.SIGQUIT)
     try:
         pipe.send((True, work(*args)))
     except BaseException:
@@ -37,6 +45,24 @@ def _child(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any],
     pipe.close()
     # No interpreter shutdown: handlers inherited from the test process must not run here.
     os._exit(0)
+
+
+def _dump_stacks(children: list[Any]) -> None:
+    """Make the ranks and their descendants write the stacks of their threads to stderr."""
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            rank = psutil.Process(child.pid)
+            for process in (rank, *rank.children(recursive=True)):
+                # A process that would die of the signal (a program started anew) is left alone.
+                if _catches(process.pid, signal.SIGQUIT):
+                    process.send_signal(signal.SIGQUIT)
+    time.sleep(DUMP_SECONDS)
+
+
+def _catches(pid: int, number: int) -> bool:
+    with open(f"/proc/{pid}/status") as status:
+        caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -56,6 +82,7 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     try:
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                _dump_stacks(children)
                 raise RanksFailedError(
                     f"rank {rank} of {size} gave no result in {DEADLINE_SECONDS} s"
                 )

@@ -86,6 +86,28 @@ def test_eight_workers_do_without_any_two(workers):
         assert records[0].outcomes[step].late == pair
 
 
+def work_with_slow_looks(code, steps):
+    """The first look at each step's decision takes 0.4 s, as on a machine that has other work."""
+    look, looked = Decider.is_decided_without, set()
+
+    def slow_look(decider, round_, epoch):
+        if round_ not in looked:
+            looked.add(round_)
+            time.sleep(0.4)
+        return look(decider, round_, epoch)
+
+    Decider.is_decided_without = slow_look
+    return work(code, steps, slow=operator.eq)
+
+
+@processes
+def test_one_slow_look_does_not_put_off_the_next_one_for_long(workers):
+    records = workers(4)(functools.partial(work_with_slow_looks, repetition(4, 1), 2))
+    for step in range(2):
+        assert_equal_and_right(records, step)
+        assert all(record.seconds[step] < 20.0 for record in records)
+
+
 @processes
 @pytest.mark.parametrize(
     ("size", "stragglers"),

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from outlast.coding.code import Decoder, GradientCode
 
 _LOOK_SECONDS = 0.01
+_LONGEST_LOOK_SECONDS = 0.5
 _LOOK_SHARE = 0.01
 
 
@@ -225,13 +226,14 @@ class CodedAllReduce:
         """Whether the step was decided without this worker, so that its work is not wanted.
 
         Looks at the board now and then: every 10 ms at most, and so seldom that looking takes 1 %
-        of the time.
+        of the time, but twice a second however slow one look was.
         """
         now = time.monotonic()
         if not self._unwanted and not self._sharded and now >= self._next_look:
             self._unwanted = self._decider.is_decided_without(self._round, self._members.epoch)
             ended = time.monotonic()
-            self._next_look = ended + max(_LOOK_SECONDS, (ended - now) / _LOOK_SHARE)
+            pause = max((ended - now) / _LOOK_SHARE, _LOOK_SECONDS)
+            self._next_look = ended + min(pause, _LONGEST_LOOK_SECONDS)
         return self._unwanted
 
     @torch.no_grad()
