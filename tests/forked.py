@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -60,7 +62,7 @@ def _dump_stacks(children: list[Any]) -> None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    with open(f"/proc/{pid}/status") as status:
+    with Path(f"/proc/{pid}/status").open() as status:
         caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 
@@ -70,6 +72,8 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     context = multiprocessing.get_context("fork")
     port = free_port()
     children, pipes = [], []
+    # A rank that collected this process's garbage could wait for threads that it does not have.
+    gc.freeze()
     for rank in range(size):
         ours, theirs = context.Pipe()
         child = context.Process(target=_child, args=(rank, size, port, theirs, work, args))
@@ -77,6 +81,7 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         theirs.close()
         children.append(child)
         pipes.append(ours)
+    gc.unfreeze()
     deadline = time.monotonic() + DEADLINE_SECONDS
     outcomes: list[Any] = []
     try:

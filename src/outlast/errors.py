@@ -82,3 +82,7 @@ class LostChunksError(CodingError):
 
 class LeftBehindError(CodingError):
     """The others have gone on without this process: it was silent for too long."""
+
+
+class EnergyError(OutlastError):
+    """A meter, profile, schedule, deadline or clock plan cannot be used as asked."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -252,6 +253,8 @@ def store_process() -> Iterator[StoreProcess]:
     port = free_port()
     keeper = os.fork()
     if keeper == 0:
+        # What it has inherited belongs to threads that it does not have.
+        gc.freeze()
         _keep(port)
     try:
         _wait_for(port)

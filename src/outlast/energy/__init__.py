@@ -1,0 +1,1 @@
+"""Joules of training: measured, planned on the time-energy frontier, and reported."""

@@ -1,0 +1,1 @@
+"""From joules to kWh by purpose, cost and carbon."""

@@ -1,0 +1,1 @@
+"""Real, replayed and analytic devices behind one protocol."""

@@ -1,0 +1,152 @@
+"""The linear programme of the time-energy trade-off, whose optimum no plan can beat.
+
+Project crashing (Kelley 1961; Fulkerson 1961): variables are the start s_i of each operation and
+how far it is slowed down along each segment k of its lower hull, x_ik in [0, length_ik]. Then its
+duration is d_i = d_i,min + sum_k x_ik and its effective energy e_i,max + sum_k slope_ik * x_ik;
+since slopes rise along a hull, an optimum fills segments in order. Minimise the sum of effective
+energies subject to s_i + d_i <= s_j for each edge and s_i + d_i <= T for the last operations.
+
+Only T changes between deadlines, so the dual simplex method goes on from the last optimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.sparse import coo_array
+
+from outlast.energy.frontier.hull import slopes
+from outlast.energy.profile import effective
+from outlast.errors import EnergyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from outlast.energy.profile import Point
+    from outlast.energy.schedule.dag import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """The optimum for one deadline, where durations between measured ones are allowed.
+
+    Attributes:
+        joules: Effective energy, a lower bound for all plans.
+        seconds: (operations,) durations.
+        starts: (operations,) in seconds.
+        watts: What one more second until the deadline would save: minus the derivative of `joules`.
+    """
+
+    joules: float
+    seconds: npt.NDArray[np.float64]
+    starts: npt.NDArray[np.float64]
+    watts: float
+
+
+class Programme:
+    """The linear programme of one schedule; solve it for as many deadlines as needed.
+
+    Args:
+        schedule: The step.
+        hulls: Of each operation, see `lower_hull`.
+        blocking_watts: Per device.
+    """
+
+    def __init__(
+        self, schedule: Schedule, hulls: Sequence[Sequence[Point]], blocking_watts: float
+    ) -> None:
+        self._schedule = schedule
+        count = len(schedule.operations)
+        self._shortest = np.array([hull[0].seconds for hull in hulls])
+        self._constant = float(sum(effective(hull[0], blocking_watts) for hull in hulls))
+        lengths = [np.diff([point.seconds for point in hull]) for hull in hulls]
+        # Which operation each segment belongs to.
+        self._owner = np.repeat(np.arange(count), [len(each) for each in lengths])
+        costs = [slope for hull in hulls for slope in slopes(hull, blocking_watts)]
+        self._segments = np.concatenate(lengths)
+        self._last = [i for i in range(count) if not schedule.successors[i]]
+        self._fastest_seconds = schedule.makespan(self._shortest.tolist())
+        self._highs = self._build(np.array([0.0] * count + costs))
+
+    def solve(self, deadline_seconds: float) -> Relaxed:
+        """The optimum for a deadline.
+
+        Raises:
+            EnergyError: When no clocks meet it; says the shortest feasible one.
+        """
+        # A deadline that is the fastest plan's own time must not fail by rounding.
+        if deadline_seconds < self._fastest_seconds * (1 - 1e-9):
+            raise EnergyError(
+                f"deadline = {deadline_seconds:g} s cannot be met: at the fastest clocks the step "
+                f"takes {self._fastest_seconds:.6g} s"
+            )
+        deadline = max(deadline_seconds, self._fastest_seconds * (1 + 1e-12))
+        first = len(self._schedule.edges)
+        for row, index in enumerate(self._last, start=first):
+            self._highs.changeRowBounds(row, -np.inf, deadline - self._shortest[index])
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        if self._highs.modelStatusToString(status) != "Optimal":
+            raise EnergyError(
+                f"the linear programme for deadline = {deadline_seconds:g} s ended as "
+                f"{self._highs.modelStatusToString(status)}: check the profile's times for values "
+                "that differ by many orders of magnitude"
+            )
+        solution = self._highs.getSolution()
+        values = np.asarray(solution.col_value)
+        count = len(self._shortest)
+        slowed = np.bincount(self._owner, weights=values[count:], minlength=count)
+        duals = np.asarray(solution.row_dual)
+        return Relaxed(
+            joules=float(self._highs.getInfo().objective_function_value) + self._constant,
+            seconds=self._shortest + slowed,
+            starts=values[:count],
+            watts=-float(duals[first:].sum()),
+        )
+
+    @property
+    def fastest_seconds(self) -> float:
+        """The shortest deadline that can be met."""
+        return self._fastest_seconds
+
+    def _build(self, costs: npt.NDArray[np.float64]) -> Any:
+        import highspy
+
+        count, edges = len(self._shortest), self._schedule.edges
+        rows = [*((row, *edge) for row, edge in enumerate(edges))]
+        rows += [(row, index, -1) for row, index in enumerate(self._last, start=len(edges))]
+        before = np.array([index for _, index, _ in rows])
+        # Rows in which each operation's end stands, to put its segments there.
+        ends: list[list[int]] = [[] for _ in range(count)]
+        for row, index, _ in rows:
+            ends[index].append(row)
+        entries = [(row, index, 1.0) for row, index, _ in rows]
+        entries += [(row, after, -1.0) for row, _, after in rows if after >= 0]
+        entries += [
+            (row, column, 1.0)
+            for column, owner in enumerate(self._owner.tolist(), start=count)
+            for row in ends[owner]
+        ]
+        at_row, at_column, value = zip(*entries, strict=True)
+        matrix = coo_array((value, (at_row, at_column)), shape=(len(rows), len(costs))).tocsc()
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(costs), len(rows)
+        model.col_cost_ = costs
+        model.col_lower_ = np.zeros(len(costs))
+        model.col_upper_ = np.concatenate([np.full(count, np.inf), self._segments])
+        model.row_lower_ = np.full(len(rows), -np.inf)
+        model.row_upper_ = -self._shortest[before]
+        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        model.a_matrix_.start_ = matrix.indptr
+        model.a_matrix_.index_ = matrix.indices
+        model.a_matrix_.value_ = matrix.data
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        # One thread: the problem is small, and the order of pivots must not depend on the machine.
+        highs.setOptionValue("threads", 1)
+        highs.passModel(model)
+        return highs

@@ -1,0 +1,1 @@
+"""Counters of joules that `EnergyMeter` reads."""
