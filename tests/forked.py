@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def _child(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any],
         MASTER_PORT=str(port),
     )
     # For this process and those that it forks: say where they are when they are late.
-    faulthandler.register(signal.SIGQUIT)
+    faulthandler.register(signal.SIGQUIT, file=sys.__stderr__)
     try:
         pipe.send((True, work(*args)))
     except BaseException:

@@ -35,6 +35,12 @@ KEYS_OF_THEIR_OWN = {
     "tensorize.rank": st.integers(1)
     | st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
     | st.sampled_from(["parameters=0.3", "flops=0.25", "error=1e-3"]),
+    "energy.sources": st.lists(
+        st.sampled_from(["auto", "gpu", "cpu", "memory", "node"])
+        | st.text(min_size=1).map("file:{}".format),
+        min_size=1,
+        max_size=3,
+    ),
     "model.config": st.none(),
     "model.directory": st.none(),
     "model.module": st.none(),
@@ -77,7 +83,16 @@ def _tables() -> st.SearchStrategy[dict[str, dict[str, Any]]]:
 def _possible(tables: dict[str, dict[str, Any]]) -> Job:
     """The job of `tables`, with the defaults where they contradict each other."""
     job = Job.model_validate(tables)
-    for section in ("schedule", "data", "parallel", "train", "guard", "coding", "tensorize"):
+    for section in (
+        "schedule",
+        "data",
+        "parallel",
+        "train",
+        "guard",
+        "coding",
+        "tensorize",
+        "energy",
+    ):
         if impossible_combinations(job):
             job = Job.model_validate(tables := {**tables, section: {}})
     assert not impossible_combinations(job)

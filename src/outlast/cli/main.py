@@ -18,6 +18,7 @@ from outlast.cli.coding import coding
 from outlast.cli.convert import convert
 from outlast.cli.doctor import doctor
 from outlast.cli.drill import drill
+from outlast.cli.energy import energy
 from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.report import report
@@ -42,6 +43,7 @@ for command in (init, export, convert, report, doctor, drill):
     app.command()(command)
 app.add_typer(ckpt)
 app.add_typer(coding)
+app.add_typer(energy)
 
 
 def _print_version(wanted: bool) -> None:

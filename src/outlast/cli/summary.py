@@ -19,6 +19,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
+from outlast.report.energy import energy_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +93,7 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         yield "guard", guarded
     if (coded := _coded(run)) is not None:
         yield "gradient coding", coded
+    yield "energy", energy_sentence(run)
     wall = sum(seconds.values())
     if wall:
         spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]

@@ -1,1 +1,133 @@
-"""Joules of training: measured, planned on the time-energy frontier, and reported."""
+"""Joules of training: measured, planned on the time-energy frontier, and reported.
+
+with EnergyMeter() as meter:
+    train_some_steps()
+meter.joules                                     # per device, or Unavailable(reason); never 0
+
+plan = EnergyPlanner(example.profile("a100")).plan(one_f_one_b(8, 12), deadline="+2%")
+plan.saving, plan.gap                            # of top clocks; above what any plan can reach
+
+Names are loaded when they are used. Nothing here needs torch but `from_torch` and the counting of a
+step's work (`outlast.energy.model.capture`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from outlast.hardware.figure import Unavailable
+
+if TYPE_CHECKING:
+    from outlast.energy.account.report import EnergyReport
+    from outlast.energy.control.apply import applied
+    from outlast.energy.frontier.plan import ClockPlan
+    from outlast.energy.frontier.planner import EnergyPlanner
+    from outlast.energy.frontier.smoothing import margin_for, smoothed
+    from outlast.energy.frontier.stragglers import Frontier
+    from outlast.energy.levers.lever import Lever, compare
+    from outlast.energy.meter import EnergyMeter
+    from outlast.energy.model.constants import DeviceConstants
+    from outlast.energy.model.fit import Calibration, calibrate
+    from outlast.energy.model.predict import predicted_profile
+    from outlast.energy.model.work import Work
+    from outlast.energy.profile import Curve, Key, Point, Profile
+    from outlast.energy.profile_file import read_profile, write_profile
+    from outlast.energy.reading import Energy
+    from outlast.energy.schedule.additions import with_tail, with_transfers
+    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.explain import explained
+    from outlast.energy.schedule.from_torch import from_torch
+    from outlast.energy.schedule.pipelines import (
+        gpipe,
+        interleaved,
+        one_f_one_b,
+        single_stage,
+        zero_bubble,
+    )
+    from outlast.energy.schedule.sharded import sharded
+    from outlast.energy.sources.available import available_sources
+    from outlast.energy.window import Window
+
+_HOMES = {
+    "Calibration": "model.fit",
+    "ClockPlan": "frontier.plan",
+    "Curve": "profile",
+    "DeviceConstants": "model.constants",
+    "Energy": "reading",
+    "EnergyMeter": "meter",
+    "EnergyPlanner": "frontier.planner",
+    "EnergyReport": "account.report",
+    "Frontier": "frontier.stragglers",
+    "Key": "profile",
+    "Lever": "levers.lever",
+    "Point": "profile",
+    "Profile": "profile",
+    "Schedule": "schedule.dag",
+    "Window": "window",
+    "Work": "model.work",
+    "applied": "control.apply",
+    "available_sources": "sources.available",
+    "calibrate": "model.fit",
+    "compare": "levers.lever",
+    "explained": "schedule.explain",
+    "from_torch": "schedule.from_torch",
+    "gpipe": "schedule.pipelines",
+    "interleaved": "schedule.pipelines",
+    "margin_for": "frontier.smoothing",
+    "one_f_one_b": "schedule.pipelines",
+    "predicted_profile": "model.predict",
+    "read_profile": "profile_file",
+    "sharded": "schedule.sharded",
+    "single_stage": "schedule.pipelines",
+    "smoothed": "frontier.smoothing",
+    "with_tail": "schedule.additions",
+    "with_transfers": "schedule.additions",
+    "write_profile": "profile_file",
+    "zero_bubble": "schedule.pipelines",
+}
+
+__all__ = [
+    "Calibration",
+    "ClockPlan",
+    "Curve",
+    "DeviceConstants",
+    "Energy",
+    "EnergyMeter",
+    "EnergyPlanner",
+    "EnergyReport",
+    "Frontier",
+    "Key",
+    "Lever",
+    "Point",
+    "Profile",
+    "Schedule",
+    "Unavailable",
+    "Window",
+    "Work",
+    "applied",
+    "available_sources",
+    "calibrate",
+    "compare",
+    "explained",
+    "from_torch",
+    "gpipe",
+    "interleaved",
+    "margin_for",
+    "one_f_one_b",
+    "predicted_profile",
+    "read_profile",
+    "sharded",
+    "single_stage",
+    "smoothed",
+    "with_tail",
+    "with_transfers",
+    "write_profile",
+    "zero_bubble",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

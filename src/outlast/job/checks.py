@@ -24,6 +24,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_guard, {"guard"}),
         (_coding, {"coding", "parallel"}),
         (_coded_guard, {"coding", "guard"}),
+        (_energy, {"energy"}),
         (_tensorize, {"tensorize", "parallel", "train"}),
         (_factor_rules, {"tensorize", "optimizer"}),
     )
@@ -165,6 +166,18 @@ def _coded_guard(job: Job) -> Iterator[str]:
             f'guard.persistent = "drop" cannot be combined with coding.scheme = '
             f'"{job.coding.scheme}", which sums gradients by itself; set it to "raise"'
         )
+
+
+def _energy(job: Job) -> Iterator[str]:
+    energy = job.energy
+    if energy.measure:
+        return
+    for name in ("tariff", "region"):
+        if value := getattr(energy, name):
+            yield (
+                f'energy.{name} = "{value}" needs energy, but energy.measure = false measures '
+                "none; set it to true or remove the other"
+            )
 
 
 TWO_FACTORS = ("low_rank", "cola", "lax")

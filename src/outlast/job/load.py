@@ -33,6 +33,7 @@ _RIGHT = {
     "finite_number": "a finite number",
     "bool_type": "true or false, without quotes",
     "string_type": "text in quotes",
+    "too_short": "a list of at least one",
     "list_type": 'a list of texts such as ["a.txt", "b.txt"]',
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",

@@ -9,6 +9,7 @@ the next.
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -470,6 +471,57 @@ class CodingSection(Section):
     )
 
 
+ENERGY_SOURCES = ("auto", "gpu", "cpu", "memory", "node")
+
+
+def _energy_source(value: str) -> str:
+    kind, _, path = value.partition(":")
+    if value in ENERGY_SOURCES or (kind == "file" and path):
+        return value
+    near = difflib.get_close_matches(kind, [*ENERGY_SOURCES, "file"], n=1)
+    right = ", ".join(ENERGY_SOURCES) + " or file:PATH"
+    if near:
+        wanted = "file:PATH" if near[0] == "file" else near[0]
+        right += f"; did you mean {wanted}?"
+    raise PydanticCustomError("energy_source", "{right}", {"right": right})
+
+
+EnergySource = Annotated[str, AfterValidator(_energy_source)]
+
+
+class EnergySection(Section):
+    """How energy is measured, and what it is priced at; nothing is ever set on a device."""
+
+    measure: bool = setting(
+        True, "read the meters of this machine while training, and record joules", identity=False
+    )
+    sources: list[EnergySource] = setting(
+        ["auto"],
+        "what is read: auto for all of gpu, cpu, memory and node that have a meter, or some of "
+        "these; file:PATH is a node's meter whose joules since any beginning stand in a file",
+        identity=False,
+        min_length=1,
+    )
+    every_steps: Positive = setting(
+        50,
+        "steps between two records of energy at least; they come with those of the loss",
+        identity=False,
+    )
+    tariff: str = setting(
+        "", "file with the price of energy by time of day; empty: no cost", identity=False
+    )
+    region: str = setting(
+        "",
+        "where the energy comes from, for its carbon, e.g. SE; empty: no carbon figure",
+        identity=False,
+    )
+    pue: Annotated[float, Field(ge=1.0)] = setting(
+        1.0,
+        "power usage effectiveness of the building, a factor on what the meters say; 1: not known",
+        identity=False,
+    )
+
+
 class EvaluateSection(Section):
     """When to measure the validation loss."""
 
@@ -537,6 +589,7 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
     coding: CodingSection = CodingSection()
+    energy: EnergySection = EnergySection()
     evaluate: EvaluateSection = EvaluateSection()
     sample: SampleSection = SampleSection()
     export: ExportSection = ExportSection()

@@ -8,6 +8,7 @@ run.seconds()["checkpoint"]           # seconds that training waited for checkpo
 
 from outlast.records.coded import CodedStep, CodingTotals, Slowness, coding_totals
 from outlast.records.directory import RunDirectory, replace_file, sync_directory
+from outlast.records.energy import DeviceEnergy, EnergyTotals, EnergyWindow, energy_totals
 from outlast.records.events import (
     FORMAT_VERSION,
     PURPOSES,
@@ -17,6 +18,7 @@ from outlast.records.events import (
     CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
+    EnergyMeasured,
     Evaluated,
     Event,
     GradientsCoded,
@@ -50,6 +52,10 @@ __all__ = [
     "CheckpointSaved",
     "CodedStep",
     "CodingTotals",
+    "DeviceEnergy",
+    "EnergyMeasured",
+    "EnergyTotals",
+    "EnergyWindow",
     "Evaluated",
     "Event",
     "GradientsCoded",
@@ -74,6 +80,7 @@ __all__ = [
     "Warned",
     "WrongNumbers",
     "coding_totals",
+    "energy_totals",
     "event_file",
     "finite",
     "guard_totals",

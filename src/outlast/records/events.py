@@ -290,6 +290,49 @@ class GradientsCoded(Event):
 
 
 @dataclass(frozen=True)
+class EnergyMeasured(Event):
+    """Energy since the event before, read from the meters of all nodes.
+
+    Attributes:
+        step: Steps done so far.
+        steps: Steps that this event covers; 0 for the set-up and for the end of an attempt.
+        tokens: Tokens of these steps.
+        seconds: Length of the window, on rank 0.
+        devices: Of every meter, none twice: ``name``, ``part`` (``gpu``, ``cpu``, ``memory`` or
+            ``node``), ``host``, ``rank`` that has read it, and ``purposes``, that rank's seconds
+            by purpose. Either ``joules``, ``low_joules``, ``high_joules``, ``kind``, ``source``
+            and ``flags``, or ``unavailable``, why there is no figure, and ``carried``, whether the
+            joules are in the next event's figure. ``state`` holds what could
+            be read at the end of the window: ``watts``, ``celsius``, ``sm_clock_mhz``,
+            ``memory_clock_mhz``, ``throttle_reasons``.
+        unavailable: What was asked for and has no meter -> why not.
+    """
+
+    kind: ClassVar[str] = "energy_measured"
+    step: int
+    steps: int
+    tokens: int
+    seconds: float
+    devices: list[dict[str, Any]]
+    unavailable: dict[str, str]
+
+    @property
+    def counted(self) -> list[dict[str, Any]]:
+        """The devices whose joules add up: a node's meter stands for all that is in the node."""
+        known = [each for each in self.devices if each.get("joules") is not None]
+        metered = {each.get("host") for each in known if each.get("part") == "node"}
+        return [
+            each for each in known if each.get("host") not in metered or each.get("part") == "node"
+        ]
+
+    @property
+    def joules(self) -> float | None:
+        """Sum over all nodes; None where nothing could be read."""
+        counted = self.counted
+        return math.fsum(float(each["joules"]) for each in counted) if counted else None
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop at this step boundary."""
 

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.errors import OutlastError
-from outlast.records.events import CheckpointSaved, Evaluated, Event, StepsDone
+from outlast.records.events import CheckpointSaved, EnergyMeasured, Evaluated, Event, StepsDone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +43,13 @@ def scalars(event: Event) -> dict[str, float]:
             found = {"validation/loss_nats": event.loss}
             if event.bits_per_byte is not None:
                 found["validation/bits_per_byte"] = event.bits_per_byte
+            return found
+        case EnergyMeasured(joules=float(joules)):
+            found = {"energy/joules": joules}
+            if event.seconds > 0:
+                found["energy/watts"] = joules / event.seconds
+            if event.tokens:
+                found["energy/joules_per_token"] = joules / event.tokens
             return found
         case CheckpointSaved():
             return {

@@ -56,6 +56,11 @@ class Stopwatch:
         self._seconds[current] = self._seconds.get(current, 0.0) - seconds
         self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
+    def so_far(self) -> dict[str, float]:
+        """Seconds by purpose since the last lap, which goes on."""
+        self._switch()
+        return dict(self._seconds)
+
     def lap(self) -> dict[str, float]:
         """Seconds by purpose since the last lap (or the creation); their sum is the wall time."""
         self._switch()

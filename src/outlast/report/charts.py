@@ -20,10 +20,12 @@ PURPOSE_WORDS = {
     "data": "data",
     "communication": "communication wait",
     "checkpoint": "checkpoint",
+    "guard": "guard",
     "evaluation": "evaluation",
     "startup": "start-up",
     "restart": "restart",
     "lost": "lost work",
+    "redone": "redone work",
     "other": "other",
     "unrecorded": "not recorded",
 }
@@ -31,7 +33,10 @@ PURPOSE_WORDS = {
 MARKS_PER_LANE = 1000
 _CROWDED_LANE = 150
 
-_HATCH = {"fillmode": "overlay", "fgcolor": "var(--panel)", "solidity": 0.25}
+HATCHES = {"lost": "/", "redone": "/", "unrecorded": "."}
+"""Pattern of the purposes that are not told apart by colour alone."""
+
+HATCH = {"fillmode": "overlay", "fgcolor": "var(--panel)", "solidity": 0.25}
 
 _LANE_STYLES = {
     "checkpoint": ("checkpoint", "circle"),
@@ -172,7 +177,6 @@ def time_split_figure(overviews: Sequence[Overview]) -> Figure:
 
 def _purpose_trace(purpose: str, labels: list[str], seconds: list[float]) -> dict[str, Any]:
     words = PURPOSE_WORDS.get(purpose, purpose)
-    hatch = {"lost": "/", "unrecorded": "."}.get(purpose, "")
     return {
         "type": "bar",
         "orientation": "h",
@@ -183,7 +187,7 @@ def _purpose_trace(purpose: str, labels: list[str], seconds: list[float]) -> dic
         "marker": {
             "color": palette.purpose_colour(purpose),
             "line": {"color": "var(--panel)", "width": 1},
-            "pattern": {"shape": hatch, **_HATCH, "size": 6},
+            "pattern": {"shape": HATCHES.get(purpose, ""), **HATCH, "size": 6},
         },
         "hovertemplate": f"%{{y}}<br>{text.escape(words)}: %{{text}}<extra></extra>",
     }
@@ -246,7 +250,7 @@ def _attempt_traces(spans: list[timeline.Span]) -> list[dict[str, Any]]:
                     "line": {"color": "var(--text)", "width": 1},
                     "pattern": {
                         "shape": ["/" if each else "" for each in bad],
-                        **_HATCH,
+                        **HATCH,
                         "size": 8,
                     },
                 },

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from outlast.report import charts, curves, palette, text
 from outlast.report.coded import coding_figure, coding_part
 from outlast.report.compare import comparison
+from outlast.report.energy import energy_figure, energy_part
 from outlast.report.guarded import guard_part
 from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
 from outlast.report.tables import (
@@ -112,6 +113,7 @@ def pictures(overviews: Sequence[Overview]) -> list[Figure]:
             if each.run.attempts
         ),
         *(figure for each in overviews if (figure := coding_figure(each)) is not None),
+        *(figure for each in overviews if (figure := energy_figure(each)) is not None),
         curves.gradient_figure(overviews),
         curves.learning_rate_figure(overviews),
     ]
@@ -131,6 +133,10 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         figure = by_name.get(f"coding-{overview.label}")
         return coding_part(overview, "" if figure is None else _plot(figure))
 
+    def energy(overview: Overview) -> str:
+        figure = by_name.get(f"energy-{overview.label}")
+        return energy_part(overview, "" if figure is None else _plot(figure))
+
     parts = [
         _section("loss", "Loss", _loss_note(), _plot(by_name["loss"])),
         _compared_runs(overviews),
@@ -142,6 +148,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             "time", "Where the time went", _TIME_NOTE, _plot(by_name["time-split"]),
             time_table(overviews),
         ),
+        _section("energy", "Energy", _ENERGY_NOTE, _each(overviews, energy)),
         _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
         _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
         _section(
@@ -173,6 +180,11 @@ _STEP_TIME_NOTE = "Measured, every step that was done, also those done again lat
 _TIME_NOTE = (
     "Measured on rank 0. Lost work is the time of steps that a later attempt did again; not "
     "recorded is the time after the last step record of an attempt that was killed."
+)
+_ENERGY_NOTE = (
+    "From the meters of each device, for all of the machine's programs. What each purpose took is "
+    "the devices' energy shared out by time, as if power were the same within a window. Redone "
+    "work is the energy of steps that a later attempt did again."
 )
 _COMPARISON_NOTE = (
     "Measured; FLOPs are those that the models need, computed from their layers. Time in steps "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from outlast.records import (
     StepsDone,
     Tensorized,
     coding_totals,
+    energy_totals,
     guard_totals,
 )
 from outlast.report import text
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from outlast.report.overview import Overview
 
-Kind = Literal["measured", "predicted", "simulated", "published"]
+Kind = Literal["measured", "modelled", "predicted", "replayed", "simulated", "published"]
 
 OUTCOME_WORDS = {
     "completed": "completed",
@@ -86,6 +87,7 @@ def key_figures(overview: Overview) -> list[KeyFigure]:
         *_time(overview),
         *_guarded(overview),
         *_coded(overview),
+        *_energy(overview),
     ]
 
 
@@ -242,3 +244,24 @@ def _coded(overview: Overview) -> Iterator[KeyFigure]:
     note = f"{totals.scheme}; {exact}; saved at least {text.duration(totals.saved_seconds)}"
     slow = f"{len(totals.slow_steps):,} of {len(totals.steps):,}"
     yield KeyFigure("Steps with a straggler", slow, "steps", note)
+
+
+def _energy(overview: Overview) -> Iterator[KeyFigure]:
+    # The words need this module's neighbours, which need this one.
+    from outlast.report.energy import energy_amount, metered, missing_energy
+
+    totals = energy_totals(overview.run)
+    missing = missing_energy(overview.run)
+    if missing is not None or totals is None or totals.joules is None:
+        reason = (missing or "").removeprefix("unavailable: ")
+        yield KeyFigure("Energy", Unavailable(reason))
+        return
+    value, _, unit = energy_amount(totals.joules).rpartition(" ")
+    note = metered(totals)
+    if redone := totals.purposes.get("redone", 0.0):
+        note += f"; {energy_amount(redone)} of it redone work"
+    yield KeyFigure("Energy", value, unit, note, cast("Kind", totals.kind))
+    if totals.joules_per_token is not None:
+        note = "all energy over the tokens that count"
+        per_token = text.number(totals.joules_per_token)
+        yield KeyFigure("Energy per token", per_token, "J/token", note, cast("Kind", totals.kind))

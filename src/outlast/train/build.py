@@ -39,6 +39,7 @@ from outlast.train.evaluate import Evaluation
 from outlast.train.guarding import RunGuard
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
+from outlast.train.metering import run_meter
 from outlast.train.model import ModelSize, held_blocks, size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import (
@@ -143,6 +144,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
+    energy = together(lambda: run_meter(job, setup.ranks, device))
     calibrate_planner(job, setup.ranks, device)
     model, tensorized = together(lambda: build_whole_model(job))
     tune_layers(model, (job, layout, setup.ranks, device))
@@ -179,6 +181,9 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     if job.checkpoint.replay != "off":
         state = {"model": model, "optimizer": optimizers}
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
+    guard = None if job.guard.policy == "off" else RunGuard(job, called, optimizers)
+    if energy is not None:
+        energy.guard = guard
     trainer = Trainer(
         job=job,
         device=device,
@@ -193,7 +198,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         store=store,
         replay=replay,
         coding=notes,
-        guard=None if job.guard.policy == "off" else RunGuard(job, called, optimizers),
+        guard=guard,
         cadence=cadence_of(job, setup.ranks, setup.directory),
         stop=setup.stop,
         records=records,
@@ -201,6 +206,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         settle_reduction_order=(
             layout.replicate > 2 and layout.shard * layout.pipeline == 1 and notes is None
         ),
+        energy=energy,
         spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
     )
     return trainer, size

@@ -208,6 +208,7 @@ def _trainer(setup: SetUp, data: Prepared, *, correct: bool = True) -> Trainer:
     changes = {
         "guard": job.guard.model_copy(update={"correct": job.guard.correct and correct}),
         "checkpoint": job.checkpoint.model_copy(update={"replay": "off", "writer": "thread"}),
+        "energy": job.energy.model_copy(update={"measure": False}),
     }
     own = dataclasses.replace(setup, job=job.model_copy(update=changes))
     trainer, _ = build(own, data, None)

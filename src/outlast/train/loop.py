@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
     from outlast.train.guarding import RunGuard
+    from outlast.train.metering import RunMeter
     from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
     from outlast.train.tensorizing import SpikeWatch
@@ -103,6 +104,7 @@ class Trainer:
     records: RecordWriter | None
     settle_reduction_order: bool
     spikes: SpikeWatch | None = None
+    energy: RunMeter | None = None
     before_step: Callable[[int], None] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
@@ -129,6 +131,8 @@ class Trainer:
         if self.guard is not None:
             self.guard.restart(first_step)
         self._record(Ready(first_step, time.time() - started, parts))
+        if self.energy is not None:
+            self._record(self.energy.begin(first_step))
         self.watch.lap()
         with self.waits.in_collectives():
             if self.replay is not None and first_step < self.job.train.steps:
@@ -143,6 +147,8 @@ class Trainer:
                 self._record_findings()
             self._save_last(last_step, first_step)
             self._record_guard(last_step)
+        if self.energy is not None:
+            self._record(self.energy.finish(last_step, self.watch.so_far()))
         reason = "" if completed else self.stop.reason or "another rank"
         return Outcome(last_step, completed, reason)
 
@@ -357,6 +363,7 @@ class Trainer:
     def _record_steps(
         self, done: int, interval: Interval, norm: torch.Tensor, learning_rate: float
     ) -> None:
+        seconds = self.watch.lap()
         self._record(
             StepsDone(
                 step=done,
@@ -366,12 +373,14 @@ class Trainer:
                 learning_rate=learning_rate,
                 tokens=done * self._tokens_per_step,
                 step_seconds=[round(seconds, 6) for seconds in interval.step_seconds],
-                seconds=self.watch.lap(),
+                seconds=seconds,
             )
         )
+        if self.energy is not None:
+            self._record(self.energy.steps_done(done, len(interval.losses), seconds))
 
-    def _record(self, event: object) -> None:
-        if self.records is not None:
+    def _record(self, event: object | None) -> None:
+        if self.records is not None and event is not None:
             self.records.write(event)  # type: ignore[arg-type]
 
     def _timed(self, purpose: str) -> AbstractContextManager[None]:

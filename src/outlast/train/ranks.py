@@ -261,8 +261,14 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
 
 def gathered(mine: T) -> list[T]:
     """Every rank's `mine`, by rank, on rank 0, and nothing on the others; all call it together."""
+    everyone = shared(mine)
+    return everyone if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+def shared(mine: T) -> list[T]:
+    """Every rank's `mine`, by rank, on every rank; all call it together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return everyone if dist.get_rank() == 0 else []
+    return everyone

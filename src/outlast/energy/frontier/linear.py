@@ -39,12 +39,17 @@ class Relaxed:
         seconds: (operations,) durations.
         starts: (operations,) in seconds.
         watts: What one more second until the deadline would save: minus the derivative of `joules`.
+        edge_watts: (edges,) what one second of waiting between two operations costs: not negative.
+        operation_watts: (operations,) what one second that an operation takes costs. It is the sum
+            of `edge_watts` after the operation, and before it, but for the first and last ones.
     """
 
     joules: float
     seconds: npt.NDArray[np.float64]
     starts: npt.NDArray[np.float64]
     watts: float
+    edge_watts: npt.NDArray[np.float64]
+    operation_watts: npt.NDArray[np.float64]
 
 
 class Programme:
@@ -69,6 +74,8 @@ class Programme:
         costs = [slope for hull in hulls for slope in slopes(hull, blocking_watts)]
         self._segments = np.concatenate(lengths)
         self._last = [i for i in range(count) if not schedule.successors[i]]
+        # The operation at the beginning of each row: of edges, then of those that come last.
+        self._before = np.array([edge[0] for edge in schedule.edges] + self._last)
         self._fastest_seconds = schedule.makespan(self._shortest.tolist())
         self._highs = self._build(np.array([0.0] * count + costs))
 
@@ -100,12 +107,17 @@ class Programme:
         values = np.asarray(solution.col_value)
         count = len(self._shortest)
         slowed = np.bincount(self._owner, weights=values[count:], minlength=count)
-        duals = np.asarray(solution.row_dual)
+        # A dual is negative where more room in its row would save energy.
+        prices = np.maximum(-np.asarray(solution.row_dual), 0.0)
+        operation_watts = np.zeros(count)
+        np.add.at(operation_watts, self._before, prices)
         return Relaxed(
             joules=float(self._highs.getInfo().objective_function_value) + self._constant,
             seconds=self._shortest + slowed,
             starts=values[:count],
-            watts=-float(duals[first:].sum()),
+            watts=float(prices[first:].sum()),
+            edge_watts=prices[:first],
+            operation_watts=operation_watts,
         )
 
     @property
@@ -119,7 +131,6 @@ class Programme:
         count, edges = len(self._shortest), self._schedule.edges
         rows = [*((row, *edge) for row, edge in enumerate(edges))]
         rows += [(row, index, -1) for row, index in enumerate(self._last, start=len(edges))]
-        before = np.array([index for _, index, _ in rows])
         # Rows in which each operation's end stands, to put its segments there.
         ends: list[list[int]] = [[] for _ in range(count)]
         for row, index, _ in rows:
@@ -139,7 +150,7 @@ class Programme:
         model.col_lower_ = np.zeros(len(costs))
         model.col_upper_ = np.concatenate([np.full(count, np.inf), self._segments])
         model.row_lower_ = np.full(len(rows), -np.inf)
-        model.row_upper_ = -self._shortest[before]
+        model.row_upper_ = -self._shortest[self._before]
         model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         model.a_matrix_.start_ = matrix.indptr
         model.a_matrix_.index_ = matrix.indices

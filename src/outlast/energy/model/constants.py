@@ -11,6 +11,7 @@ class DeviceConstants:
 
     ``P(f) = static + activity * f * V(f)^2`` with ``V(f) = 1 + knee_per_ghz * max(0, f - knee)``,
     and no more than the power limit: above it the effective clock stays behind the one asked for.
+    The activity is the operation's, in watts per MHz at the voltage below the knee.
 
     Attributes:
         name: The device, in words.
@@ -23,6 +24,11 @@ class DeviceConstants:
         peak_flop_per_s: Achieved rate of matrix products at the top clock.
         memory_bytes_per_s: Achieved memory bandwidth.
         launch_seconds: Time that a kernel costs at least.
+        link_bytes_per_s: Achieved bandwidth of the links to other devices.
+        cap_sharpness: How abruptly the cap takes hold: exponent of the smooth minimum of the clock
+            asked for and the one that the cap allows. Kernels of an operation differ in power, so
+            the cap bites some of them earlier than the mean power says.
+        standard_errors: (name, standard error in the constant's unit) of what was fitted.
     """
 
     name: str
@@ -35,6 +41,9 @@ class DeviceConstants:
     peak_flop_per_s: float = float("nan")
     memory_bytes_per_s: float = float("nan")
     launch_seconds: float = 5e-6
+    link_bytes_per_s: float = float("nan")
+    cap_sharpness: float = 40.0
+    standard_errors: tuple[tuple[str, float], ...] = ()
 
     def voltage(self, clock_mhz: float) -> float:
         """Relative voltage: 1 up to the knee."""

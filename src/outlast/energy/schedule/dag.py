@@ -21,8 +21,9 @@ class Operation:
     Attributes:
         device: Which of the pipeline's devices runs it, from 0; -1 for a link, which draws nothing.
         stage: The (virtual) stage, by which the profile knows it.
-        phase: "forward", "backward", "backward_input", "backward_weight", "transfer", "tail" or
-            another name that the profile knows.
+        phase: "forward", "backward", "backward_input", "backward_weight", "tail"; on links
+            "send_forward", "send_backward", "reduce_scatter"; or another name that the profile
+            knows.
         microbatch: From 0; -1 for what happens once per step.
     """
 

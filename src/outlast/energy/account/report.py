@@ -1,0 +1,347 @@
+"""A run's energy as kWh, money, carbon, joules per token and joules to a loss, with intervals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from outlast.energy.account.carbon import Provider, carbon, intensity, yearly_average
+from outlast.energy.cost import JOULES_PER_KWH, checked_pue
+from outlast.energy.reading import Energy
+from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from outlast.energy.account.purposes import Purpose, Split
+    from outlast.energy.account.tariff import Tariff
+    from outlast.energy.reading import Kind, Reading
+
+PARTS = ("gpu", "cpu", "memory", "node")
+"""Parts of a node that may be metered; "node" is all of it."""
+
+
+class LossPoint(NamedTuple):
+    """A point of a run's loss curve.
+
+    Attributes:
+        step: Of training.
+        loss: There.
+        joules: Of the run up to it, restarts included.
+    """
+
+    step: int
+    loss: float
+    joules: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """A quantity that was derived from joules.
+
+    Attributes:
+        value: Best estimate.
+        low: Lower end of the 95 % interval; it covers the meter, not the price or the grid.
+        high: Upper end.
+        unit: Of all three.
+        kind: Of the joules.
+        source: Of the factor.
+    """
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    kind: Kind
+    source: str
+
+    def __str__(self) -> str:
+        spread = f" [{self.low:.4g}, {self.high:.4g}]" if self.low < self.high else ""
+        return f"{self.value:.4g}{spread} {self.unit} ({self.kind}: {self.source})"
+
+
+Figure: TypeAlias = Amount | Unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run did, as plain data.
+
+    Attributes:
+        begin: Its start, with a time zone.
+        seconds: Its length.
+        tokens: It trained on, if known; those of redone steps count once.
+        losses: Its loss curve.
+        loss_target: A loss to reach.
+        metered: Parts of the node that the joules cover, of `PARTS`.
+    """
+
+    begin: datetime
+    seconds: float
+    tokens: float | None = None
+    losses: Sequence[LossPoint] = ()
+    loss_target: float | None = None
+    metered: tuple[str, ...] = ("gpu",)
+
+    def __post_init__(self) -> None:
+        if self.begin.tzinfo is None:
+            raise EnergyError(f"begin = {self.begin} has no time zone: pass one that has")
+        if not (math.isfinite(self.seconds) and self.seconds > 0.0):
+            raise EnergyError(f"seconds = {self.seconds} of the run is not above 0")
+        if self.tokens is not None and not self.tokens > 0.0:
+            raise EnergyError(f"tokens = {self.tokens} is not above 0: pass None if not known")
+        unknown = [part for part in self.metered if part not in PARTS]
+        if unknown or not self.metered:
+            raise EnergyError(f"metered = {self.metered} must be some of {', '.join(PARTS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a joule costs.
+
+    Attributes:
+        tariff: Price; None leaves the cost out.
+        region: Of the grid; None leaves the carbon out.
+        provider: Carbon intensity over time.
+        pue: Energy of the building over that of its nodes; 1 does not apply any.
+    """
+
+    tariff: Tariff | None = None
+    region: str | None = None
+    provider: Provider = yearly_average
+    pue: float = 1.0
+
+    def __post_init__(self) -> None:
+        checked_pue(self.pue)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyReport:
+    """Energy of a run.
+
+    Attributes:
+        joules: Of the metered parts, PUE not applied.
+        by_purpose: Sum to `joules`.
+        electricity: kWh, PUE applied.
+        cost: Of `electricity`.
+        carbon: Of `electricity`.
+        joules_per_token: Of the metered parts, PUE not applied.
+        joules_to_loss: The same, up to the first time that the loss target was met.
+        pue: In words.
+        metered: Parts of the node that the joules cover.
+        notes: What a reader must know, one sentence each.
+    """
+
+    joules: Reading
+    by_purpose: Mapping[Purpose, Energy]
+    electricity: Figure
+    cost: Figure
+    carbon: Figure
+    joules_per_token: Figure
+    joules_to_loss: Figure
+    pue: str
+    metered: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; what is not known says why."""
+        figures = (
+            "joules",
+            "electricity",
+            "cost",
+            "carbon",
+            "joules_per_token",
+            "joules_to_loss",
+        )
+        return {
+            **{name: _plain(getattr(self, name)) for name in figures},
+            "by_purpose": {name: _plain(energy) for name, energy in self.by_purpose.items()},
+            "pue": self.pue,
+            "metered": list(self.metered),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        rows = [
+            ("energy", self.joules),
+            ("electricity", self.electricity),
+            ("cost", self.cost),
+            ("carbon", self.carbon),
+            ("per token", self.joules_per_token),
+            ("to the loss", self.joules_to_loss),
+        ]
+        lines = [f"{name:<12} {value}" for name, value in rows]
+        if isinstance(self.joules, Energy) and self.joules.joules > 0.0:
+            for purpose, energy in self.by_purpose.items():
+                share = energy.joules / self.joules.joules
+                lines.append(f"  {purpose:<12} {energy.joules:,.4g} J  {share:.1%}")
+        lines.append(f"{'PUE':<12} {self.pue}")
+        return lines + [f"note: {note}" for note in self.notes]
+
+
+def account(split: Split, run: Run, rates: Rates | None = None) -> EnergyReport:
+    """The account of a run.
+
+    Args:
+        split: Its joules by purpose.
+        run: What it did.
+        rates: What a joule costs; without them cost and carbon are unavailable.
+
+    Raises:
+        EnergyError: For an unknown region, or a loss curve whose joules fall.
+    """
+    rates = rates or Rates()
+    total = split.total
+    where = {"begin": run.begin, "seconds": run.seconds}
+    applied = rates.pue > 1.0
+    return EnergyReport(
+        joules=total,
+        by_purpose=split.by_purpose,
+        electricity=_amount(
+            total, rates.pue / JOULES_PER_KWH, "kWh", "PUE applied" if applied else "no PUE"
+        ),
+        cost=_cost(total, rates, where),
+        carbon=_carbon(total, rates, where),
+        joules_per_token=Unavailable("the number of tokens is not known")
+        if run.tokens is None
+        else _amount(total, 1.0 / run.tokens, "J/token", "tokens of the run"),
+        joules_to_loss=joules_to_loss(run.losses, run.loss_target, total),
+        pue=f"{rates.pue:g}, as given" if applied else "1, not applied",
+        metered=run.metered,
+        notes=_notes(split, run),
+    )
+
+
+def joules_to_loss(losses: Sequence[LossPoint], target: float | None, total: Reading) -> Figure:
+    """Joules until the loss first was at most the target.
+
+    Between two points of the curve energy is interpolated by the loss. The interval goes from the
+    point before to the point after, each with the relative interval of the meter.
+
+    Args:
+        losses: The curve, by ascending step.
+        target: To reach.
+        total: Of the run, for kind, source and interval.
+
+    Raises:
+        EnergyError: When joules fall along the curve.
+    """
+    if isinstance(total, Unavailable):
+        return total
+    if target is None:
+        return Unavailable("no loss target is set")
+    points = [point for point in losses if math.isfinite(point.loss)]
+    if not points:
+        return Unavailable("no loss is known")
+    for before, after in itertools.pairwise(points):
+        if after.joules < before.joules or after.step <= before.step:
+            raise EnergyError(
+                f"the loss curve goes back at step {after.step}: order it by step, with the "
+                "joules of all steps so far"
+            )
+    reached = next((i for i, point in enumerate(points) if point.loss <= target), None)
+    if reached is None:
+        best = min(points, key=lambda point: point.loss)
+        return Unavailable(
+            f"loss {target:g} was not reached; the lowest was {best.loss:g} at step {best.step}"
+        )
+    after = points[reached]
+    before = points[reached - 1] if reached else after
+    fall = before.loss - after.loss
+    part = (before.loss - target) / fall if fall > 0.0 else 1.0
+    low, high = _interval(total)
+    return Amount(
+        value=before.joules + part * (after.joules - before.joules),
+        low=before.joules * low if reached else after.joules * low,
+        high=after.joules * high,
+        unit="J",
+        kind=total.kind,
+        source=f"first loss of at most {target:g}, at step {after.step}",
+    )
+
+
+def _cost(total: Reading, rates: Rates, where: Mapping[str, Any]) -> Figure:
+    if rates.tariff is None:
+        return Unavailable("no tariff is set", "pass a tariff file")
+    price = rates.tariff.cost(JOULES_PER_KWH, **where)
+    source = f"{price:.4g} {rates.tariff.currency}/kWh on average"
+    return _amount(total, rates.pue * price / JOULES_PER_KWH, rates.tariff.currency, source)
+
+
+def _carbon(total: Reading, rates: Rates, where: Mapping[str, Any]) -> Figure:
+    if rates.region is None:
+        return Unavailable("no grid region is set", "pass a country code")
+    grams = carbon(JOULES_PER_KWH, region=rates.region, provider=rates.provider, **where)
+    source = f"{grams:.4g} g/kWh in {rates.region}"
+    if rates.provider is yearly_average:
+        known = intensity(rates.region)
+        source += f", {known.year}: {known.source}"
+    return _amount(total, rates.pue * grams / JOULES_PER_KWH, "gCO2e", source)
+
+
+def _notes(split: Split, run: Run) -> tuple[str, ...]:
+    notes = []
+    if "node" not in run.metered:
+        rest = ", ".join(part for part in PARTS if part not in {*run.metered, "node"})
+        covered = " and ".join(run.metered)
+        others = f"{rest}, network and fans" if rest else "network and fans"
+        notes.append(f"the joules are of {covered} only; {others} were not metered")
+    if split.unmetered_seconds > 0.0:
+        why = "; ".join(split.reasons)
+        notes.append(f"{split.unmetered_seconds:g} device-seconds were not metered: {why}")
+    if isinstance(split.total, Energy):
+        notes += split.total.flags
+    return tuple(notes)
+
+
+def _interval(total: Energy) -> tuple[float, float]:
+    if total.joules <= 0.0:
+        return 1.0, 1.0
+    return total.low_joules / total.joules, total.high_joules / total.joules
+
+
+def _amount(total: Reading, factor: float, unit: str, source: str) -> Figure:
+    """Joules times a factor; a negative one (a price below 0) turns the interval round."""
+    if isinstance(total, Unavailable):
+        return total
+    ends = sorted((total.low_joules * factor, total.high_joules * factor))
+    return Amount(
+        value=total.joules * factor,
+        low=ends[0],
+        high=ends[1],
+        unit=unit,
+        kind=total.kind,
+        source=source,
+    )
+
+
+def _plain(value: Energy | Amount | Unavailable) -> dict[str, Any]:
+    if isinstance(value, Unavailable):
+        return {"unavailable": value.reason}
+    if isinstance(value, Energy):
+        return {
+            "value": value.joules,
+            "low": value.low_joules,
+            "high": value.high_joules,
+            "unit": "J",
+            "kind": value.kind,
+            "source": value.source,
+        }
+    return {
+        "value": value.value,
+        "low": value.low,
+        "high": value.high,
+        "unit": value.unit,
+        "kind": value.kind,
+        "source": value.source,
+    }

@@ -1,0 +1,198 @@
+"""Electricity prices from a TOML file: flat, or by time of use.
+
+    currency = "EUR"
+    time_zone = "Europe/Berlin"
+    price_per_kwh = 0.22            # where no band applies
+
+    [[bands]]
+    days = ["mon", "tue", "wed", "thu", "fri"]
+    from_hour = 8
+    to_hour = 20
+    price_per_kwh = 0.31
+
+Hours are those of the wall clock in the time zone. A band from 22 to 6 goes past midnight and
+belongs to the day on which it begins.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from outlast.energy.cost import JOULES_PER_KWH
+from outlast.errors import EnergyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+SLICE_SECONDS = 900
+"""Prices change on quarters of an hour of UTC at most: every time zone is offset by such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Hours of the week with a price of their own.
+
+    Attributes:
+        price_per_kwh: In the tariff's currency.
+        days: On which the band begins, of `DAYS`.
+        from_hour: First hour, 0 to 23.
+        to_hour: Hour at which it ends, 1 to 24; at or below `from_hour` on the next day.
+    """
+
+    price_per_kwh: float
+    days: frozenset[str]
+    from_hour: int
+    to_hour: int
+
+    def holds(self, local: datetime) -> bool:
+        """Whether a local time lies in the band."""
+        today, yesterday = DAYS[local.weekday()], DAYS[local.weekday() - 1]
+        if self.from_hour < self.to_hour:
+            return today in self.days and self.from_hour <= local.hour < self.to_hour
+        begun = today in self.days and local.hour >= self.from_hour
+        return begun or (yesterday in self.days and local.hour < self.to_hour)
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """Price of electricity over time.
+
+    Attributes:
+        currency: ISO 4217 code, such as EUR.
+        price_per_kwh: Where no band applies.
+        time_zone: IANA name.
+        bands: The first that holds applies.
+    """
+
+    currency: str
+    price_per_kwh: float
+    time_zone: str = "UTC"
+    bands: tuple[Band, ...] = ()
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Tariff:
+        """A tariff file.
+
+        Raises:
+            EnergyError: When it cannot be read, or any key or value is wrong.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise EnergyError(f"tariff file {path} cannot be read: {error}") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "tariff") -> Tariff:
+        """A tariff from TOML text; `name` is for errors."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise EnergyError(f"{name} is not TOML: {error}") from error
+        _known(name, table, {"currency", "time_zone", "price_per_kwh", "bands"})
+        currency = table.get("currency")
+        if not (isinstance(currency, str) and len(currency) == 3 and currency.isupper()):
+            raise EnergyError(f'{name}: currency = {currency!r} must be a code like "EUR"')
+        zone = table.get("time_zone", "UTC")
+        if not isinstance(zone, str):
+            raise EnergyError(f'{name}: time_zone = {zone!r} must be a name like "Europe/Berlin"')
+        _zone(zone, name)
+        bands = table.get("bands", [])
+        if not (isinstance(bands, list) and all(isinstance(band, dict) for band in bands)):
+            raise EnergyError(f"{name}: bands must be written as [[bands]] tables")
+        return cls(
+            currency,
+            _price(name, table),
+            zone,
+            tuple(_band(f"{name}: band {i}", band) for i, band in enumerate(bands, 1)),
+        )
+
+    def price_at(self, moment: datetime) -> float:
+        """Price per kWh at a moment.
+
+        Raises:
+            EnergyError: For a moment without a time zone.
+        """
+        if moment.tzinfo is None:
+            raise EnergyError(f"moment = {moment} has no time zone: pass one that has")
+        local = moment.astimezone(_zone(self.time_zone, "tariff"))
+        for band in self.bands:
+            if band.holds(local):
+                return band.price_per_kwh
+        return self.price_per_kwh
+
+    def cost(self, joules: float, begin: datetime, seconds: float) -> float:
+        """Cost of joules that were drawn evenly over a time, in `currency`."""
+        return joules / JOULES_PER_KWH * time_average(self.price_at, begin, seconds)
+
+
+def time_average(value_at: Callable[[datetime], float], begin: datetime, seconds: float) -> float:
+    """Mean over a time of a value that changes on quarters of an hour of UTC at most.
+
+    Raises:
+        EnergyError: For a beginning without time zone, or a negative time.
+    """
+    if begin.tzinfo is None:
+        raise EnergyError(f"begin = {begin} has no time zone: pass one that has")
+    if not (math.isfinite(seconds) and seconds >= 0.0):
+        raise EnergyError(f"seconds = {seconds} is not a time of at least 0")
+    start = begin.astimezone(UTC)
+    end = start + timedelta(seconds=seconds)
+    if end <= start:
+        return value_at(start)
+    total = 0.0
+    at = start
+    while at < end:
+        ordinal = math.floor(at.timestamp() / SLICE_SECONDS) + 1
+        border = datetime.fromtimestamp(ordinal * SLICE_SECONDS, UTC)
+        until = min(border, end)
+        total += value_at(at) * (until - at).total_seconds()
+        at = until
+    return total / (end - start).total_seconds()
+
+
+def _band(name: str, table: dict[str, Any]) -> Band:
+    _known(name, table, {"days", "from_hour", "to_hour", "price_per_kwh"})
+    days = table.get("days", list(DAYS))
+    if not (isinstance(days, list) and days and all(day in DAYS for day in days)):
+        raise EnergyError(f"{name}: days = {days!r} must be some of {', '.join(DAYS)}")
+    hours = {}
+    for key, lowest, highest in (("from_hour", 0, 23), ("to_hour", 1, 24)):
+        hour = table.get(key)
+        if not (type(hour) is int and lowest <= hour <= highest):
+            raise EnergyError(f"{name}: {key} = {hour!r} must be {lowest} to {highest}")
+        hours[key] = hour
+    return Band(_price(name, table), frozenset(days), hours["from_hour"], hours["to_hour"])
+
+
+def _price(name: str, table: dict[str, Any]) -> float:
+    price = table.get("price_per_kwh")
+    if isinstance(price, bool) or not isinstance(price, int | float) or not math.isfinite(price):
+        raise EnergyError(f"{name}: price_per_kwh = {price!r} must be a number")
+    return float(price)
+
+
+def _known(name: str, table: dict[str, Any], keys: set[str]) -> None:
+    unknown = sorted(set(table) - keys)
+    if unknown:
+        raise EnergyError(
+            f"{name}: {unknown[0]} is not known; it may have {', '.join(sorted(keys))}"
+        )
+
+
+def _zone(zone: str, name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(zone)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise EnergyError(
+            f'{name}: time_zone = "{zone}" is not known here: use an IANA name such as '
+            '"Europe/Berlin", and install tzdata where the system has none'
+        ) from error

@@ -1,0 +1,138 @@
+"""Plans for many deadlines, from which a slower pipeline gets its answer without solving.
+
+When one of several data-parallel pipelines is slower, the others wait for it at the end of the
+step. Each then takes `ClockPlan.joules_until(T')`, so the best one for the straggler's time T' is
+the plan for min(T', T*), where T* is the time beyond which slowing down does not pay (Perseus,
+SOSP'24, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.energy.frontier.plan_file import matches, plan_of, publish, read
+from outlast.errors import EnergyError
+
+if TYPE_CHECKING:
+    from outlast.energy.frontier.plan import ClockPlan
+    from outlast.energy.schedule.dag import Schedule
+
+_FORMAT = "outlast frontier"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to run while another pipeline is slower.
+
+    Attributes:
+        plan: The clocks.
+        straggler_seconds: T', the time of the slowest pipeline's step.
+        joules: Energy of this pipeline's step until T', waiting included.
+        waiting_joules: The part of it that is drawn between the plan's end and T'.
+        fastest_joules: Top clocks, and waiting until T'.
+        unused_seconds: How much longer than the longest plan of the frontier could still pay; above
+            0 only for a frontier that ends before T*.
+    """
+
+    plan: ClockPlan
+    straggler_seconds: float
+    joules: float
+    waiting_joules: float
+    fastest_joules: float
+    unused_seconds: float
+
+    @property
+    def saving(self) -> float:
+        """What share of the energy of top clocks is saved."""
+        return 1.0 - self.joules / self.fastest_joules
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans from the shortest to the longest deadline.
+
+    Attributes:
+        plans: By rising deadline.
+        longest_useful_seconds: T*, beyond which slowing down does not pay; 0 if not known.
+    """
+
+    plans: tuple[ClockPlan, ...]
+    longest_useful_seconds: float = 0.0
+
+    def at(self, deadline_seconds: float) -> ClockPlan:
+        """The plan that takes the least energy of those that meet a deadline. A look-up.
+
+        Raises:
+            EnergyError: When the deadline is shorter than that of any plan; names the shortest.
+        """
+        fitting = [plan for plan in self.plans if plan.seconds <= deadline_seconds * (1 + 1e-9)]
+        if not fitting:
+            shortest = min(plan.seconds for plan in self.plans)
+            raise EnergyError(
+                f"deadline = {deadline_seconds:g} s cannot be met: the fastest plan of this "
+                f"frontier takes {shortest:.6g} s"
+            )
+        return min(fitting, key=lambda plan: plan.joules_until(deadline_seconds))
+
+    def with_straggler(self, straggler_seconds: float) -> Answer:
+        """The plan to run while another pipeline takes so long, and its energies.
+
+        Raises:
+            EnergyError: When no plan is as fast; this pipeline is then the straggler.
+        """
+        plan = self.at(straggler_seconds)
+        watts = plan.devices * plan.blocking_watts
+        waited = watts * (straggler_seconds - plan.deadline_seconds)
+        useful = min(straggler_seconds, self.longest_useful_seconds)
+        return Answer(
+            plan=plan,
+            straggler_seconds=straggler_seconds,
+            joules=plan.joules_until(straggler_seconds),
+            waiting_joules=watts * (straggler_seconds - plan.seconds),
+            fastest_joules=plan.fastest_joules + waited,
+            unused_seconds=max(useful - max(each.deadline_seconds for each in self.plans), 0.0),
+        )
+
+    def save(self, path: Path | str) -> None:
+        """Write it as JSON; a reader sees all of the file or none.
+
+        Raises:
+            EnergyError: When the place cannot be written.
+        """
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "longest_useful_seconds": self.longest_useful_seconds,
+            "plans": [asdict(plan) for plan in self.plans],
+        }
+        publish(Path(path), content)
+
+    @classmethod
+    def load(cls, path: Path | str, schedule: Schedule | None = None) -> Frontier:
+        """Read what `save` wrote.
+
+        Args:
+            path: The file.
+            schedule: The step it is for; None leaves that unchecked.
+
+        Raises:
+            EnergyError: When the file is no frontier, is damaged or is for another schedule.
+        """
+        content = read(Path(path), _FORMAT)
+        plans, useful = content.get("plans"), content.get("longest_useful_seconds")
+        if not isinstance(plans, list) or not all(isinstance(each, dict) for each in plans):
+            raise EnergyError(f'{path} has no list "plans": write the frontier again')
+        if not plans:
+            raise EnergyError(f'{path}: "plans" is empty: write the frontier again')
+        if isinstance(useful, bool) or not isinstance(useful, int | float) or useful < 0:
+            raise EnergyError(f"{path}: longest_useful_seconds must be a number, not below 0")
+        found = tuple(
+            plan_of(plan, f"{path}, plan {number}") for number, plan in enumerate(plans, start=1)
+        )
+        for number, plan in enumerate(found, start=1):
+            if schedule is not None:
+                matches(plan, schedule, f"{path}, plan {number}")
+        return cls(found, float(useful))

@@ -1,0 +1,325 @@
+"""Plans that change clocks seldom: one clock for a group of operations, chosen exactly.
+
+With one binary w_gc for each group g and clock c, group g's operations last sum_c w_gc * t_i(c).
+A step meets the deadline T when every path through the schedule does. Paths are too many to list,
+so the integer programme knows only those that a former solution broke; each solution is checked on
+the whole schedule, and its longest path is added until none is too long (cutting planes; Dantzig,
+Fulkerson and Johnson 1954). The last solution is then optimal within `RELATIVE_GAP`.
+
+A change of clock delays the operation after it. Between two groups g and h of a device it happens
+when their clocks differ: z_gh >= w_gc - w_hc for every clock c, and z_gh enters the paths.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from outlast.energy.frontier.delays import SwitchDelays
+from outlast.energy.profile import effective
+from outlast.errors import EnergyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from outlast.energy.frontier.plan import Switches
+    from outlast.energy.profile import Point, Profile
+    from outlast.energy.schedule.dag import Operation, Schedule
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+
+RELATIVE_GAP = 5e-4
+"""The integer programme stops when its solution is this near its bound."""
+NODES = 100
+"""Or after so many nodes of its search tree; the bound that is then given is a wider, true one."""
+_ROUNDS = 500
+# Status of `scipy.optimize.milp`.
+_INFEASIBLE = 2
+# A path that is longer than the deadline by this share is an error of floating point.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """The best plan of a budget.
+
+    Attributes:
+        points: (operations,) what each runs at.
+        bound_joules: Effective energy below which no plan of the budget is.
+    """
+
+    points: list[Point]
+    bound_joules: float
+
+
+class GroupedProgramme:
+    """The integer programme of a budget of switches; knows more paths after each deadline.
+
+    Args:
+        schedule: The step.
+        profile: Time and energy of its operations.
+        budget: "none", "per_stage" or "per_phase"; for "free", each device has one clock for its
+            warm-up, one for the steady part and one for its cool-down, and all changes between
+            these are taken to happen.
+        switch_seconds: What a change of clock takes.
+
+    Raises:
+        EnergyError: When operations that must share a clock have none in common.
+    """
+
+    def __init__(
+        self, schedule: Schedule, profile: Profile, budget: Switches, switch_seconds: float = 0.0
+    ) -> None:
+        self._schedule, self._budget = schedule, budget
+        self._delays = SwitchDelays(schedule, switch_seconds)
+        operations = schedule.operations
+        curves = [profile.curve(each.key).points for each in operations]
+        clocked = [any(point.clock_mhz for point in curve) for curve in curves]
+        parts = _parts(schedule) if budget == "free" else [""] * len(operations)
+        labels = [
+            _label(each, budget, parts[index]) if own else (index,)
+            for index, (each, own) in enumerate(zip(operations, clocked, strict=True))
+        ]
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        self._group = np.array([numbers[label] for label in labels])
+        clocks = self._shared_clocks(curves)
+        self._columns = [(g, clock) for g, shared in enumerate(clocks) for clock in sorted(shared)]
+        self._first = np.cumsum([0, *(len(shared) for shared in clocks)])
+        tables = [{point.clock_mhz: point for point in curve} for curve in curves]
+        # (operations,) the points of each at its group's clocks.
+        self._points = [
+            [table[clock] for _, clock in self._columns[self._first[g] : self._first[g + 1]]]
+            for table, g in zip(tables, self._group.tolist(), strict=True)
+        ]
+        self._costs = self._summed(
+            [
+                [effective(point, profile.blocking_watts) for point in points]
+                for points in self._points
+            ]
+        )
+        self._before = self._delays.before(clocked)
+        between = switch_seconds and budget != "free"
+        self._pairs = self._switching_pairs() if between else []
+        self._fixed_seconds = np.zeros(len(operations))
+        if budget == "free":
+            self._fixed_seconds[self._group != self._group[self._before]] = switch_seconds
+        self._paths: list[Floats] = []
+        self._path_seconds: list[float] = []
+
+    def solve(self, deadline_seconds: float) -> Grouped:
+        """The plan with the least energy.
+
+        Raises:
+            EnergyError: When the budget allows no plan that meets the deadline; says the shortest.
+        """
+        found = self._until_feasible(deadline_seconds)
+        if found is None:
+            shortest = self._until_feasible(None)
+            assert shortest is not None, "without a deadline there is always a plan"
+            takes = self._schedule.makespan(self._delays.seconds(shortest.points))
+            raise EnergyError(
+                f"deadline = {deadline_seconds:g} s cannot be met with switches = "
+                f'"{self._budget}": the shortest feasible deadline is {takes:.6g} s; allow it, or '
+                "more switches"
+            )
+        return found
+
+    def _until_feasible(self, deadline: float | None) -> Grouped | None:
+        # Fractions first: their paths are cheap to find, and most of what the integers need.
+        for integral in (False, True):
+            for _ in range(_ROUNDS):
+                solved = self._solved(deadline, integral)
+                if solved is None:
+                    return None
+                weights, bound, limit = solved
+                seconds = self._seconds(weights)
+                path = self._longest_path(seconds)
+                if sum(seconds[index] for index in path) <= limit * (1 + _TOLERANCE):
+                    break
+                self._paths.append(self._row(path))
+                self._path_seconds.append(float(self._fixed_seconds[path].sum()))
+            else:
+                raise EnergyError(
+                    f'switches = "{self._budget}": no plan was found in {_ROUNDS} rounds for '
+                    f"deadline = {deadline or 0:g} s: try another deadline"
+                )
+        return Grouped(self._chosen(weights), bound)
+
+    def _solved(self, deadline: float | None, integral: bool) -> tuple[Floats, float, float] | None:
+        """Weights, the bound of the cost and the time that paths may take; None if infeasible."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        columns, pairs = len(self._columns), len(self._pairs)
+        costs = np.zeros(columns + pairs + 1)
+        costs[-1] = deadline is None
+        if deadline is not None:
+            costs[:columns] = self._costs
+        lower, upper = np.zeros(len(costs)), np.ones(len(costs))
+        upper[-1] = np.inf
+        if deadline is not None:
+            lower[-1] = upper[-1] = deadline
+        rules = [LinearConstraint(self._one_clock_each(), 1, 1)]
+        if self._paths:
+            rows = np.array([[*path, -1.0] for path in self._paths])
+            rules.append(LinearConstraint(rows, -np.inf, -np.array(self._path_seconds)))
+        if pairs:
+            rules.append(LinearConstraint(self._switch_rules(), -np.inf, 0))
+        whole = np.zeros(len(costs))
+        whole[:-1] = integral
+        options = {"mip_rel_gap": RELATIVE_GAP, "node_limit": NODES}
+        found = milp(
+            costs,
+            integrality=whole,
+            bounds=Bounds(lower, upper),
+            constraints=rules,
+            options=options,
+        )
+        if found.x is None:
+            if found.status != _INFEASIBLE:
+                raise EnergyError(
+                    f'switches = "{self._budget}": no plan was found within {NODES} nodes of the '
+                    f"search for deadline = {deadline or 0:g} s: try a longer deadline"
+                )
+            return None
+        bound = found.mip_dual_bound if integral else found.fun
+        return np.asarray(found.x), float(bound), deadline or float(found.x[-1])
+
+    def _shared_clocks(self, curves: Sequence[Sequence[Point]]) -> list[set[int]]:
+        shared: dict[int, set[int]] = {}
+        for curve, group in zip(curves, self._group.tolist(), strict=True):
+            own = {point.clock_mhz for point in curve}
+            shared[group] = shared[group] & own if group in shared else own
+        if not all(shared.values()):
+            raise EnergyError(
+                f'switches = "{self._budget}" needs a clock that all operations of a group have, '
+                "and some have none in common: measure them at the same clocks, or allow more "
+                "switches"
+            )
+        return [shared[group] for group in range(len(shared))]
+
+    def _summed(self, values: list[list[float]]) -> Floats:
+        """(columns,) sums over the operations of each group."""
+        sums = np.zeros(len(self._columns))
+        for group, own in zip(self._group.tolist(), values, strict=True):
+            sums[self._first[group] : self._first[group + 1]] += own
+        return sums
+
+    def _switching_pairs(self) -> list[tuple[int, int]]:
+        groups = self._group.tolist()
+        met = {
+            (min(groups[last], group), max(groups[last], group))
+            for last, group in zip(self._before, groups, strict=True)
+        }
+        return sorted(pair for pair in met if pair[0] != pair[1])
+
+    def _row(self, path: Sequence[int]) -> Floats:
+        """(columns + pairs,) what each variable adds to the length of a path."""
+        row = np.zeros(len(self._columns) + len(self._pairs))
+        places = {pair: len(self._columns) + i for i, pair in enumerate(self._pairs)}
+        for index in path:
+            group, last = int(self._group[index]), int(self._group[self._before[index]])
+            row[self._first[group] : self._first[group + 1]] += [
+                point.seconds for point in self._points[index]
+            ]
+            place = places.get((min(group, last), max(group, last)))
+            if place is not None:
+                row[place] += self._delays.switch_seconds
+        return row
+
+    def _one_clock_each(self) -> Floats:
+        rows = np.zeros((len(self._first) - 1, len(self._columns) + len(self._pairs) + 1))
+        for group, (start, end) in enumerate(itertools.pairwise(self._first)):
+            rows[group, start:end] = 1
+        return rows
+
+    def _switch_rules(self) -> Floats:
+        places = {column: i for i, column in enumerate(self._columns)}
+        rows = []
+        for number, (one, other) in enumerate(self._pairs):
+            # Both ways, for clocks that only one of the two groups has.
+            for first, second in ((one, other), (other, one)):
+                for clock in [clock for group, clock in self._columns if group == first]:
+                    row = np.zeros(len(self._columns) + len(self._pairs) + 1)
+                    row[places[first, clock]] = 1
+                    if (second, clock) in places:
+                        row[places[second, clock]] = -1
+                    row[len(self._columns) + number] = -1
+                    rows.append(row)
+        return np.array(rows)
+
+    def _seconds(self, weights: Floats) -> list[float]:
+        """(operations,) durations of possibly fractional weights, changes of clock included."""
+        switched = dict(
+            zip(
+                self._pairs,
+                weights[len(self._columns) : len(self._columns) + len(self._pairs)],
+                strict=True,
+            )
+        )
+        shares = [
+            weights[start:end].tolist() for start, end in itertools.pairwise(self._first.tolist())
+        ]
+        groups = self._group.tolist()
+        found = []
+        for index, group in enumerate(groups):
+            last = groups[self._before[index]]
+            delay = switched.get((min(group, last), max(group, last)), 0.0)
+            points = self._points[index]
+            own = sum(
+                share * point.seconds for share, point in zip(shares[group], points, strict=True)
+            )
+            delayed = float(delay) * self._delays.switch_seconds
+            found.append(own + delayed + float(self._fixed_seconds[index]))
+        return found
+
+    def _longest_path(self, seconds: Sequence[float]) -> list[int]:
+        schedule = self._schedule
+        starts = schedule.earliest_starts(seconds)
+        index = max(range(len(starts)), key=lambda i: starts[i] + seconds[i])
+        path = [index]
+        while schedule.predecessors[index]:
+            index = max(schedule.predecessors[index], key=lambda i: starts[i] + seconds[i])
+            path.append(index)
+        return path
+
+    def _chosen(self, weights: Floats) -> list[Point]:
+        best = [
+            int(np.argmax(weights[start:end])) for start, end in itertools.pairwise(self._first)
+        ]
+        return [
+            points[best[group]]
+            for points, group in zip(self._points, self._group.tolist(), strict=True)
+        ]
+
+
+def _label(operation: Operation, budget: Switches, part: str) -> tuple[object, ...]:
+    """What operations of one clock have in common."""
+    if budget == "none":
+        return ("all",)
+    if budget == "per_stage":
+        return ("device", operation.device)
+    return ("device", operation.device, operation.phase if budget == "per_phase" else part)
+
+
+def _parts(schedule: Schedule) -> list[str]:
+    """(operations,) warm-up until a device's first backward, cool-down after its last forward."""
+    on_device: dict[int, list[int]] = {}
+    for index in schedule.order:
+        on_device.setdefault(schedule.operations[index].device, []).append(index)
+    found = [""] * len(schedule.operations)
+    for indices in on_device.values():
+        forward = [schedule.operations[index].phase.startswith("forward") for index in indices]
+        backward = [schedule.operations[index].phase.startswith("backward") for index in indices]
+        first = backward.index(True) if any(backward) else len(indices)
+        last = len(indices) - 1 - forward[::-1].index(True) if any(forward) else len(indices)
+        for place, index in enumerate(indices):
+            if place < first:
+                found[index] = "warm-up"
+            else:
+                found[index] = "cool-down" if place > last else "steady"
+    return found

@@ -1,0 +1,305 @@
+"""Time and energy of a new operation at all clocks, from one or two of them.
+
+calibration = calibrate(profile_of_another_model)       # once for a kind of device
+modelled = predicted_profile(probes, calibration, clocks_mhz)
+planner = EnergyPlanner(modelled)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from outlast.energy.model.deviation import mean
+from outlast.energy.model.response import Response, cap_clock_mhz, evaluate
+from outlast.energy.profile import Curve, Point, Profile
+from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from outlast.energy.model.constants import DeviceConstants
+    from outlast.energy.model.deviation import Deviation
+    from outlast.energy.model.fit import Calibration
+    from outlast.energy.profile import Key
+
+    Array = npt.NDArray[np.float64]
+
+PROBE_TIME_ERROR, PROBE_POWER_ERROR = 0.003, 0.01
+"""Relative errors of a probe: time repeats better than power."""
+SHARE_ERROR = 0.25
+"""Standard deviation of the share of fixed time between operations."""
+LARGEST_MISFIT = 0.06
+"""Probes whose time or energy is farther from the fit than this do not follow the model."""
+LOWEST_CLOCK = 0.45
+"""The equations are not trusted below this share of the top clock: no profile went there."""
+REACH = 0.15
+"""Logarithm of the ratio of clocks over which a probe loses its weight."""
+STRANGE_TIME, STRANGE_ENERGY = 0.015, 0.025
+"""Relative errors where no measured curve of the like is known for the device."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A modelled curve with its 95 % intervals.
+
+    Attributes:
+        curve: Best estimates.
+        low_seconds, high_seconds: (points,) intervals of time.
+        low_joules, high_joules: (points,) intervals of energy.
+        flags: What a reader must know, one sentence each.
+    """
+
+    curve: Curve
+    low_seconds: tuple[float, ...]
+    high_seconds: tuple[float, ...]
+    low_joules: tuple[float, ...]
+    high_joules: tuple[float, ...]
+    flags: tuple[str, ...] = ()
+
+
+def fit_response(
+    probes: Sequence[Point], calibration: Calibration, key: Key | None = None
+) -> Response | Unavailable:
+    """What a clock does to an operation, from measurements at one clock or more.
+
+    Args:
+        probes: Of the operation.
+        calibration: Of the device.
+        key: Names the operation, so that deviations of its like (same phase) can be used.
+
+    Returns:
+        The response, or why the probes do not determine one.
+
+    Raises:
+        EnergyError: Without probes, or for times or energies that are not positive.
+    """
+    ordered = tuple(sorted(probes))
+    if not ordered or any(not (p.seconds > 0 and p.joules > 0) for p in ordered):
+        raise EnergyError(
+            f"probes = {list(ordered)} must hold one point or more, with positive time and energy"
+        )
+    deviation, alike = _deviation(calibration, key)
+    clocks, seconds, joules = np.array(ordered, dtype=float).T
+    if deviation is not None:
+        time, energy = deviation.at(clocks)
+        seconds, joules = seconds / np.exp(time), joules / np.exp(energy)
+    response = _least_squares((clocks, seconds, joules), calibration)
+    modelled_seconds, modelled_joules = evaluate(response, calibration.constants, clocks)
+    worst = max(
+        float(np.max(np.abs(np.log(modelled_seconds / seconds)))),
+        float(np.max(np.abs(np.log(modelled_joules / joules)))),
+    )
+    if worst > LARGEST_MISFIT:
+        return Unavailable(
+            f"the probes differ from the model of {calibration.constants.name} by {worst:.0%}",
+            "measure the full sweep of this operation, or calibrate on a more similar model",
+        )
+    spread = _spread(deviation, alike)
+    return Response(
+        fixed_seconds=response.fixed_seconds,
+        clock_seconds=response.clock_seconds,
+        activity_watts_per_mhz=response.activity_watts_per_mhz,
+        probes=ordered,
+        deviation=deviation,
+        time_spread=spread[0],
+        energy_spread=spread[1],
+        flags=_probe_flags(ordered, response, calibration.constants, alike),
+    )
+
+
+def predict(
+    response: Response, constants: DeviceConstants, clocks_mhz: Sequence[int]
+) -> Prediction | Unavailable:
+    """Time and energy at each clock.
+
+    Predicted times pass through the probes: between them, what the fit leaves over is
+    interpolated. So do energies, as far as they are known better from the probes than by the model.
+    The intervals widen with the distance from the nearest probe.
+
+    Args:
+        response: Of the operation.
+        constants: Of the device.
+        clocks_mhz: Those below half the top clock are left out, since the model does not hold.
+
+    Returns:
+        The prediction; `Unavailable` when no clock is left.
+    """
+    wanted = sorted(set(clocks_mhz))
+    kept = [clock for clock in wanted if clock >= LOWEST_CLOCK * constants.top_clock_mhz]
+    if not kept:
+        return Unavailable(
+            f"the model does not hold below {LOWEST_CLOCK * constants.top_clock_mhz:g} MHz",
+            "measure these clocks",
+        )
+    flags = list(response.flags)
+    if len(kept) < len(wanted):
+        flags.append(f"clocks below {kept[0]} MHz are left out: the model does not hold there")
+    clocks = np.array(kept, dtype=float)
+    seconds, joules = _through_probes(response, constants, clocks)
+    far = np.ones_like(clocks)
+    if response.probes:
+        probed = np.log([point.clock_mhz for point in response.probes])
+        far = np.min(np.abs(np.log(clocks)[:, None] - probed[None, :]), axis=1) / REACH
+        if clocks[0] < 0.9 * response.probes[0].clock_mhz:
+            flags.append(f"below {response.probes[0].clock_mhz} MHz it is extrapolated")
+        if clocks[-1] > 1.02 * response.probes[-1].clock_mhz:
+            flags.append(f"above {response.probes[-1].clock_mhz} MHz it is extrapolated")
+    far = np.minimum(far, 2.0)
+    time = 2 * np.sqrt(PROBE_TIME_ERROR**2 + (response.time_spread * far) ** 2)
+    energy = 2 * np.sqrt(PROBE_POWER_ERROR**2 + (response.energy_spread * far) ** 2)
+    points = [
+        Point(clock, float(second), float(joule))
+        for clock, second, joule in zip(kept, seconds, joules, strict=True)
+    ]
+    return Prediction(
+        Curve(tuple(points)),
+        low_seconds=tuple((seconds * np.exp(-time)).tolist()),
+        high_seconds=tuple((seconds * np.exp(time)).tolist()),
+        low_joules=tuple((joules * np.exp(-energy)).tolist()),
+        high_joules=tuple((joules * np.exp(energy)).tolist()),
+        flags=tuple(flags),
+    )
+
+
+def predicted_profile(
+    probes: Mapping[Key, Sequence[Point]], calibration: Calibration, clocks_mhz: Sequence[int]
+) -> Profile:
+    """A modelled profile, for the planner.
+
+    Args:
+        probes: Measured points of every operation; those of clock 0 (transfers) are taken over.
+        calibration: Of the device.
+        clocks_mhz: Clocks that a plan may use.
+
+    Raises:
+        EnergyError: When an operation cannot be predicted; says which and why.
+    """
+    curves = {}
+    for key, points in probes.items():
+        if all(point.clock_mhz == 0 for point in points):
+            curves[key] = Curve(tuple(points))
+            continue
+        response = fit_response(points, calibration, key)
+        prediction = (
+            response
+            if isinstance(response, Unavailable)
+            else predict(response, calibration.constants, clocks_mhz)
+        )
+        if isinstance(prediction, Unavailable):
+            raise EnergyError(
+                f"stage {key.stage} {key.phase} cannot be predicted: {prediction.reason}; "
+                f"{prediction.remedy}"
+            )
+        curves[key] = prediction.curve
+    constants = calibration.constants
+    return Profile(curves, constants.blocking_watts, device=constants.name, kind="modelled")
+
+
+def chosen_clock(curve: Curve, longest_seconds: float) -> int:
+    """The clock of least energy that is fast enough.
+
+    Raises:
+        EnergyError: When none is; says the shortest time.
+    """
+    fast = [point for point in curve.points if point.seconds <= longest_seconds]
+    if not fast:
+        least = min(point.seconds for point in curve.points)
+        raise EnergyError(
+            f"longest_seconds = {longest_seconds:g} cannot be met: the shortest is {least:g} s"
+        )
+    return min(fast, key=lambda point: point.joules).clock_mhz
+
+
+def _through_probes(
+    response: Response, constants: DeviceConstants, clocks: Array
+) -> tuple[Array, Array]:
+    """Equations, deviation, and what the probes add to both."""
+    seconds, joules = _with_deviation(response, constants, clocks)
+    if response.probes:
+        probed, probe_seconds, probe_joules = np.array(response.probes, dtype=float).T
+        time, energy = _with_deviation(response, constants, probed)
+        seconds = seconds * np.exp(np.interp(clocks, probed, np.log(probe_seconds / time)))
+        # As much of it as is more than noise of the probe (simple kriging).
+        spread = response.energy_spread**2
+        trust = spread / (spread + PROBE_POWER_ERROR**2)
+        left = np.log(probe_joules / energy) - np.log(probe_seconds / time)
+        left = trust * left + np.log(probe_seconds / time)
+        joules = joules * np.exp(np.interp(clocks, probed, left))
+    return seconds, joules
+
+
+def _with_deviation(
+    response: Response, constants: DeviceConstants, clocks: Array
+) -> tuple[Array, Array]:
+    seconds, joules = evaluate(response, constants, clocks)
+    if response.deviation is not None:
+        time, energy = response.deviation.at(clocks)
+        seconds, joules = seconds * np.exp(time), joules * np.exp(energy)
+    return seconds, joules
+
+
+def _least_squares(points: tuple[Array, Array, Array], calibration: Calibration) -> Response:
+    clocks, seconds, joules = points
+    longest, watts = float(seconds[-1]), float(np.max(joules / seconds))
+    per_mhz = watts / calibration.constants.top_clock_mhz
+
+    def response(x: Array) -> Response:
+        return Response(
+            fixed_seconds=float(x[0]) * longest,
+            clock_seconds=float(x[1]) * longest,
+            activity_watts_per_mhz=float(x[2]) * per_mhz,
+        )
+
+    def residuals(x: Array) -> Array:
+        modelled_seconds, modelled_joules = evaluate(response(x), calibration.constants, clocks)
+        time = np.log(modelled_seconds / seconds)
+        power = np.log(modelled_joules / joules) - time
+        share = x[0] / (x[0] + x[1]) - calibration.fixed_share
+        return np.concatenate(
+            [time / PROBE_TIME_ERROR, power / PROBE_POWER_ERROR, [share / SHARE_ERROR]]
+        )
+
+    share = min(max(calibration.fixed_share, 0.01), 0.95)
+    found = least_squares(
+        residuals, [share, 1 - share, 0.6], bounds=([0.0, 0.02, 0.02], [1.2, 1.5, 20.0])
+    )
+    return response(found.x)
+
+
+def _deviation(calibration: Calibration, key: Key | None) -> tuple[Deviation | None, bool]:
+    """Of operations of the same phase, else of all; and whether they are of the same phase."""
+    known = calibration.deviations
+    if not known:
+        return None, False
+    alike = [each for other, each in known.items() if key and other.phase == key.phase]
+    return mean(alike or list(known.values())), bool(alike)
+
+
+def _spread(deviation: Deviation | None, alike: bool) -> tuple[float, float]:
+    if deviation is None or not alike:
+        return STRANGE_TIME, STRANGE_ENERGY
+    return max(deviation.time_noise, 0.002), max(deviation.energy_noise, 0.005)
+
+
+def _probe_flags(
+    probes: tuple[Point, ...], response: Response, constants: DeviceConstants, alike: bool
+) -> tuple[str, ...]:
+    flags = []
+    if len(probes) == 1:
+        flags.append("from one probe: the share of time that no clock changes is assumed")
+    cap = cap_clock_mhz(constants, response.activity_watts_per_mhz)
+    if probes[0].clock_mhz > cap:
+        flags.append(
+            f"all probes are above {cap:.0f} MHz, where the power limit sets the clock: probe a "
+            "lower one"
+        )
+    if not alike:
+        flags.append("the device was not calibrated on an operation of this phase")
+    return tuple(flags)

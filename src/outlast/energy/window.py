@@ -1,0 +1,128 @@
+"""What a meter found in one span of time: joules per device, sums, states, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from outlast.energy.reading import Energy
+from outlast.hardware.figure import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from outlast.energy.devices.protocol import DeviceState
+    from outlast.energy.reading import Kind, Reading
+    from outlast.energy.sources.protocol import Part
+
+NO_METER = "energy"
+"""Key of the one reading of a window on a machine without any meter."""
+
+_ADDED_PARTS: tuple[Part, ...] = ("gpu", "cpu", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """A device at both ends of a window.
+
+    Attributes:
+        start: When it began.
+        end: When it ended.
+        throttle_reasons: Every reason seen at the ends and by samples in between.
+    """
+
+    start: DeviceState
+    end: DeviceState
+    throttle_reasons: tuple[str, ...] | Unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Energy of one span of time.
+
+    Attributes:
+        name: Of the meter, or of the lap.
+        seconds: Its length by a monotonic clock.
+        joules: Reading of each source; one Unavailable under `NO_METER` where there is no source.
+        parts: What each source measures.
+        states: Of the sources whose device shows its state; empty for a lap.
+        missing: Why other kinds of meter are not there.
+    """
+
+    name: str
+    seconds: float
+    joules: Mapping[str, Reading]
+    parts: Mapping[str, Part]
+    states: Mapping[str, States]
+    missing: tuple[Unavailable, ...]
+
+    def total(self, part: Part | None = None) -> Reading:
+        """The sum over the devices of a part.
+
+        Args:
+            part: "gpu", "cpu", "memory" or "node"; None for GPUs, CPUs and memory together, as far
+                as each has a meter (flags say which have none). Node meters are never added, since
+                a node contains the others.
+
+        Returns:
+            The sum, its interval as wide as those of all devices together; Unavailable where one
+            device is, or where no device has a meter.
+        """
+        wanted = _ADDED_PARTS if part is None else (part,)
+        names = [name for name, of in self.parts.items() if of in wanted]
+        if not names:
+            what = f"{', '.join(wanted[:-1])} or {wanted[-1]}" if len(wanted) > 1 else wanted[0]
+            return no_meter(f"no {what} meter", self.missing)
+        present = {self.parts[name] for name in names}
+        absent = [other for other in wanted if other not in present]
+        flags = (f"without {' and '.join(absent)}: no meter",) if absent else ()
+        return _sum({name: self.joules[name] for name in names}, flags)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain lists, dictionaries, numbers and text."""
+        return {
+            "name": self.name,
+            "seconds": self.seconds,
+            "joules": {name: _plain(reading) for name, reading in self.joules.items()},
+            "parts": dict(self.parts),
+            "states": {name: _plain(states) for name, states in self.states.items()},
+            "missing": [_plain(why) for why in self.missing],
+        }
+
+
+def no_meter(what: str, missing: Sequence[Unavailable]) -> Unavailable:
+    """One absence that gives all the reasons and remedies."""
+    reasons = "; ".join(why.reason for why in missing)
+    remedies = "; ".join(why.remedy for why in missing if why.remedy)
+    return Unavailable(f"{what}: {reasons}" if reasons else what, remedies)
+
+
+def _sum(readings: Mapping[str, Reading], flags: tuple[str, ...]) -> Reading:
+    found: list[Energy] = []
+    for name, reading in readings.items():
+        if isinstance(reading, Unavailable):
+            if len(readings) == 1:
+                return reading
+            return Unavailable(f"{name} cannot be added: {reading.reason}", reading.remedy)
+        found.append(reading)
+    kinds = {energy.kind for energy in found}
+    kind: Kind = kinds.pop() if len(kinds) == 1 else "modelled"
+    every = dict.fromkeys([*flags, *(flag for energy in found for flag in energy.flags)])
+    return Energy(
+        joules=sum(energy.joules for energy in found),
+        low_joules=sum(energy.low_joules for energy in found),
+        high_joules=sum(energy.high_joules for energy in found),
+        kind=kind,
+        source=" + ".join(energy.source for energy in found),
+        flags=tuple(every),
+    )
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Unavailable):
+        return {"unavailable": value.reason, "remedy": value.remedy}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""The same parts inside other trainers: one module for each, the only one that imports it."""

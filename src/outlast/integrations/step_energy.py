@@ -1,0 +1,75 @@
+"""What a training loop of any framework logs about energy: a few numbers per interval of steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outlast.energy.meter import EnergyMeter
+from outlast.hardware.figure import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outlast.energy.reading import Reading
+    from outlast.energy.sources.protocol import Source
+
+
+class StepEnergy:
+    """Energy since the start of a training, and what of it the last steps took.
+
+    Args:
+        sources: What is read; all meters of this machine by default.
+        step: Optimizer steps done before the start.
+
+    Attributes:
+        meter: The open meter.
+    """
+
+    def __init__(self, sources: Sequence[Source] | None, step: int) -> None:
+        self.meter = EnergyMeter("training", sources)
+        self.meter.__enter__()
+        self._step = step
+        self._joules = 0.0
+        self._since = time.perf_counter()
+
+    @property
+    def total(self) -> Reading:
+        """Energy so far: a node's meter stands for all that is in the node."""
+        nodes = any(source.part == "node" for source in self.meter.sources)
+        return self.meter.total("node" if nodes else None)
+
+    def take(self, step: int) -> dict[str, float]:
+        """Figures since the last call that gave some; none where nothing is known, and never 0.
+
+        Args:
+            step: Optimizer steps done so far.
+        """
+        total, now = self.total, time.perf_counter()
+        # A counter that did not move yet has its joules in the next figure, with these steps.
+        if isinstance(total, Unavailable) or step <= self._step or total.joules <= self._joules:
+            return {}
+        joules = total.joules - self._joules
+        found = {
+            "joules": total.joules,
+            "joules_per_step": joules / (step - self._step),
+            "watts": joules / max(now - self._since, 1e-9),
+        }
+        self._joules, self._step, self._since = total.joules, step, now
+        return found
+
+    def warning(self) -> str | None:
+        """What to tell the user at the start where nothing can be read; None otherwise."""
+        if self.meter.sources:
+            return None
+        reasons = "; ".join(each.reason for each in self.meter.missing)
+        return f"energy is unavailable: {reasons or 'no source is given'}"
+
+    def close(self) -> Reading:
+        """Stop to measure.
+
+        Returns:
+            Energy of the training.
+        """
+        self.meter.__exit__()
+        return self.total

@@ -1,0 +1,286 @@
+"""What a run's meters add up to over all its attempts, by device and by purpose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from outlast.records.events import EnergyMeasured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outlast.records.reader import Record, Run
+
+REDONE = "redone"
+"""The purpose of energy that went into steps which a later attempt has done again."""
+
+_KINDS = ("simulated", "replayed", "modelled", "measured")
+_JOULES_PER_WATT_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class EnergyWindow:
+    """One record, with the share of it that was done again later.
+
+    Attributes:
+        record: Who wrote it when, at the end of the window.
+        first_attempt: Whether no attempt was before.
+        share_redone: Of its steps, those that a later attempt did again.
+        event: What the meters said.
+    """
+
+    record: Record
+    first_attempt: bool
+    share_redone: float
+    event: EnergyMeasured
+
+    def seconds_of(self, device: dict[str, Any]) -> dict[str, float]:
+        """Seconds by purpose of the rank that has read `device`, with what was redone."""
+        found: dict[str, float] = {}
+        for name, value in device.get("purposes", {}).items():
+            seconds = max(float(value), 0.0)
+            shares = {self._named(name): 1 - self.share_redone, REDONE: self.share_redone}
+            for purpose, share in shares.items():
+                if share:
+                    found[purpose] = found.get(purpose, 0.0) + seconds * share
+        return found
+
+    def purposes(self) -> Iterator[tuple[str, float]]:
+        """Joules by purpose: each device's are shared out by the time of the rank that reads it.
+
+        A purpose may come several times. Without any time all is ``other``.
+        """
+        for device in self.event.counted:
+            joules = float(device["joules"])
+            seconds = self.seconds_of(device)
+            whole = math.fsum(seconds.values())
+            for purpose, part in seconds.items() if whole > 0 else [("other", 1.0)]:
+                yield purpose, joules * part / (whole or 1.0)
+
+    def _named(self, purpose: str) -> str:
+        return "restart" if purpose == "startup" and not self.first_attempt else purpose
+
+
+@dataclass(frozen=True)
+class DeviceEnergy:
+    """One meter over the whole run.
+
+    Attributes:
+        host: Machine that it is in.
+        name: As the meter calls it.
+        part: ``gpu``, ``cpu``, ``memory`` or ``node``.
+        counted: Whether it is in the sum; what a node's meter covers too is not.
+        joules: All of it; None where no window has a figure.
+        seconds: Length of the windows that have one.
+        kind: ``measured``, ``modelled``, ``replayed`` or ``simulated``.
+        hottest_celsius: Highest temperature at the end of a window; None where none is known.
+        clocks_mhz: Lowest and highest clock at the end of a window.
+        throttled: Windows that ended with a reason for a lower clock, by reason.
+        flags: What to know before trusting the figure.
+        missing: Why windows have no figure.
+    """
+
+    host: str
+    name: str
+    part: str
+    counted: bool
+    joules: float | None
+    seconds: float
+    kind: str
+    hottest_celsius: float | None
+    clocks_mhz: tuple[int, int] | None
+    throttled: dict[str, int]
+    flags: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power over its windows."""
+        return None if self.joules is None or self.seconds <= 0 else self.joules / self.seconds
+
+
+@dataclass(frozen=True)
+class EnergyTotals:
+    """All that was read from meters in a run.
+
+    An attempt that was killed counts up to its last record.
+
+    Attributes:
+        windows: In order; those without a figure too.
+        unavailable: What was asked for and has no meter -> why not, of the last attempt.
+    """
+
+    windows: tuple[EnergyWindow, ...]
+    unavailable: dict[str, str]
+
+    @cached_property
+    def read(self) -> tuple[EnergyWindow, ...]:
+        """The windows with a figure."""
+        return tuple(each for each in self.windows if each.event.counted)
+
+    @cached_property
+    def covered(self) -> tuple[EnergyWindow, ...]:
+        """The windows whose joules are in a figure, be it that of a later window."""
+        return tuple(
+            each
+            for each in self.windows
+            if each.event.counted or any(row.get("carried") for row in each.event.devices)
+        )
+
+    @property
+    def joules(self) -> float | None:
+        """Sum of all counted devices; None where nothing could be read."""
+        return self._sum("joules")
+
+    @property
+    def low_joules(self) -> float | None:
+        """Lower end of the interval, the devices' errors taken to agree."""
+        return self._sum("low_joules")
+
+    @property
+    def high_joules(self) -> float | None:
+        """Upper end of the interval."""
+        return self._sum("high_joules")
+
+    def _sum(self, name: str) -> float | None:
+        found = [
+            float(device.get(name, device["joules"]))
+            for each in self.read
+            for device in each.event.counted
+        ]
+        return math.fsum(found) if found else None
+
+    @property
+    def watt_hours(self) -> float | None:
+        """`joules` in watt hours."""
+        return None if self.joules is None else self.joules / _JOULES_PER_WATT_HOUR
+
+    @property
+    def seconds(self) -> float:
+        """Length of the windows that figures cover."""
+        return math.fsum(each.event.seconds for each in self.covered)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count, each once, of the windows that figures cover."""
+        return round(
+            math.fsum(each.event.tokens * (1 - each.share_redone) for each in self.covered)
+        )
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """All joules, start-up and redone steps too, over the tokens that count."""
+        return None if self.joules is None or not self.tokens else self.joules / self.tokens
+
+    @cached_property
+    def purposes(self) -> dict[str, float]:
+        """Joules by purpose; the purposes sum to `joules`."""
+        found: dict[str, float] = {}
+        for each in self.read:
+            for purpose, joules in each.purposes():
+                found[purpose] = found.get(purpose, 0.0) + joules
+        return found
+
+    @property
+    def kind(self) -> str:
+        """The least trustworthy way in which a counted figure came about."""
+        kinds = {each.kind for each in self.devices if each.counted and each.joules is not None}
+        return next((each for each in _KINDS if each in kinds), "measured")
+
+    @cached_property
+    def devices(self) -> tuple[DeviceEnergy, ...]:
+        """Every meter, by host, part and name."""
+        found: dict[tuple[str, str, str], list[tuple[EnergyWindow, dict[str, Any]]]] = {}
+        for window in self.windows:
+            for device in window.event.devices:
+                key = (str(device.get("host")), str(device.get("part")), str(device.get("name")))
+                found.setdefault(key, []).append((window, device))
+        return tuple(_device(key, found[key]) for key in sorted(found))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a meter that was there could not be read in a window: the sum is too low."""
+        return any(each.missing for each in self.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals as JSON; what is not known is null, with the reason in ``unavailable``."""
+        return {
+            "joules": self.joules,
+            "low_joules": self.low_joules,
+            "high_joules": self.high_joules,
+            "kind": self.kind if self.joules is not None else None,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "joules_per_token": self.joules_per_token,
+            "joules_by_purpose": self.purposes,
+            "devices": [
+                {"host": each.host, "name": each.name, "part": each.part,
+                 "counted": each.counted, "joules": each.joules, "flags": list(each.flags),
+                 "unavailable": "; ".join(each.missing)}
+                for each in self.devices
+            ],
+            "unavailable": self.unavailable,
+        }  # fmt: skip
+
+
+def _device(
+    key: tuple[str, str, str], rows: list[tuple[EnergyWindow, dict[str, Any]]]
+) -> DeviceEnergy:
+    host, part, name = key
+    known = [(window, row) for window, row in rows if row.get("joules") is not None]
+    states = [row.get("state", {}) for _, row in rows]
+    heat = [float(each["celsius"]) for each in states if "celsius" in each]
+    clocks = [int(each["sm_clock_mhz"]) for each in states if "sm_clock_mhz" in each]
+    throttled: dict[str, int] = {}
+    for reason in (reason for each in states for reason in each.get("throttle_reasons", [])):
+        throttled[reason] = throttled.get(reason, 0) + 1
+    kinds = {str(row.get("kind", "measured")) for _, row in known}
+    return DeviceEnergy(
+        host=host,
+        name=name,
+        part=part,
+        counted=any(row in window.event.counted for window, row in known),
+        joules=math.fsum(float(row["joules"]) for _, row in known) if known else None,
+        seconds=math.fsum(window.event.seconds for window, row in rows if not _missing(row, known)),
+        kind=next((each for each in _KINDS if each in kinds), "measured"),
+        hottest_celsius=max(heat, default=None),
+        clocks_mhz=(min(clocks), max(clocks)) if clocks else None,
+        throttled=throttled,
+        flags=tuple(dict.fromkeys(str(each) for _, row in known for each in row.get("flags", []))),
+        missing=tuple(dict.fromkeys(str(r["unavailable"]) for _, r in rows if _missing(r, known))),
+    )
+
+
+def _missing(row: dict[str, Any], known: list[Any]) -> bool:
+    """Whether a row's joules are in no figure: neither its own nor a later one of its meter."""
+    return "unavailable" in row and not (known and row.get("carried"))
+
+
+def energy_totals(run: Run) -> EnergyTotals | None:
+    """What the meters of `run` have said, or None where nothing about energy is recorded."""
+    found = run.of(EnergyMeasured)
+    if not found:
+        return None
+    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
+    first = run.attempts[0].number
+    windows = tuple(_window(record, event, began, first) for record, event in found)
+    last = found[-1][0].attempt
+    unavailable = {
+        name: reason
+        for record, event in found
+        if record.attempt == last
+        for name, reason in event.unavailable.items()
+    }
+    return EnergyTotals(windows, unavailable)
+
+
+def _window(
+    record: Record, event: EnergyMeasured, began: list[tuple[int, int]], first: int
+) -> EnergyWindow:
+    until = min((step for number, step in began if number > record.attempt), default=math.inf)
+    redone = min(max(event.step - until, 0), event.steps)
+    share = redone / event.steps if event.steps else 0.0
+    return EnergyWindow(record, record.attempt == first, share, event)

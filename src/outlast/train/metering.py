@@ -1,0 +1,246 @@
+"""Energy of a run: from [energy] to meters that are read, and from these to the run's records.
+
+Nothing is read within a step, and no rank waits for another because of energy but at a record.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outlast.energy.account.carbon import intensity
+from outlast.energy.account.tariff import Tariff
+from outlast.energy.meter import EnergyMeter
+from outlast.energy.sources import rapl
+from outlast.energy.sources.available import available_sources
+from outlast.energy.sources.file import FileSource
+from outlast.energy.sources.optional import WithState
+from outlast.hardware.figure import Unavailable
+from outlast.records import EnergyMeasured
+from outlast.train.ranks import shared
+
+if TYPE_CHECKING:
+    import torch
+
+    from outlast.energy.devices.protocol import DeviceState
+    from outlast.energy.reading import Reading
+    from outlast.energy.sources.protocol import Source
+    from outlast.job import EnergySection, Job
+    from outlast.train.guarding import RunGuard
+    from outlast.train.ranks import Ranks
+
+_STANDS = "did not move"
+"""How `EnergyMeter` says that a window was too short for its counter."""
+
+_STATE = ("watts", "celsius", "sm_clock_mhz", "memory_clock_mhz", "throttle_reasons")
+
+
+def run_meter(job: Job, ranks: Ranks, device: torch.device) -> RunMeter | None:
+    """The meters of [energy] that this rank reads; None with energy.measure = false.
+
+    Each rank reads its own GPU, and the first of a host what the host has once.
+
+    Raises:
+        EnergyError: When energy.tariff cannot be read, or energy.region is not known.
+    """
+    settings = job.energy
+    if not settings.measure:
+        return None
+    if ranks.is_first:
+        if settings.tariff:
+            Tariff.read(settings.tariff)
+        if settings.region:
+            intensity(settings.region)
+    sources, unavailable = find_sources(settings, ranks, device)
+    meter = EnergyMeter("run", sources)
+    meter.__enter__()
+    return RunMeter(
+        meter,
+        unavailable,
+        ranks.rank,
+        job.train.batch_size * job.data.sequence_length,
+        settings.every_steps,
+    )
+
+
+def find_sources(
+    settings: EnergySection, ranks: Ranks, device: torch.device
+) -> tuple[list[Source], dict[str, str]]:
+    """What this rank reads of energy.sources, and why the rest has no meter."""
+    wanted = set(settings.sources)
+    everything = "auto" in wanted
+    found: list[Source] = []
+    absent: dict[str, str] = {}
+    if everything or "gpu" in wanted:
+        gpus, reason = _own_gpu(device)
+        found += gpus
+        if not gpus and (device.type == "cuda" or ranks.local_rank == 0):
+            absent["gpu"] = reason
+    if ranks.local_rank:
+        return found, absent
+    parts = [part for part in ("cpu", "memory", "node") if everything or part in wanted]
+    if parts:
+        counters, missing = rapl.rapl_sources(rapl.POWERCAP)
+        found += [each for each in counters if each.part in parts]
+        there = {each.part for each in found}
+        # Few machines have meters of their memory or of the whole node: only who asks is told.
+        asked = [part for part in parts if part in wanted or (everything and part == "cpu")]
+        reason = "; ".join(each.reason for each in missing) or "RAPL has no counter of it"
+        absent |= {part: reason for part in asked if part not in there}
+    paths = [each.removeprefix("file:") for each in settings.sources if each.startswith("file:")]
+    return [*found, *map(FileSource, dict.fromkeys(paths))], absent
+
+
+def _own_gpu(device: torch.device) -> tuple[list[Source], str]:
+    """This rank's GPU, or why it has no meter."""
+    own = [device.index or 0] if device.type == "cuda" else []
+    sources, missing = available_sources(gpus=own, cpus=False)
+    reasons = "; ".join(each.reason for each in missing)
+    return sources, reasons or "the run computes on the CPU"
+
+
+@dataclass
+class RunMeter:
+    """Meters of this rank, and what all ranks' meters have to say at a record.
+
+    Args:
+        meter: What this rank reads; open.
+        unavailable: What was asked for and has no meter -> why not.
+        rank: This rank.
+        tokens_per_step: Tokens of an optimizer step, of all ranks.
+        every_steps: Steps between two records at least.
+        guard: Its checks' time is told apart from that of the other computing, where it is known.
+    """
+
+    meter: EnergyMeter
+    unavailable: dict[str, str]
+    rank: int
+    tokens_per_step: int
+    every_steps: int
+    guard: RunGuard | None = None
+    _steps: int = 0
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _guard_seconds: float = 0.0
+    _since: float = field(default_factory=time.perf_counter)
+    _off: bool = False
+
+    def begin(self, step: int) -> EnergyMeasured | None:
+        """Close the set-up's window. All ranks call it together.
+
+        Where no rank has a meter, nothing is read from then on.
+
+        Returns:
+            The event to record; ranks other than 0 may drop theirs.
+        """
+        seconds = time.perf_counter() - self._since
+        event = self._window(step, {"startup": seconds})
+        if not event.devices:
+            self.close()
+        return event
+
+    def steps_done(self, step: int, steps: int, seconds: dict[str, float]) -> EnergyMeasured | None:
+        """Take steps in that were recorded. All ranks call it together.
+
+        Args:
+            step: Steps done so far.
+            steps: Steps since the last call.
+            seconds: This rank's time by purpose since the last call (or `begin`).
+
+        Returns:
+            The event that covers them, when it is time for one.
+        """
+        self._add(seconds)
+        self._steps += steps
+        if self._off or self._steps < self.every_steps:
+            return None
+        return self._window(step, self._seconds)
+
+    def finish(self, step: int, seconds: dict[str, float]) -> EnergyMeasured | None:
+        """Close the last window of the attempt; arguments as for `steps_done`."""
+        self._add(seconds)
+        event = None if self._off else self._window(step, self._seconds)
+        self.close()
+        return event
+
+    def close(self) -> None:
+        """Read nothing more; a second call does nothing."""
+        if not self._off:
+            self._off = True
+            self.meter.__exit__(None, None, None)
+
+    def _add(self, seconds: dict[str, float]) -> None:
+        for purpose, value in seconds.items():
+            self._seconds[purpose] = self._seconds.get(purpose, 0.0) + value
+
+    def _window(self, step: int, seconds: dict[str, float]) -> EnergyMeasured:
+        now = time.perf_counter()
+        mine = self._read(self._without_guard(seconds)), self.unavailable
+        everyone = shared(mine)
+        event = EnergyMeasured(
+            step=step,
+            steps=self._steps,
+            tokens=self._steps * self.tokens_per_step,
+            seconds=now - self._since,
+            devices=_once([device for devices, _ in everyone for device in devices]),
+            unavailable={name: why for _, missing in everyone for name, why in missing.items()},
+        )
+        self._steps, self._seconds, self._since = 0, {}, now
+        return event
+
+    def _without_guard(self, seconds: dict[str, float]) -> dict[str, float]:
+        total = None if self.guard is None else self.guard.guard.seconds
+        if total is None:
+            return seconds
+        spent, self._guard_seconds = total - self._guard_seconds, total
+        spent = min(max(spent, 0.0), seconds.get("compute", 0.0))
+        if not spent:
+            return seconds
+        return {**seconds, "compute": seconds["compute"] - spent, "guard": spent}
+
+    def _read(self, purposes: dict[str, float]) -> list[dict[str, Any]]:
+        lap = self.meter.lap()
+        return [
+            {
+                "name": source.name,
+                "part": source.part,
+                "host": socket.gethostname(),
+                "rank": self.rank,
+                "purposes": {key: round(value, 6) for key, value in purposes.items()},
+                **_figures(lap.joules[source.name]),
+                "state": _state(source.state()) if isinstance(source, WithState) else {},
+            }
+            for source in self.meter.sources
+        ]
+
+
+def _once(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each meter once, although several ranks of a host may have read it (a shared GPU)."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for each in devices:
+        found.setdefault((each["host"], each["part"], each["name"]), each)
+    return list(found.values())
+
+
+def _figures(reading: Reading) -> dict[str, Any]:
+    if isinstance(reading, Unavailable):
+        # Energy of a window without an update of its counter is in the next one's figure.
+        return {"unavailable": reading.reason, "carried": _STANDS in reading.reason}
+    return {
+        "joules": reading.joules,
+        "low_joules": reading.low_joules,
+        "high_joules": reading.high_joules,
+        "kind": reading.kind,
+        "source": reading.source,
+        "flags": list(reading.flags),
+    }
+
+
+def _state(state: DeviceState) -> dict[str, Any]:
+    known = {name: getattr(state, name) for name in _STATE}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in known.items()
+        if not isinstance(value, Unavailable)
+    }

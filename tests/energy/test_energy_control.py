@@ -1,0 +1,288 @@
+"""Controllers: what would be set, what is refused, and that advice sets nothing."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from energy_fakes import FakeNvml
+
+from outlast.energy import example
+from outlast.energy.control import slurm
+from outlast.energy.control.apply import Setting, applied, device_settings
+from outlast.energy.control.controller import DryRun
+from outlast.energy.control.nvml import NvmlController
+from outlast.energy.control.playback import ClockPlayback
+from outlast.energy.devices.nvml import NvmlDevice
+from outlast.energy.devices.plan_replay import replay_profile
+from outlast.energy.frontier.plan import ClockPlan
+from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.schedule.dag import Operation, Schedule
+from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def plan_of(*clocks):
+    return ClockPlan(
+        clocks_mhz=clocks,
+        seconds=1.0,
+        deadline_seconds=1.0,
+        joules=1.0,
+        bound_joules=1.0,
+        fastest_joules=1.0,
+        switches=0,
+        kind="measured",
+    )
+
+
+def test_a_dry_run_says_exactly_what_would_be_set_and_writes_no_lease(tmp_path):
+    lines = []
+    device = DryRun("GPU-1", power_limit_watts=700.0, write=lines.append)
+    with applied(Setting(1200, 500.0), device, tmp_path / "lease.json"):
+        assert not list(tmp_path.iterdir())
+    assert [action.command for action in device.actions] == [
+        "nvidia-smi --id=GPU-1 --lock-gpu-clocks=1200,1200",
+        "nvidia-smi --id=GPU-1 --power-limit=500",
+        "nvidia-smi --id=GPU-1 --reset-gpu-clocks",
+        "nvidia-smi --id=GPU-1 --power-limit=700",
+    ]
+    assert lines[0].startswith("would lock the SM clock of GPU-1 to 1200 MHz: nvidia-smi")
+
+
+def test_a_dry_run_refuses_what_the_device_would_refuse(capsys):
+    device = DryRun("GPU-1", clocks_mhz=(600, 900))
+    with pytest.raises(EnergyError, match="1000 MHz is not supported by GPU-1; the nearest is 900"):
+        device.lock_clock(1000)
+    device.lock_clock(900)
+    assert "would lock" in capsys.readouterr().out
+    with pytest.raises(EnergyError, match="must be above 0"):
+        DryRun("GPU-1", clocks_mhz=Unavailable("no driver")).lock_clock(0)
+
+
+def test_nothing_is_set_while_planning_replaying_reading_and_dry_running(monkeypatch):
+    class Forbidden(FakeNvml):
+        def __getattr__(self, name):
+            if "Set" in name or "Reset" in name:
+                raise AssertionError(f"{name} was called in advice mode")
+            return super().__getattr__(name)
+
+    nvml = Forbidden()
+    import pynvml
+
+    for name in dir(pynvml):
+        if name.startswith(("nvmlDeviceSet", "nvmlDeviceReset", "nvmlUnitSet")):
+            monkeypatch.setattr(pynvml, name, lambda *_: pytest.fail("a setter was called"))
+    profile = example.profile("a100")
+    schedule = one_f_one_b(8, 2)
+    plan = EnergyPlanner(profile).plan(schedule, deadline="+5%")
+    replay_profile(plan, schedule, profile)
+    controller = NvmlController("GPU-1", nvml)
+    assert controller.clocks_mhz() == (1200, 1500, 1980)
+    assert controller.power_limit_watts() == 700.0
+    meter = NvmlDevice(nvml, "handle")
+    assert meter.uuid == "GPU-1"
+    assert isinstance(meter.read().joules, Unavailable)
+    dry = DryRun("GPU-1", clocks_mhz=profile_clocks(profile), write=lambda _: None)
+    playback = ClockPlayback(plan, schedule, dry, device=0)
+    for operation in schedule.operations:
+        if operation.device == 0:
+            playback.on_operation(operation.phase, operation.microbatch)
+    assert len(dry.actions) == playback.switches > 0
+
+
+def profile_clocks(profile):
+    return tuple(
+        sorted({point.clock_mhz for curve in profile.curves.values() for point in curve.points})
+    )
+
+
+def test_nvml_locks_limits_and_gives_back():
+    nvml = FakeNvml(pids=[os.getpid()])
+    controller = NvmlController("GPU-1", nvml)
+    controller.lock_clock(1200)
+    controller.limit_power(450.5)
+    controller.restore(700.0)
+    assert nvml.calls == [
+        ("nvmlDeviceSetGpuLockedClocks", 1200, 1200),
+        ("nvmlDeviceSetPowerManagementLimit", 450_500),
+        ("nvmlDeviceResetGpuLockedClocks",),
+        ("nvmlDeviceSetPowerManagementLimit", 700_000),
+    ]
+    assert controller.description() == {"kind": "nvml", "uuid": "GPU-1"}
+
+
+@pytest.mark.parametrize(
+    ("nvml", "words"),
+    [
+        (
+            FakeNvml(refuse=4),
+            "no privilege to lock the clock of GPU-1.*CAP_SYS_ADMIN.*zeusd.*Slurm",
+        ),
+        (FakeNvml(refuse=999), "cannot lock the clock .* NVML error 999"),
+        (FakeNvml(mig=1), "divided by MIG"),
+        (FakeNvml(pids=[os.getpid(), 1, 77]), "shared with process 1, 77"),
+    ],
+)
+def test_nvml_refuses_with_a_remedy(nvml, words):
+    with pytest.raises(EnergyError, match=words):
+        NvmlController("GPU-1", nvml).lock_clock(1200)
+    assert nvml.calls == []
+
+
+def test_nvml_refuses_other_clocks_limits_and_devices():
+    controller = NvmlController("GPU-1", FakeNvml(mig=0))
+    with pytest.raises(EnergyError, match="nearest is 1500"):
+        controller.lock_clock(1510)
+    with pytest.raises(EnergyError, match="100 W is outside 200 to 700 W"):
+        controller.limit_power(100.0)
+    with pytest.raises(EnergyError, match="cannot find GPU GPU-2"):
+        NvmlController("GPU-2", FakeNvml())
+    with pytest.raises(EnergyError, match="MIG slice"):
+        NvmlController("MIG-1", FakeNvml())
+
+
+def test_named_processes_may_share_a_gpu():
+    nvml = FakeNvml(pids=[1])
+    NvmlController("GPU-1", nvml, allowed_pids=[1]).lock_clock(1200)
+    assert len(nvml.calls) == 1
+
+
+def test_a_plan_with_one_clock_per_device_becomes_settings_and_others_are_refused():
+    schedule = one_f_one_b(2, 1)
+    clocks = [1200 if each.device else 900 for each in schedule.operations]
+    assert device_settings(plan_of(*clocks), schedule) == (Setting(900), Setting(1200))
+    with pytest.raises(EnergyError, match="device 0 has 2 clocks in the plan"):
+        device_settings(plan_of(600, *clocks[1:]), schedule)
+    with pytest.raises(EnergyError, match="nothing would be set"):
+        Setting()
+
+
+class Recorder:
+    def __init__(self):
+        self.clocks = []
+
+    def lock_clock(self, clock_mhz):
+        self.clocks.append(clock_mhz)
+
+
+STEP = Schedule(
+    tuple(
+        Operation(0, 0, phase, batch)
+        for phase, batch in [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+    )
+    + (Operation(0, 0, "tail", -1),),
+    ((0, 1), (1, 2), (2, 3), (3, 4)),
+    devices=1,
+)
+
+
+def play(playback):
+    for operation in STEP.operations:
+        playback.on_operation(operation.phase, operation.microbatch)
+
+
+def test_playback_sets_a_clock_only_when_it_changes():
+    clock = Recorder()
+    playback = ClockPlayback(plan_of(900, 900, 1200, 900, 0), STEP, clock, device=0)
+    play(playback)
+    play(playback)
+    assert clock.clocks == [900, 1200, 900, 1200, 900]
+    assert playback.switches == 5
+
+
+def test_dwell_holds_back_lowering_never_raising():
+    clock, seconds = Recorder(), [0.0]
+    playback = ClockPlayback(
+        plan_of(900, 1200, 900, 1500, 0), STEP, clock, 0, dwell_seconds=1.0, now=lambda: seconds[0]
+    )
+    play(playback)
+    assert clock.clocks == [900, 1200, 1500]
+    assert playback.held_back == 1
+    seconds[0] = 2.0
+    playback.on_operation("forward", 0)
+    assert clock.clocks[-1] == 900
+
+
+def test_playback_refuses_what_the_plan_does_not_know():
+    plan = plan_of(900, 900, 1200, 900, 0)
+    playback = ClockPlayback(plan, STEP, Recorder(), device=0)
+    with pytest.raises(EnergyError, match="no forward of microbatch 7 in stage 0 on device 0"):
+        playback.on_operation("forward", 7)
+    with pytest.raises(EnergyError, match="device = 3 has no operation"):
+        ClockPlayback(plan, STEP, Recorder(), device=3)
+    with pytest.raises(EnergyError, match="clocks for 1 operations"):
+        ClockPlayback(plan_of(900), STEP, Recorder(), device=0)
+    two = Schedule((Operation(0, 0, "forward", 0), Operation(0, 4, "forward", 0)), ((0, 1),), 1)
+    several = ClockPlayback(plan_of(900, 1200), two, clock := Recorder(), device=0)
+    with pytest.raises(EnergyError, match=r"stages \[0, 4\]"):
+        several.on_operation("forward", 0)
+    several.on_operation("forward", 0, stage=4)
+    assert clock.clocks == [1200]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("slurm_one_clock.txt", slurm.batch_lines([1200] * 8, gpus_per_node=4)),
+        ("slurm_clocks.txt", slurm.batch_lines([1200, 1410] * 4, gpus_per_node=2)),
+        ("slurm_prolog.sh", slurm.prolog()),
+        ("slurm_epilog.sh", slurm.epilog()),
+    ],
+)
+def test_slurm_text_is_as_agreed(file, text):
+    assert text == (GOLDEN / file).read_text()
+
+
+def test_slurm_refuses_clocks_that_differ_between_nodes():
+    with pytest.raises(EnergyError, match="2 of its nodes different clocks"):
+        slurm.batch_lines([1200, 1200, 1410, 1410], gpus_per_node=2)
+    with pytest.raises(EnergyError, match="gpus_per_node = 3 does not divide the 4 devices"):
+        slurm.batch_lines([1200] * 4, gpus_per_node=3)
+    with pytest.raises(EnergyError, match="must be one or more clocks above 0"):
+        slurm.gpu_freq(0)
+
+
+@pytest.mark.parametrize(
+    ("comment", "commands"),
+    [
+        ("outlast-clocks=1200,1410", ["--id=0 --lock-gpu-clocks=1200,1200",
+                                      "--id=5 --lock-gpu-clocks=1410,1410"]),
+        ("outlast-clocks=1200", []),
+        ("outlast-clocks=$(touch owned),1", []),
+        ("outlast-clocks=1200;touch owned", []),
+        ("something else", []),
+        ("1200,1410", []),
+    ],
+)  # fmt: skip
+def test_the_prolog_locks_what_a_comment_asks_for_and_nothing_else(tmp_path, comment, commands):
+    found = run_script(slurm.prolog(), tmp_path, comment)
+    assert found == commands
+    assert not (tmp_path / "owned").exists()
+
+
+def test_the_epilog_gives_back_only_what_the_prolog_could_lock(tmp_path):
+    assert run_script(slurm.epilog(), tmp_path, "outlast-clocks=1200,1410") == [
+        "--id=0 --reset-gpu-clocks",
+        "--id=5 --reset-gpu-clocks",
+    ]
+    assert run_script(slurm.epilog(), tmp_path, "mine") == []
+
+
+def run_script(text, directory, comment):
+    log = directory / "log"
+    log.write_text("")
+    tool = directory / "nvidia-smi"
+    tool.write_text(f'#!/bin/bash\necho "$*" >> {log}\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    # The script sets its own search path, as Slurm gives it none.
+    script = text.replace("PATH=/usr/bin", f"PATH={directory}:/usr/bin")
+    assert script != text
+    variables = {"SLURM_JOB_COMMENT": comment, "SLURM_JOB_GPUS": "0,5"}
+    subprocess.run(
+        ["/bin/bash", "-c", script], env=variables, cwd=directory, check=True, timeout=20
+    )
+    return log.read_text().splitlines()

@@ -1,0 +1,121 @@
+"""What the planner composes: joules of a step, and what they cost."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.energy.cost import (
+    Watts,
+    cap_effect,
+    carbon_grams,
+    clock_effect,
+    counter_error,
+    effective_clock,
+    kwh,
+    metering_seconds,
+    money,
+    node_joules,
+    power_at,
+    roofline,
+    step_joules,
+)
+from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.work import Work
+from outlast.errors import EnergyError
+
+A100 = DeviceConstants(
+    name="A100-SXM",
+    top_clock_mhz=1410.0,
+    static_watts=58.0,
+    knee_mhz=1103.0,
+    knee_per_ghz=0.73,
+    power_limit_watts=400.0,
+    blocking_watts=83.64,
+)
+WATTS = Watts(busy=300.0, blocked=84.0, idle=60.0)
+activities = st.floats(0.02, 0.5)
+clocks = st.floats(300.0, 1410.0)
+
+
+def test_joules_of_a_step_and_of_its_node() -> None:
+    joules = step_joules(2.0, WATTS, blocked_seconds=0.5, idle_seconds=0.1)
+    assert joules == pytest.approx(648.0)
+    assert node_joules(8 * joules, 2.6, other_watts=1000.0, pue=1.3) == pytest.approx(
+        1.3 * (8 * 648.0 + 2600.0)
+    )
+    assert node_joules(joules, 2.6) == joules
+
+
+def test_kwh_money_and_carbon() -> None:
+    assert kwh(7.2e6) == 2.0
+    assert money(7.2e6, 0.25) == pytest.approx(0.5)
+    assert carbon_grams(7.2e6, 380.0) == pytest.approx(760.0)
+
+
+def test_metering_is_two_reads_per_window() -> None:
+    assert metering_seconds(10, read_seconds=1e-3, devices=2, samples=5) == pytest.approx(0.05)
+    assert counter_error(10.0) == pytest.approx(0.01)
+    assert counter_error(0.01) == 1.0
+
+
+@given(activities, clocks, st.floats(0.0, 1.0))
+def test_a_lower_clock_is_never_faster_and_never_draws_more(activity, clock, share) -> None:
+    seconds, joules = clock_effect(A100, activity, clock, compute_share=share)
+    assert seconds >= 1.0
+    assert joules <= seconds * (1.0 + 1e-9)
+
+
+@given(activities, clocks)
+def test_the_limit_is_met(activity: float, clock: float) -> None:
+    effective = effective_clock(A100, activity, clock)
+    assert effective <= clock
+    assert power_at(A100, activity, effective) <= 400.0 + 1e-6
+    if effective < clock:
+        assert power_at(A100, activity, effective) == pytest.approx(400.0)
+
+
+def test_energy_over_clock_has_its_minimum_near_the_knee() -> None:
+    found = min(range(600, 1411, 15), key=lambda clock: clock_effect(A100, 0.15, clock)[1])
+    # The notes give 1080 MHz for the measured curves of GPT-3 on this device.
+    assert found == pytest.approx(1080, abs=60)
+
+
+def test_a_cap_is_a_clock() -> None:
+    seconds, joules = cap_effect(A100, 0.2, 250.0)
+    assert seconds > 1.0
+    assert joules < 1.0
+    assert cap_effect(A100, 0.2, 1000.0) == (1.0, 1.0)
+    with pytest.raises(EnergyError, match="power_limit_watts = 50 is not above the static 58 W"):
+        cap_effect(A100, 0.2, 50.0)
+
+
+def test_roofline_needs_rate_and_bandwidth() -> None:
+    with pytest.raises(EnergyError, match="peak_flop_per_s of A100-SXM is not known"):
+        roofline(A100, Work(flops=1.0, memory_bytes=1.0), compute_watts=1.0, memory_watts=1.0)
+
+
+@pytest.mark.parametrize("pue", [0.99, math.nan, math.inf])
+def test_wrong_numbers_are_refused(pue: float) -> None:
+    with pytest.raises(EnergyError, match="pue = "):
+        node_joules(1.0, 1.0, pue=pue)
+    with pytest.raises(EnergyError, match="blocked_seconds = -1"):
+        step_joules(1.0, WATTS, blocked_seconds=-1.0)
+    with pytest.raises(EnergyError, match="busy watts = nan"):
+        Watts(busy=math.nan, blocked=0.0, idle=0.0)
+
+
+def test_cost_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, outlast.energy.cost, outlast.energy.levers, outlast.energy.account, "
+        "outlast.energy.reclamation; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["False", "False"]

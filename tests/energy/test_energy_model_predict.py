@@ -1,0 +1,235 @@
+"""Curves of unseen operations from one to three clocks, on the example profiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from outlast.energy.example import profile
+from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.fit import Calibration, calibrate
+from outlast.energy.model.predict import (
+    Prediction,
+    chosen_clock,
+    fit_response,
+    predict,
+    predicted_profile,
+)
+from outlast.energy.model.probe import choose_probes
+from outlast.energy.model.response import Response
+from outlast.energy.model.roofline import crossover_mhz, roofline_response, roofline_seconds
+from outlast.energy.model.work import Work
+from outlast.energy.profile import Key, Point, Profile
+from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
+
+CONSTANTS = DeviceConstants(
+    name="made",
+    top_clock_mhz=1500,
+    static_watts=75.0,
+    knee_mhz=1100.0,
+    knee_per_ghz=0.7,
+    power_limit_watts=400.0,
+    blocking_watts=80.0,
+    peak_flop_per_s=200e12,
+    memory_bytes_per_s=2e12,
+)
+
+
+@cache
+def _calibrated(device: str, stage: int) -> Calibration:
+    """On one stage alone."""
+    whole = profile(device)
+    curves = {key: curve for key, curve in whole.curves.items() if key.stage == stage}
+    return calibrate(Profile(curves, whole.blocking_watts, whole.device), strict=False)
+
+
+def _clocks(device: str) -> list[int]:
+    return [point.clock_mhz for point in profile(device).curves[Key(0, "forward")].points]
+
+
+def _predicted(device: str, key: Key, probes: tuple[int, ...] = ()) -> Prediction:
+    calibration = _calibrated(device, 0 if key.stage == 7 else 7)
+    probes = probes or choose_probes(_clocks(device), calibration.constants)
+    points = [profile(device).curve(key).at(clock) for clock in probes]
+    response = fit_response(points, calibration, key)
+    assert isinstance(response, Response)
+    found = predict(response, calibration.constants, _clocks(device))
+    assert isinstance(found, Prediction)
+    return found
+
+
+@pytest.mark.parametrize("device", ["a100", "a40"])
+@pytest.mark.parametrize("stage", [0, 7])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_two_probes_predict_an_unseen_stage(device: str, stage: int, phase: str) -> None:
+    key = Key(stage, phase)
+
+    found = _predicted(device, key)
+
+    measured = np.array(profile(device).curve(key).points)
+    modelled = np.array(found.curve.points)
+    assert np.abs(modelled / measured - 1).mean(axis=0)[1:].max() < 0.015
+    inside = (measured[:, 1] >= found.low_seconds) & (measured[:, 1] <= found.high_seconds)
+    assert inside.mean() > 0.9
+    inside = (measured[:, 2] >= found.low_joules) & (measured[:, 2] <= found.high_joules)
+    assert inside.mean() > 0.9
+
+
+def test_predicted_times_pass_through_the_probes() -> None:
+    key = Key(7, "forward")
+
+    found = _predicted("a40", key, (1140, 1740))
+
+    for clock in (1140, 1740):
+        measured = profile("a40").curve(key).at(clock)
+        assert found.curve.at(clock).seconds == pytest.approx(measured.seconds)
+        assert found.curve.at(clock).joules == pytest.approx(measured.joules, rel=0.02)
+
+
+def test_intervals_widen_away_from_probes() -> None:
+    found = _predicted("a100", Key(0, "forward"), (1095, 1410))
+
+    widths = np.array(found.high_seconds) / np.array(found.low_seconds)
+    clocks = [point.clock_mhz for point in found.curve.points]
+    assert widths[clocks.index(1095)] < widths[clocks.index(1245)]
+    assert widths[clocks.index(1095)] < widths[clocks.index(855)]
+
+
+@pytest.mark.parametrize("device", ["a100", "a40"])
+def test_three_probed_clocks_are_enough_to_plan_a_pipeline(device: str) -> None:
+    measured, schedule = profile(device), one_f_one_b(8, 12)
+    curves = {}
+    for key in measured.curves:
+        calibration = _calibrated(device, 0 if key.stage == 7 else 7)
+        clocks = choose_probes(_clocks(device), calibration.constants, 3)
+        points = {key: [measured.curve(key).at(clock) for clock in clocks]}
+        curves[key] = predicted_profile(points, calibration, _clocks(device)).curves[key]
+    modelled = Profile(curves, measured.blocking_watts, kind="modelled")
+    full = EnergyPlanner(measured).plan(schedule, "+2%")
+
+    plan = EnergyPlanner(modelled).plan(schedule, full.deadline_seconds)
+
+    pairs = zip(schedule.operations, plan.clocks_mhz, strict=True)
+    real = [measured.curve(each.key).at(clock) for each, clock in pairs]
+    seconds = schedule.makespan([point.seconds for point in real])
+    busy = sum(p.joules - measured.blocking_watts * p.seconds for p in real)
+    joules = busy + 8 * measured.blocking_watts * max(seconds, full.deadline_seconds)
+    assert plan.kind == "modelled"
+    assert seconds < 1.005 * full.deadline_seconds
+    assert 1 - joules / full.fastest_joules > 0.95 * full.saving
+
+
+def test_one_probe_says_what_it_assumes() -> None:
+    found = _predicted("a100", Key(0, "forward"), (1410,))
+
+    assert any("one probe" in flag and "assumed" in flag for flag in found.flags)
+    assert any("extrapolated" in flag for flag in found.flags)
+
+
+def test_a_phase_that_was_never_measured_is_flagged_and_less_certain() -> None:
+    whole = profile("a100")
+    curves = {key: curve for key, curve in whole.curves.items() if key.phase == "forward"}
+    calibration = calibrate(Profile(curves, whole.blocking_watts), strict=False)
+    points = [whole.curve(Key(0, "backward")).at(clock) for clock in (1095, 1410)]
+
+    response = fit_response(points, calibration, Key(0, "backward"))
+
+    assert isinstance(response, Response)
+    assert any("not calibrated on an operation of this phase" in flag for flag in response.flags)
+    assert response.time_spread > 0.01
+
+
+def test_probes_that_contradict_the_device_are_refused() -> None:
+    # Twice the time at the higher clock: no clock law of any device.
+    points = [Point(1095, 0.05, 15.0), Point(1410, 0.10, 30.0)]
+
+    found = fit_response(points, _calibrated("a100", 0), Key(7, "forward"))
+
+    assert isinstance(found, Unavailable)
+    assert "full sweep" in found.remedy
+    with pytest.raises(EnergyError, match="stage 7 forward cannot be predicted"):
+        predicted_profile({Key(7, "forward"): points}, _calibrated("a100", 0), [1095, 1410])
+
+
+def test_clocks_far_below_the_top_are_not_predicted() -> None:
+    response = Response(fixed_seconds=0.1, clock_seconds=0.1, activity_watts_per_mhz=0.1)
+
+    some = predict(response, CONSTANTS, [300, 600, 900, 1500])
+    none = predict(response, CONSTANTS, [300, 600])
+
+    assert isinstance(some, Prediction)
+    assert [point.clock_mhz for point in some.curve.points] == [900, 1500]
+    assert any("left out" in flag for flag in some.flags)
+    assert isinstance(none, Unavailable)
+
+
+def test_transfers_are_taken_over_as_measured() -> None:
+    transfer = Point(0, 0.002, 0.1)
+
+    found = predicted_profile({Key(0, "transfer"): [transfer]}, Calibration(CONSTANTS), [1500])
+
+    assert found.curve(Key(0, "transfer")).points == (transfer,)
+
+
+def test_probes_without_energy_are_refused() -> None:
+    with pytest.raises(EnergyError, match="positive time and energy"):
+        fit_response([Point(1500, 0.1, 0.0)], Calibration(CONSTANTS))
+
+
+def test_the_clock_of_least_energy_that_is_fast_enough_is_chosen() -> None:
+    curve = profile("a100").curve(Key(0, "forward"))
+
+    assert chosen_clock(curve, 1.0) == 1080
+    assert chosen_clock(curve, curve.top.seconds) >= 1395
+    with pytest.raises(EnergyError, match=r"the shortest is 0\.0501"):
+        chosen_clock(curve, 0.01)
+
+
+def test_memory_bound_work_may_run_at_its_crossover_clock() -> None:
+    ridge = 100.0
+
+    assert crossover_mhz(Work(flops=80.0, memory_bytes=1.0), CONSTANTS) == 0.8 * 1500
+    assert crossover_mhz(Work(flops=2 * ridge, memory_bytes=1.0), CONSTANTS) == 1500
+    assert isinstance(crossover_mhz(Work(flops=10.0, memory_bytes=1.0), CONSTANTS), Unavailable)
+    unknown = replace(CONSTANTS, peak_flop_per_s=float("nan"))
+    assert isinstance(crossover_mhz(Work(flops=80.0, memory_bytes=1.0), unknown), Unavailable)
+
+
+def test_the_roofline_has_two_sides() -> None:
+    clocks = np.array([750.0, 1500.0])
+
+    compute = roofline_seconds(Work(flops=2e12, memory_bytes=1e6), CONSTANTS, clocks)
+    memory = roofline_seconds(Work(flops=1e6, memory_bytes=2e10), CONSTANTS, clocks)
+
+    assert compute == pytest.approx([0.02, 0.01], rel=1e-3)
+    assert memory == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+def test_launches_and_links_add_to_the_roofline() -> None:
+    work = Work(flops=0.0, memory_bytes=0.0, link_bytes=1e9, launches=1000)
+    linked = replace(CONSTANTS, link_bytes_per_s=1e11)
+
+    assert roofline_seconds(work, linked, np.array([1500.0])) == pytest.approx([0.015])
+    missing = roofline_seconds(work, CONSTANTS, np.array([1500.0]))
+    assert isinstance(missing, Unavailable)
+    assert "link_bytes_per_s" in missing.reason
+
+
+def test_unmeasured_work_is_predicted_with_a_wide_interval_and_a_flag() -> None:
+    response = roofline_response(Work(flops=2e12, memory_bytes=1e9), CONSTANTS)
+    assert isinstance(response, Response)
+
+    found = predict(response, CONSTANTS, [1200, 1500])
+
+    assert isinstance(found, Prediction)
+    assert found.high_joules[0] > 1.4 * found.curve.points[0].joules
+    assert any("nothing of this work was measured" in flag for flag in found.flags)
+    # Products at full speed reach the cap.
+    watts = found.curve.top.joules / found.curve.top.seconds
+    assert watts == pytest.approx(CONSTANTS.power_limit_watts, rel=0.05)

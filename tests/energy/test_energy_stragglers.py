@@ -1,0 +1,89 @@
+"""A cached frontier answers for stragglers, and its picture shows it."""
+
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from outlast.energy import example
+from outlast.energy.frontier.picture import frontier_svg, save_picture
+from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.frontier.stragglers import Frontier
+from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.errors import EnergyError
+
+PROFILE = example.profile("a100")
+SCHEDULE = one_f_one_b(4, 3)
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return EnergyPlanner(PROFILE).frontier(SCHEDULE, points=6, longest="least energy")
+
+
+@pytest.mark.parametrize("slower", [1.05, 1.1, 1.5])
+def test_waiting_for_a_straggler_is_counted(frontier: Frontier, slower: float) -> None:
+    late = frontier.plans[0].seconds * slower
+    answer = frontier.with_straggler(late)
+    assert answer.plan.seconds <= late
+    points = [
+        PROFILE.curve(each.key).at(clock)
+        for each, clock in zip(SCHEDULE.operations, answer.plan.clocks_mhz, strict=True)
+    ]
+    busy = sum(point.seconds for point in points)
+    waited = 4 * late - busy
+    expected = sum(point.joules for point in points) + PROFILE.blocking_watts * waited
+    assert answer.joules == pytest.approx(expected)
+    assert 0 < answer.saving < 1
+    assert answer.unused_seconds == 0
+
+
+def test_beyond_the_least_energy_the_plan_stays_the_same(frontier: Frontier) -> None:
+    useful = frontier.longest_useful_seconds
+    assert frontier.at(3 * useful) == frontier.at(useful * 1.0001)
+    short = EnergyPlanner(PROFILE).frontier(SCHEDULE, points=2, longest="+2%")
+    assert short.with_straggler(3 * useful).unused_seconds > 0
+
+
+def test_an_answer_needs_no_solver(frontier: Frontier) -> None:
+    late = frontier.plans[0].seconds * 1.1
+    began = time.process_time()
+    for _ in range(100):
+        frontier.with_straggler(late)
+    assert (time.process_time() - began) / 100 < 0.1
+
+
+def test_who_is_slower_than_the_straggler_is_told(frontier: Frontier) -> None:
+    with pytest.raises(EnergyError, match="the fastest plan of this frontier takes"):
+        frontier.with_straggler(frontier.plans[0].seconds * 0.5)
+
+
+def test_a_frontier_comes_back_from_its_file(frontier: Frontier, tmp_path: Path) -> None:
+    frontier.save(tmp_path / "frontier.json")
+    assert Frontier.load(tmp_path / "frontier.json", SCHEDULE) == frontier
+    with pytest.raises(EnergyError, match="for another schedule"):
+        Frontier.load(tmp_path / "frontier.json", one_f_one_b(4, 4))
+    (tmp_path / "empty.json").write_text('{"format": "outlast frontier", "version": 1}')
+    with pytest.raises(EnergyError, match='no list "plans"'):
+        Frontier.load(tmp_path / "empty.json")
+
+
+def test_the_picture_is_whole_and_names_units(frontier: Frontier, tmp_path: Path) -> None:
+    picture = frontier_svg({"free": frontier, "a <b>": frontier}, title="A & B")
+    root = ET.fromstring(picture)
+    words = " ".join(root.itertext())
+    for word in ("energy of a step in kJ", "time of a step in s", "A & B", "a <b>", "top clocks"):
+        assert word in words
+    assert len(root.findall(".//{*}circle")) == 2 * len(frontier.plans)
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "")
+    save_picture(frontier, tmp_path / "frontier.html")
+    assert "<svg" in (tmp_path / "frontier.html").read_text()
+    with pytest.raises(EnergyError, match=r"neither \.svg nor \.html"):
+        save_picture(frontier, tmp_path / "frontier.png")
+    with pytest.raises(EnergyError, match="no plan to draw"):
+        frontier_svg({})
+
+
+def test_one_plan_is_drawn_too(frontier: Frontier) -> None:
+    ET.fromstring(frontier_svg(Frontier(frontier.plans[:1])))
