@@ -68,8 +68,9 @@ def frontier(
 ) -> None:
     """Plan the whole time-energy frontier of a measured profile.
 
-    Every plan says how far it can be from the best one at most: the linear programme over the
-    profile's convex hulls is a lower bound. Figures are predictions from the profile.
+    Every plan says how far it can be at most from the best one that changes clocks no more freely:
+    a linear or integer programme over the profile is a lower bound. Figures are predictions from
+    the profile.
     """
     from outlast.energy.frontier.picture import save_picture
     from outlast.energy.frontier.planner import EnergyPlanner
@@ -91,8 +92,7 @@ def frontier(
             switch_seconds=switch_seconds,
             margin=kept,
         )
-    for budget, plans in found.items():
-        _print_frontier(budget, plans)
+        _print_frontier(budget, found[budget])
     if output is not None:
         for budget, plans in found.items():
             plans.save(output / f"frontier-{budget}.json")
@@ -245,6 +245,6 @@ def _row(plan: ClockPlan) -> list[str]:
         f"{plan.seconds:.6g}",
         f"{plan.joules:,.6g}",
         f"{plan.saving:.2%}",
-        f"{plan.gap:.3%}",
+        f"{plan.budget_gap:.3%}",
         str(plan.switches),
     ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import coo_array
 
+from outlast.energy.frontier.highs import Rows, programme
 from outlast.energy.frontier.hull import slopes
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
@@ -126,8 +127,6 @@ class Programme:
         return self._fastest_seconds
 
     def _build(self, costs: npt.NDArray[np.float64]) -> Any:
-        import highspy
-
         count, edges = len(self._shortest), self._schedule.edges
         rows = [*((row, *edge) for row, edge in enumerate(edges))]
         rows += [(row, index, -1) for row, index in enumerate(self._last, start=len(edges))]
@@ -144,20 +143,7 @@ class Programme:
         ]
         at_row, at_column, value = zip(*entries, strict=True)
         matrix = coo_array((value, (at_row, at_column)), shape=(len(rows), len(costs))).tocsc()
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(costs), len(rows)
-        model.col_cost_ = costs
-        model.col_lower_ = np.zeros(len(costs))
-        model.col_upper_ = np.concatenate([np.full(count, np.inf), self._segments])
-        model.row_lower_ = np.full(len(rows), -np.inf)
-        model.row_upper_ = -self._shortest[self._before]
-        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        model.a_matrix_.start_ = matrix.indptr
-        model.a_matrix_.index_ = matrix.indices
-        model.a_matrix_.value_ = matrix.data
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        # One thread: the problem is small, and the order of pivots must not depend on the machine.
-        highs.setOptionValue("threads", 1)
-        highs.passModel(model)
-        return highs
+        lower = np.zeros(len(costs))
+        upper = np.concatenate([np.full(count, np.inf), self._segments])
+        limits = Rows(matrix, -np.inf, -self._shortest[self._before])
+        return programme(costs, (lower, upper), limits)

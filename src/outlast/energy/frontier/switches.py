@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from scipy.sparse import csc_array, vstack
 
 from outlast.energy.frontier.delays import SwitchDelays
+from outlast.energy.frontier.highs import Rows, programme
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
 
@@ -38,8 +40,8 @@ RELATIVE_GAP = 5e-4
 NODES = 100
 """Or after so many nodes of its search tree; the bound that is then given is a wider, true one."""
 _ROUNDS = 500
-# Status of `scipy.optimize.milp`.
-_INFEASIBLE = 2
+# HiGHS' primal solution status.
+_FEASIBLE = 2
 # A path that is longer than the deadline by this share is an error of floating point.
 _TOLERANCE = 1e-9
 
@@ -152,8 +154,6 @@ class GroupedProgramme:
 
     def _solved(self, deadline: float | None, integral: bool) -> tuple[Floats, float, float] | None:
         """Weights, the bound of the cost and the time that paths may take; None if infeasible."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
         columns, pairs = len(self._columns), len(self._pairs)
         costs = np.zeros(columns + pairs + 1)
         costs[-1] = deadline is None
@@ -163,31 +163,42 @@ class GroupedProgramme:
         upper[-1] = np.inf
         if deadline is not None:
             lower[-1] = upper[-1] = deadline
-        rules = [LinearConstraint(self._one_clock_each(), 1, 1)]
-        if self._paths:
-            rows = np.array([[*path, -1.0] for path in self._paths])
-            rules.append(LinearConstraint(rows, -np.inf, -np.array(self._path_seconds)))
-        if pairs:
-            rules.append(LinearConstraint(self._switch_rules(), -np.inf, 0))
-        whole = np.zeros(len(costs))
-        whole[:-1] = integral
-        options = {"mip_rel_gap": RELATIVE_GAP, "node_limit": NODES}
-        found = milp(
-            costs,
-            integrality=whole,
-            bounds=Bounds(lower, upper),
-            constraints=rules,
-            options=options,
+        whole = np.ones(len(costs))
+        whole[-1] = 0
+        highs = programme(
+            costs, (lower, upper), self._rules(), integral=whole if integral else None
         )
-        if found.x is None:
-            if found.status != _INFEASIBLE:
-                raise EnergyError(
-                    f'switches = "{self._budget}": no plan was found within {NODES} nodes of the '
-                    f"search for deadline = {deadline or 0:g} s: try a longer deadline"
-                )
+        highs.setOptionValue("mip_rel_gap", RELATIVE_GAP)
+        highs.setOptionValue("mip_max_nodes", NODES)
+        highs.run()
+        status = highs.modelStatusToString(highs.getModelStatus())
+        if status == "Infeasible":
             return None
-        bound = found.mip_dual_bound if integral else found.fun
-        return np.asarray(found.x), float(bound), deadline or float(found.x[-1])
+        info = highs.getInfo()
+        if info.primal_solution_status != _FEASIBLE:
+            raise EnergyError(
+                f'switches = "{self._budget}": no plan was found within {NODES} nodes of the '
+                f"search for deadline = {deadline or 0:g} s ({status}): try a longer deadline"
+            )
+        found = np.asarray(highs.getSolution().col_value)
+        bound = info.mip_dual_bound if integral else info.objective_function_value
+        return found, float(bound), deadline or float(found[-1])
+
+    def _rules(self) -> Rows:
+        """One clock for each group, paths within the time, and what a switch takes."""
+        one_each = csc_array(self._one_clock_each())
+        count = one_each.shape[0]
+        blocks, lower, upper = [one_each], [np.ones(count)], [np.ones(count)]
+        if self._paths:
+            blocks.append(csc_array(np.array([[*path, -1.0] for path in self._paths])))
+            lower.append(np.full(len(self._paths), -np.inf))
+            upper.append(-np.array(self._path_seconds))
+        if self._pairs:
+            rules = csc_array(self._switch_rules())
+            blocks.append(rules)
+            lower.append(np.full(rules.shape[0], -np.inf))
+            upper.append(np.zeros(rules.shape[0]))
+        return Rows(csc_array(vstack(blocks)), np.concatenate(lower), np.concatenate(upper))
 
     def _shared_clocks(self, curves: Sequence[Sequence[Point]]) -> list[set[int]]:
         shared: dict[int, set[int]] = {}
