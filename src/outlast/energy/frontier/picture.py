@@ -30,10 +30,11 @@ _SERIES = (
 _STYLE = """
 svg{background:#fff;color:#1a1e24;font:13px system-ui,sans-serif}
 text{fill:currentColor}.small{font-size:12px}.grid{stroke:#e9ecf0}.line{fill:none;stroke-width:2}
+.panel{fill:#fff}
 .bound{stroke:#57606b;stroke-dasharray:5 4}.muted{stroke:#8a929c;stroke-dasharray:1 4}
 """
 _DARK = """
-svg{background:#161a20;color:#e5e9ee}.grid{stroke:#262c35}.bound{stroke:#9ba6b2}
+svg{background:#161a20;color:#e5e9ee}.grid{stroke:#262c35}.panel{fill:#161a20}.bound{stroke:#9ba6b2}
 """
 _WORDS = {
     "none": "one clock for all devices",
@@ -200,8 +201,10 @@ def _series_style(ground: int) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    parts = []
     x = _WIDTH - _RIGHT - 230
+    parts = [
+        f'<rect class="panel" x="{x - 8}" y="{_TOP}" width="238" height="{18 * len(entries) + 6}"/>'
+    ]
     for number, (words, style) in enumerate(entries):
         y = _TOP + 14 + 18 * number
         parts.append(f'<polyline class="{style}" points="{x},{y - 4} {x + 24},{y - 4}"/>')
