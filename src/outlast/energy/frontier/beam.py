@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from outlast.energy.frontier.linear import Relaxed
@@ -33,7 +35,21 @@ if TYPE_CHECKING:
 
 
 # Ends that are kept at most, over all plans: where hundreds wait at once, fewer plans are kept.
-_KEPT_ENDS = 20_000
+_KEPT_ENDS = 40_000
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """What a beam search prefers. Results vary much with it, so several are tried.
+
+    Attributes:
+        pull: How strongly plans near the relaxed plan's times are preferred. Without it, plans
+            collect debts of time that must be paid later; too much of it forbids variety.
+        grain: Plans whose times differ less are one plan; as a share of a mean duration.
+    """
+
+    pull: float
+    grain: float = 2e-3
 
 
 @dataclass(frozen=True)
@@ -43,24 +59,20 @@ class Width:
     Attributes:
         plans: Kept after each operation.
         options: Points of an operation that are tried: those that lose least. The fastest one is
-            tried always, so that the deadline can be met.
-        pull: How strongly plans near the relaxed plan's times are preferred. Without it, plans
-            collect debts of time that must be paid later; too much of it forbids variety.
-        grain: Plans whose times differ less are one plan; as a share of a mean duration.
+            tried always, so that the deadline can be met. More options help no further: plans
+            then win by gaining time early that they lose later.
     """
 
-    plans: int = 100
-    options: int = 12
-    pull: float = 10.0
-    grain: float = 2e-3
+    plans: int = 32
+    options: int = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """Plans of the operations so far: one row each.
+    """Plans of the operations so far: one row each, `plans` rows for each search.
 
     Attributes:
-        lost: (rows,) joules against the bound.
+        lost: (rows,) joules against the bound; infinite for rows that stand for no plan.
         ends: (rows, slots) when operations end that others still wait for.
         pulls: (rows, slots) penalty of each of these ends.
         pulled: (rows,) their sum.
@@ -72,6 +84,21 @@ class _States:
     pulls: Array
     pulled: Array
     marks: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Searches:
+    """Searches that run side by side: one array operation serves them all.
+
+    Attributes:
+        plans: Rows of each search.
+        pull: (rows, 1) of the row's search.
+        grain: (searches, 1) seconds.
+    """
+
+    plans: int
+    pull: Array
+    grain: Array
 
 
 class Beam:
@@ -108,11 +135,20 @@ class Beam:
         self._slots, self._freed, self._slot_count = _slots(schedule, self._order)
         self._hash = (np.random.default_rng(0).random(count) + 0.5).tolist()
 
-    def search(self, width: Width) -> Places:
-        """The plan found that loses least; it meets the deadline."""
-        width = replace(width, plans=max(min(width.plans, _KEPT_ENDS // self._slot_count), 1))
-        none = np.zeros((1, self._slot_count))
-        states = _States(np.zeros(1), none, none, np.zeros(1), np.zeros(1))
+    def search(self, leanings: Sequence[Leaning], width: Width) -> list[Places]:
+        """For each leaning the plan found that loses least; all meet the deadline."""
+        count = len(leanings)
+        plans = max(min(width.plans, _KEPT_ENDS // (self._slot_count * count)), 1)
+        searches = _Searches(
+            plans,
+            np.repeat([each.pull for each in leanings], plans)[:, None],
+            np.array([[max(each.grain * self._mean_seconds, 1e-300)] for each in leanings]),
+        )
+        lost = np.full((count, plans), np.inf)
+        lost[:, 0] = 0.0
+        rows = count * plans
+        none = np.zeros((rows, self._slot_count))
+        states = _States(lost.ravel(), none, none, np.zeros(rows), np.zeros(rows))
         known: dict[tuple[int, float], tuple[Indices, Array, Array]] = {}
         history = []
         for index in self._order:
@@ -120,13 +156,13 @@ class Beam:
             if kind not in known:
                 known[kind] = self._options(index, width.options)
             places, seconds, losses = known[kind]
-            states, rows, columns = self._step(index, seconds, losses, (states, width))
-            history.append((rows, places[columns]))
-        row = int(np.argmin(states.lost))
-        found = [0] * len(self._order)
-        for index, (rows, chosen) in zip(reversed(self._order), reversed(history), strict=True):
-            found[index], row = int(chosen[row]), int(rows[row])
-        return found
+            states, before, columns = self._step(index, seconds, losses, (states, searches))
+            history.append((before, places[columns]))
+        row = np.argmin(states.lost.reshape(count, plans), axis=1) + plans * np.arange(count)
+        found = np.zeros((count, len(self._order)), dtype=np.intp)
+        for index, (before, chosen) in zip(reversed(self._order), reversed(history), strict=True):
+            found[:, index], row = chosen[row], before[row]
+        return [[int(place) for place in each] for each in found]
 
     def _options(self, index: int, count: int) -> tuple[Indices, Array, Array]:
         """Places that lose least at the operation's price, their seconds and losses."""
@@ -139,34 +175,37 @@ class Beam:
         return places, seconds[places], losses[places]
 
     def _step(
-        self, index: int, seconds: Array, losses: Array, now: tuple[_States, Width]
+        self, index: int, seconds: Array, losses: Array, now: tuple[_States, _Searches]
     ) -> tuple[_States, Indices, Indices]:
         """Place an operation: the states that are kept, of which rows and options they are."""
-        states, width = now
+        states, searches = now
         start, lost = self._start(index, states)
         ends = start[:, None] + seconds
         lost = lost[:, None] + losses
-        freed = self._freed[index]
         pulled, marks = states.pulled, states.marks
-        for other in freed:
+        for other in self._freed[index]:
             pulled = pulled - states.pulls[:, self._slots[other]]
             marks = marks - self._hash[other] * states.ends[:, self._slots[other]]
         alive = bool(self._after[index])
         pulls = np.zeros_like(ends)
         if alive:
-            weight = width.pull * self._watts[index] / max(self._mean_seconds, 1e-300)
+            weight = self._watts[index] / max(self._mean_seconds, 1e-300) * searches.pull
             pulls = weight * (ends - self._references[index]) ** 2
             new_marks = marks[:, None] + self._hash[index] * ends
         else:
             lost = lost + max(self._final_watts[index], 0.0) * (self._deadline - ends)
             new_marks = np.broadcast_to(marks[:, None], ends.shape)
+        lost[ends > self._latest[index]] = np.inf
         scores = lost + pulled[:, None] + pulls
-        scores[ends > self._latest[index]] = np.inf
-        grain = width.grain * self._mean_seconds
-        picked = _picked(scores.ravel(), new_marks.ravel(), width.plans, grain)
+        picked = _picked(scores, new_marks, searches)
         rows, columns = np.divmod(picked, len(seconds))
+        # Fewer different plans than rows: the others stand for none.
+        missing = rows < 0
+        rows[missing], columns[missing], picked[missing] = 0, 0, 0
+        kept_lost = lost.ravel()[picked]
+        kept_lost[missing] = np.inf
         kept = _States(
-            lost.ravel()[picked],
+            kept_lost,
             states.ends[rows],
             states.pulls[rows],
             pulled[rows] + pulls.ravel()[picked],
@@ -201,17 +240,33 @@ def mirrored_optimum(relaxed: Relaxed, deadline_seconds: float) -> Relaxed:
     return replace(relaxed, starts=deadline_seconds - relaxed.starts - relaxed.seconds)
 
 
-def _picked(scores: Array, marks: Array, count: int, grain: float) -> Indices:
-    """Indices of the best finite scores, one of each group of plans that are nearly the same."""
-    finite = int(np.count_nonzero(np.isfinite(scores)))
-    if finite <= count:
-        return np.flatnonzero(np.isfinite(scores))
-    some = min(finite, 2 * count)
-    best = np.argpartition(scores, some - 1)[:some]
-    best = best[np.argsort(scores[best], kind="stable")]
-    _, firsts = np.unique(np.round(marks[best] / max(grain, 1e-300)), return_index=True)
-    firsts.sort()
-    return best[firsts[:count]]
+def _picked(scores: Array, marks: Array, searches: _Searches) -> Indices:
+    """(rows,) indices of each search's best scores, one of each group of nearly equal plans.
+
+    Where fewer are left, -1.
+    """
+    count = len(searches.grain)
+    own = scores.reshape(count, -1)
+    size = own.shape[1]
+    some = min(size, 2 * searches.plans)
+    if some < size:
+        best = np.argpartition(own, some - 1, axis=1)[:, :some]
+        best += size * np.arange(count)[:, None]
+    else:
+        best = np.arange(own.size).reshape(own.shape)
+    # Indices into the whole array are several times faster than along an axis.
+    lines = some * np.arange(count)[:, None]
+    best = best.ravel()[np.argsort(scores.ravel()[best], axis=1, kind="stable") + lines]
+    # Equal marks stand side by side after a stable sort, the best score first.
+    near = np.round(marks.ravel()[best] / searches.grain)
+    by_mark = np.argsort(near, axis=1, kind="stable") + lines
+    near = near.ravel()[by_mark]
+    dropped = ~np.isfinite(scores.ravel()[best])
+    dropped.ravel()[by_mark[:, 1:][near[:, 1:] == near[:, :-1]]] = True
+    front = np.argsort(dropped, axis=1, kind="stable")[:, : searches.plans] + lines
+    picked = np.full((count, searches.plans), -1)
+    picked[:, : front.shape[1]] = np.where(dropped.ravel()[front], -1, best.ravel()[front])
+    return picked.ravel()
 
 
 def _in_time(schedule: Schedule, starts: list[float]) -> list[int]:

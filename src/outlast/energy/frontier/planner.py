@@ -34,6 +34,9 @@ LONGEST = 1.1
 """A frontier ends at this multiple of the top clocks' time, where not told otherwise."""
 
 
+# By what share the deadlines differ whose prices help to round a plan.
+_NEARBY = 0.005
+
 # Halvings of the interval of deadlines in which a plan with delayed changes of clock is looked for.
 _HALVINGS = 7
 
@@ -212,10 +215,17 @@ class _Solver:
 
     def _within(self, relaxed: Relaxed, seconds: float) -> Grouped:
         if self._switches_allowed == "free" and not self._delays.switch_seconds:
-            return Grouped(rounded(self._schedule, self._choices, relaxed, seconds), relaxed.joules)
+            nearby = [self._programme.solve(each) for each in self._near(seconds)]
+            points = rounded(self._schedule, self._choices, relaxed, seconds, nearby)
+            return Grouped(points, relaxed.joules)
         if self._switches_allowed != "free":
             return self._grouped[0].solve(seconds)
         return self._free_with_delays(seconds, relaxed.joules)
+
+    def _near(self, seconds: float) -> list[float]:
+        """Deadlines a little shorter and longer, whose prices help to round."""
+        shorter = max(seconds * (1 - _NEARBY), self._programme.fastest_seconds)
+        return [shorter, seconds * (1 + _NEARBY)]
 
     def _free_with_delays(self, seconds: float, bound: float) -> Grouped:
         """The best of plans per device, per part of the step, and with merged changes."""

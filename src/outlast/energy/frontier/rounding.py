@@ -1,54 +1,74 @@
 """From durations that may lie between measured ones to clocks that exist.
 
 Rounding every operation down meets the deadline but wastes time; giving the rest to operations one
-by one ends where no single change fits. So several plans are made, each fills its slack, and the
-best one is kept: the plain one, two that follow the relaxed plan's times from either end (see
-`followed`), and beam searches from either end (see `Beam`), as many as the step's size allows.
+by one ends where no single change fits. So beam searches (see `Beam`) make many plans, forwards and
+backwards in time, at the optimum's prices and at the mean prices of deadlines nearby. The best of
+them fill their slack, and the best one is kept. Where it is near the bound, fewer are made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from outlast.energy.frontier.beam import Beam, Width, mirrored, mirrored_optimum
-from outlast.energy.frontier.slack import Slack, followed
+from outlast.energy.frontier.beam import Beam, Leaning, Width, mirrored, mirrored_optimum
+from outlast.energy.frontier.slack import Slack
 from outlast.energy.frontier.table import Curves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from outlast.energy.frontier.linear import Relaxed
     from outlast.energy.frontier.table import Places
     from outlast.energy.profile import Point
     from outlast.energy.schedule.dag import Schedule
 
-# Operations that are placed in beam searches for one deadline: 0.3 to 0.6 s. Long steps gain little
-# from more searches.
-_PLACED = 7000
-_FEWEST, _MOST = 4, 16
-
-# Whether backwards in time, and how strong the pull is; the most useful ones first. No setting is
-# best everywhere: tight deadlines need less pull.
-_SEARCHES = (
-    (False, Width(pull=2.0)),
-    (True, Width(pull=10.0)),
-    (False, Width(pull=0.3, grain=1e-2)),
-    (False, Width(pull=5.0, grain=1e-2)),
-    (True, Width(pull=1.0, grain=1e-2)),
-    (True, Width(pull=30.0, grain=1e-2)),
-    (False, Width(pull=0.3)),
-    (False, Width(pull=10.0)),
-    (True, Width(pull=3.0)),
-    (True, Width(pull=10.0, grain=1e-2)),
-    (False, Width(pull=1.0)),
-    (False, Width(pull=10.0, grain=1e-2)),
-    (False, Width(pull=30.0)),
-    (True, Width(pull=30.0)),
-    (False, Width(pull=100.0)),
-    (True, Width(pull=0.3)),
+# No setting is best everywhere: tight deadlines need less pull.
+_LEANINGS = tuple(
+    Leaning(pull, grain) for grain in (2e-3, 1e-2) for pull in (0.3, 1.0, 2.0, 5.0, 10.0)
 )
+
+# Operations times the plans that a search keeps; more of them help little.
+_KEPT = 12_000
+_FEWEST, _MOST = 16, 48
+
+# Plans of the searches whose slack is filled, the best ones: others hardly become the best.
+_FILLED = 2
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Searches that are made together.
+
+    Attributes:
+        backwards: In time.
+        price: Weight of the mean of deadlines nearby in the prices.
+        time: The same in the times that plans are pulled to.
+        above: Not made where the plan is nearer to the bound, as a share of the step's energy.
+    """
+
+    backwards: bool
+    price: float
+    time: float
+    above: float
+
+
+# The most useful ones first. Later ones pay where plans are still far from the bound.
+_ROUNDS = (
+    _Round(False, 0.0, 0.0, 0.0),
+    _Round(True, 1.0, 0.0, 4e-4),
+    _Round(False, 1.0, 0.0, 4e-4),
+    _Round(True, 0.0, 0.0, 4e-4),
+    _Round(False, 0.0, 1.0, 6e-4),
+    _Round(False, 0.5, 0.0, 6e-4),
+    _Round(True, 0.5, 0.0, 6e-4),
+    _Round(False, 0.5, 0.5, 6e-4),
+    _Round(True, 0.0, 1.0, 6e-4),
+)
+# Operations that rounds place for one deadline, and the fewest rounds.
+_PLACED = 5_000
+_FEWEST_ROUNDS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +92,11 @@ class Choices:
 
 
 def rounded(
-    schedule: Schedule, choices: Choices, relaxed: Relaxed, deadline_seconds: float
+    schedule: Schedule,
+    choices: Choices,
+    relaxed: Relaxed,
+    deadline_seconds: float,
+    nearby: Sequence[Relaxed] = (),
 ) -> list[Point]:
     """Measured points of all operations with which the step meets the deadline.
 
@@ -82,45 +106,77 @@ def rounded(
         relaxed: The linear programme's optimum for the deadline.
         deadline_seconds: Met but for rounding errors of floating point (one part in a thousand
             million), and not below the time of the fastest plan.
+        nearby: Optima of slightly shorter and longer deadlines. Prices jump from one deadline to
+            the next; their mean weighs more operations.
     """
     curves = choices.curves
-    best = [0] * len(choices.points)
-    fastest_seconds = schedule.makespan(curves.durations(best))
+    fastest = [0] * len(choices.points)
     # A deadline that is the fastest plan's own time must not fail by rounding.
-    deadline = max(deadline_seconds, fastest_seconds)
-    least = curves.energy(best)
-    for places in _plans(schedule, curves, relaxed, deadline):
-        if schedule.makespan(curves.durations(places)) > deadline * (1 + 1e-9):
-            continue
-        joules = curves.energy(places)
-        if joules < least:
-            best, least = places, joules
+    deadline = max(deadline_seconds, schedule.makespan(curves.durations(fastest)))
+    limit = deadline * (1 + 1e-9)
+    mean = _mean(relaxed, nearby, deadline)
+    full = relaxed.joules + schedule.devices * choices.blocking_watts * deadline
+    rounds = max(_PLACED // max(len(fastest), 1), _FEWEST_ROUNDS)
+    rough = curves.below(relaxed.seconds.tolist())
+    best = _better(schedule, curves, fastest, ([rough], limit))
+    for each in _ROUNDS[:rounds]:
+        if curves.energy(best) - relaxed.joules > each.above * full:
+            optimum = _between(relaxed, mean, each)
+            plans = _searched(schedule, curves, optimum, (deadline, each.backwards))
+            best = _better(schedule, curves, best, (plans, limit))
     return [own[place] for own, place in zip(choices.points, best, strict=True)]
 
 
-def _plans(
-    schedule: Schedule, curves: Curves, relaxed: Relaxed, deadline: float
-) -> Iterator[Places]:
-    """All plans that are tried, the cheap ones first."""
-    seconds = relaxed.seconds.tolist()
-    everywhere = [range(len(own)) for own in curves.seconds]
-    back = mirrored(schedule)
-    for places in (
-        curves.below(seconds),
-        followed(schedule, curves, seconds, deadline),
-        followed(back, curves, seconds, deadline),
-    ):
+def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relaxed:
+    """The mean of optima, as if all were for the deadline; its prices are a flow as well."""
+    every = [relaxed]
+    for each in nearby:
+        longer = deadline / float((each.starts + each.seconds).max())
+        every.append(replace(each, starts=each.starts * longer, seconds=each.seconds * longer))
+    count = len(every)
+    return replace(
+        relaxed,
+        starts=sum(each.starts for each in every) / count,
+        seconds=sum(each.seconds for each in every) / count,
+        edge_watts=sum(each.edge_watts for each in every) / count,
+        operation_watts=sum(each.operation_watts for each in every) / count,
+    )
+
+
+def _between(relaxed: Relaxed, mean: Relaxed, weights: _Round) -> Relaxed:
+    """An optimum's mixture with the mean."""
+    price, time = weights.price, weights.time
+    return replace(
+        relaxed,
+        starts=(1 - time) * relaxed.starts + time * mean.starts,
+        seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
+        edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
+        operation_watts=(1 - price) * relaxed.operation_watts + price * mean.operation_watts,
+    )
+
+
+def _better(
+    schedule: Schedule, curves: Curves, best: Places, rivals: tuple[list[Places], float]
+) -> Places:
+    """The plan that needs least, of the best so far and of rivals that keep to the limit."""
+    plans, limit = rivals
+    fitting = [p for p in plans if schedule.makespan(curves.durations(p)) <= limit]
+    return min((best, *fitting), key=curves.energy)
+
+
+def _searched(
+    schedule: Schedule, curves: Curves, optimum: Relaxed, aim: tuple[float, bool]
+) -> list[Places]:
+    """The best plans of the searches of one round, with filled slack."""
+    deadline, backwards = aim
+    if backwards:
+        optimum = mirrored_optimum(optimum, deadline)
+    beam = Beam(mirrored(schedule) if backwards else schedule, curves, optimum, deadline)
+    kept = min(max(_KEPT // max(len(schedule.operations), 1), _FEWEST), _MOST)
+    plans = sorted(beam.search(_LEANINGS, Width(plans=kept)), key=curves.energy)
+    found = []
+    for places in plans[:_FILLED]:
         slack = Slack(schedule, curves, places, deadline)
-        # Corners first: a point above the hull takes time that saves more elsewhere.
-        slack.fill(curves.corners)
-        slack.fill(everywhere)
-        yield slack.places
-    beams = {
-        False: Beam(schedule, curves, relaxed, deadline),
-        True: Beam(back, curves, mirrored_optimum(relaxed, deadline), deadline),
-    }
-    count = min(max(_PLACED // max(len(seconds), 1), _FEWEST), _MOST)
-    for backwards, width in _SEARCHES[:count]:
-        slack = Slack(schedule, curves, beams[backwards].search(width), deadline)
-        slack.fill(everywhere)
-        yield slack.places
+        slack.fill([range(len(own)) for own in curves.seconds])
+        found.append(slack.places)
+    return found

@@ -98,27 +98,3 @@ class Slack:
                 ends[other] = end
                 for each in self._before[other]:
                     heapq.heappush(earlier, (-self._rank[each], each))
-
-
-def followed(
-    schedule: Schedule, curves: Curves, seconds: Sequence[float], deadline_seconds: float
-) -> Places:
-    """A plan that stays near relaxed durations in time, although each operation deviates.
-
-    Operations are taken in order. Each gets the slowest corner of its hull that ends no later than
-    the latest end of the relaxed plan, at most one corner above its relaxed duration: one that was
-    rounded down leaves room to round up a later one.
-    """
-    latest = schedule.latest_ends(seconds, deadline_seconds)
-    ends, places = [0.0] * len(latest), [0] * len(latest)
-    tolerance = 1e-9 * deadline_seconds
-    for index in schedule.order:
-        start = max((ends[before] for before in schedule.predecessors[index]), default=0.0)
-        room = latest[index] - start + tolerance
-        own = curves.seconds[index]
-        for place in curves.corners[index][1:]:
-            if own[place] > room or own[places[index]] >= seconds[index] - tolerance:
-                break
-            places[index] = place
-        ends[index] = start + float(own[places[index]])
-    return places
