@@ -38,10 +38,11 @@ MEAN_GAP, LARGEST_GAP = 0.15, 0.5
 """Per cent above the bound."""
 SECONDS = {12: 8.0, 96: 20.0}
 """For a whole frontier, by micro-batches."""
-ROUNDED_DOWN = {"a100": 0.0065, "a40": 0.0003}
-"""By what share a published time is below the true one at most."""
+ROUNDED_DOWN = {"a100": 0.006, "a40": 0.0003}
+"""By what share published times are below the true ones, at least: the shortest times of the
+frontiers against the same clocks without rounding."""
 GRID_SECONDS = {"a100": 1e-3, "a40": 1e-3}
-"""Lowtime's unit of time."""
+"""Lowtime's unit of time. The published A40 frontiers have 0.1 ms, which takes ten times longer."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def _case_bars(found: Course, data: Path | None) -> Iterator[Bar]:
     name = f"energy above Perseus' plan, {found.name}, largest"
     watts = profile(found.device).blocking_watts
     over = excess(found.plans, rivals, watts)
-    yield _predicted(at_most(name, max(over), "%", 0.0, "published frontier"))
+    peer = f"published frontier, {len(over)} of {len(found.plans)} deadlines that it meets"
+    yield _predicted(at_most(name, max(over), "%", 0.0, peer))
 
 
 def _lowtime_bars(found: Course) -> Iterator[Bar]:
@@ -211,7 +213,7 @@ def _lowtime_bars(found: Course) -> Iterator[Bar]:
         return
     rivals, seconds = lowtime(found.device, found.microbatches)
     over = excess(found.plans, rivals, profile(found.device).blocking_watts)
-    peer = f"lowtime, {seconds:.0f} s for its frontier"
+    peer = f"lowtime in steps of 1 ms, {seconds:.0f} s, {len(over)} of {len(found.plans)} deadlines"
     yield _predicted(at_most(name, max(over), "%", 0.0, peer))
     name = f"energy above lowtime's plan, {found.name}, mean"
     yield _predicted(at_most(name, statistics.mean(over), "%", 0.0, peer))

@@ -21,6 +21,7 @@ from outlast.energy.frontier.smoothing import MARGIN_PER_NOISE, margin_for, smoo
 from outlast.energy.profile import Curve, Point, Profile, effective
 from outlast.energy.schedule.dag import Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.errors import EnergyError
 
 SAVINGS = {1.02: 0.12, 1.05: 0.18, 1.10: 0.23}
 """Time above that of top clocks, and what one clock per stage should save."""
@@ -31,6 +32,8 @@ _MEASURED = {
     "a100": "Perseus measured 0.160 on gpt3-xl, 0.169 on bert-huge",
     "a40": "Perseus measured 0.260 on gpt3-2.7b, 0.226 on bert-huge",
 }
+UNSEEN = 1000
+"""First of the seeds that had no part in finding the margin."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +89,25 @@ def print_prices(found: list[Priced]) -> None:
 
 
 def switch_bars(found: list[Priced]) -> list[Bar]:
-    """Saving with one clock per stage on A100, or what no such plan can exceed."""
+    """Saving with one clock per stage on A100; beside it what no such plan can exceed."""
     bars = []
     for each in found:
         if each.plan.budget != "per_stage" or each.device != "a100":
             continue
-        wanted = SAVINGS[each.slower]
         best = 1 - each.plan.budget_bound_joules / each.plan.fastest_joules
         name = f"saving, one clock per stage, +{each.slower - 1:.0%}, {each.microbatches} batches"
-        if best >= wanted:
-            peer = f"at most {best:.4f} possible with one clock per stage"
-            bar = at_least(name, each.plan.saving, "share", wanted, peer)
-        else:
-            # The bar is out of reach: what can be shown is that the plan is the best of its budget.
-            peer = f"{wanted:g} is impossible: no plan with one clock per stage exceeds {best:.4f}"
-            bar = at_least(name, each.plan.saving, "share", round(best - 0.0005, 4), peer)
+        peer = f"no plan with one clock per stage can exceed {best:.4f}"
+        bar = at_least(name, each.plan.saving, "share", SAVINGS[each.slower], peer)
         bars.append(replace(bar, kind="predicted"))
     return bars
 
 
-def noise_bars(seeds: int, slower: tuple[float, ...] = (1.03, 1.05, 1.1)) -> list[Bar]:
-    """Deadlines met on the clean profile by plans from noisy ones, and what the margin costs."""
+def noise_bars(seeds: int, slower: tuple[float, ...] = (1.02, 1.05, 1.1)) -> list[Bar]:
+    """Deadlines met on the clean profile by plans from noisy ones, and what the margin costs.
+
+    Seeds are others than those by which the margin was found. A deadline that the margin leaves no
+    room for is refused; refusals are counted apart.
+    """
     bars = []
     schedule = one_f_one_b(8, 12)
     for device in ("a100", "a40"):
@@ -114,17 +115,22 @@ def noise_bars(seeds: int, slower: tuple[float, ...] = (1.03, 1.05, 1.1)) -> lis
         top = _top_seconds(schedule, truth)
         clean = {each: EnergyPlanner(truth).plan(schedule, top * each) for each in slower}
         for noise in (0.01, 0.02):
-            met, paid = [], []
-            for seed in range(seeds):
+            met, paid, refused = [], [], 0
+            for seed in range(UNSEEN, UNSEEN + seeds):
                 measured = _noisy(truth, noise, seed)
                 planner, margin = EnergyPlanner(smoothed(measured)), margin_for(measured)
                 for each, best in clean.items():
-                    plan = planner.plan(schedule, top * each, margin=margin)
+                    try:
+                        plan = planner.plan(schedule, top * each, margin=margin)
+                    except EnergyError:
+                        refused += 1
+                        continue
                     takes, joules = _on(truth, schedule, plan)
                     met.append(takes <= top * each * (1 + 1e-9))
                     paid.append(joules / best.joules - 1)
             where = f"{device}, {noise:.0%} noise, {seeds} seeds"
-            stated = f"margin about {MARGIN_PER_NOISE * noise:.2%}"
+            stated = f"{refused} of {seeds * len(slower)} refused, "
+            stated += f"margin about {MARGIN_PER_NOISE * noise:.2%}"
             peer = f"plans without margin from the clean profile; {stated}"
             bars += [
                 replace(
@@ -155,24 +161,20 @@ def straggler_bars(microbatches: int) -> list[Bar]:
         late = frontier.plans[0].seconds * 1.1
         took = []
         for _ in range(20):
-            began = time.process_time()
+            began = time.perf_counter()
             answer = frontier.with_straggler(late)
-            took.append(time.process_time() - began)
-        plan = answer.plan
-        bound = EnergyPlanner(example.profile(device)).plan(schedule, late).bound_joules
-        possible = 1 - bound / (plan.fastest_joules + answer.joules - plan.joules)
+            took.append(time.perf_counter() - began)
         where = f"{device}, {microbatches} batches"
         bars += [
             at_most(f"answer for a straggler, {where}", max(took), "s", 0.1, "cached frontier"),
-            replace(
-                at_least(
-                    f"saving beside a 1.1x straggler, {where}",
-                    answer.saving,
-                    "share",
-                    round(possible - 0.005, 4),
-                    f"{possible:.4f} is the most possible; {_MEASURED[device]}",
-                ),
-                kind="predicted",
+            Bar(
+                f"saving beside a 1.1x straggler, {where}",
+                round(answer.saving, 4),
+                "share",
+                "reported",
+                True,
+                _MEASURED[device],
+                "predicted",
             ),
         ]
     return bars

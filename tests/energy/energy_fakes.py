@@ -40,9 +40,11 @@ class FileController:
     def limit_power(self, watts):
         self._update(f"watts {watts:g}", watts=watts)
 
-    def restore(self, power_watts=None):
-        changes = {} if power_watts is None else {"watts": power_watts}
-        self._update("restore", clock=None, **changes)
+    def restore(self, power_watts=None, *, clock=True):
+        if clock:
+            self._update("restore", clock=None)
+        if power_watts is not None:
+            self._update(f"restore watts {power_watts:g}", watts=power_watts)
 
     def description(self):
         return {"kind": "file", "path": str(self.path)}
@@ -50,7 +52,7 @@ class FileController:
     def _update(self, line, **changes):
         if self.broken and line.startswith(self.broken):
             raise EnergyError(f"the device refuses {line}")
-        if self.lease is not None and line != "restore":
+        if self.lease is not None and not line.startswith("restore"):
             # Nothing may be set before the lease is on disk.
             assert Path(self.lease).exists()
         state = self.state
@@ -79,9 +81,9 @@ class FakeNvml:
         def __str__(self):
             return f"NVML error {self.value}"
 
-    def __init__(self, *, pids=(), mig=None, refuse=0):
+    def __init__(self, *, pids=(), mig=None, refuse=0, refused=""):
         self.calls = []
-        self._pids, self._mig, self._refuse = pids, mig, refuse
+        self._pids, self._mig, self._refuse, self._refused = pids, mig, refuse, refused
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid != "GPU-1":
@@ -126,7 +128,7 @@ class FakeNvml:
             raise AttributeError(name)
 
         def setter(handle, *values):
-            if self._refuse:
+            if self._refuse and self._refused in name:
                 raise self.NVMLError(self._refuse)
             self.calls.append((name, *values))
 

@@ -115,6 +115,20 @@ def test_nvml_locks_limits_and_gives_back():
     assert controller.description() == {"kind": "nvml", "uuid": "GPU-1"}
 
 
+def test_nvml_gives_back_only_what_is_asked_and_the_limit_although_the_clock_is_refused():
+    nvml = FakeNvml(refuse=999, refused="Reset")
+    controller = NvmlController("GPU-1", nvml)
+    limit = ("nvmlDeviceSetPowerManagementLimit", 700_000)
+    controller.restore(700.0, clock=False)
+    assert nvml.calls == [limit]
+    with pytest.raises(EnergyError, match="cannot reset the clock of GPU-1"):
+        controller.restore(700.0)
+    assert nvml.calls == [limit, limit]
+    broken = NvmlController("GPU-1", FakeNvml(refuse=999))
+    with pytest.raises(EnergyError, match=r"reset the clock .*; cannot limit the power"):
+        broken.restore(700.0)
+
+
 @pytest.mark.parametrize(
     ("nvml", "words"),
     [
@@ -246,43 +260,121 @@ def test_slurm_refuses_clocks_that_differ_between_nodes():
         slurm.gpu_freq(0)
 
 
+LOCKED = ["--id=0 --lock-gpu-clocks=1200,1200", "--id=5 --lock-gpu-clocks=1410,1410"]
+GIVEN_BACK = ["--id=0 --reset-gpu-clocks", "--id=5 --reset-gpu-clocks"]
+
+
+class Node:
+    """Runs the scripts as bash does, with a stand-in for nvidia-smi that writes what is set."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.marks = directory / "marks"
+        self.log = directory / "log"
+        self.answer(mig="Disabled")
+
+    def answer(self, *, mig, others="", fails="none"):
+        tool = self.directory / "nvidia-smi"
+        tool.write_text(
+            f"""#!/bin/bash
+case "$*" in *{fails}*) echo failed >&2; exit 9 ;; esac
+case "$*" in
+    "--id=5 --query-gpu=mig.mode.current --format=csv,noheader") echo "{mig}" ;;
+    *--query-gpu=mig.mode.current*) echo "[N/A]" ;;
+    "--id=5 --query-compute-apps=pid --format=csv,noheader") printf "{others}" ;;
+    *--query-compute-apps=pid*) ;;
+    *) echo "$*" >> {self.log} ;;
+esac
+"""
+        )
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, text, comment, job="77"):
+        """What was set, and what was said."""
+        self.log.write_text("")
+        # The script sets its own search path, as Slurm gives it none.
+        script = text.replace("PATH=/usr/bin", f"PATH={self.directory}:/usr/bin")
+        script = script.replace("marks=/run/outlast-clocks", f"marks={self.marks}")
+        assert str(self.marks) in script
+        variables = {
+            "SLURM_JOB_ID": job,
+            "SLURM_JOB_COMMENT": comment,
+            "SLURM_JOB_GPUS": "0,5",
+        }
+        done = subprocess.run(
+            ["/bin/bash", "-c", script],
+            env=variables,
+            cwd=self.directory,
+            check=True,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        )
+        return self.log.read_text().splitlines(), done.stdout
+
+    def marked(self):
+        return sorted(each.name for each in self.marks.glob("*"))
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("comment", "commands"),
     [
-        ("outlast-clocks=1200,1410", ["--id=0 --lock-gpu-clocks=1200,1200",
-                                      "--id=5 --lock-gpu-clocks=1410,1410"]),
+        ("outlast-clocks=1200,1410", LOCKED),
         ("outlast-clocks=1200", []),
         ("outlast-clocks=$(touch owned),1", []),
         ("outlast-clocks=1200;touch owned", []),
         ("something else", []),
         ("1200,1410", []),
     ],
-)  # fmt: skip
-def test_the_prolog_locks_what_a_comment_asks_for_and_nothing_else(tmp_path, comment, commands):
-    found = run_script(slurm.prolog(), tmp_path, comment)
-    assert found == commands
-    assert not (tmp_path / "owned").exists()
+)
+def test_the_prolog_locks_what_a_comment_asks_for_and_nothing_else(node, comment, commands):
+    assert node.run(slurm.prolog(), comment)[0] == commands
+    assert not (node.directory / "owned").exists()
+    assert node.marked() == (["77.0", "77.5"] if commands else [])
 
 
-def test_the_epilog_gives_back_only_what_the_prolog_could_lock(tmp_path):
-    assert run_script(slurm.epilog(), tmp_path, "outlast-clocks=1200,1410") == [
-        "--id=0 --reset-gpu-clocks",
-        "--id=5 --reset-gpu-clocks",
-    ]
-    assert run_script(slurm.epilog(), tmp_path, "mine") == []
+@pytest.mark.parametrize("comment", ["outlast-clocks=1200,1410", "edited", ""])
+def test_the_epilog_gives_back_what_the_prolog_locked_whatever_the_comment_says(node, comment):
+    node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    assert stat.S_IMODE(node.marks.stat().st_mode) == 0o700
+    assert node.run(slurm.epilog(), comment, job="7") == ([], "")
+    assert node.run(slurm.epilog(), comment)[0] == GIVEN_BACK
+    assert node.marked() == []
+    assert node.run(slurm.epilog(), comment)[0] == []
 
 
-def run_script(text, directory, comment):
-    log = directory / "log"
-    log.write_text("")
-    tool = directory / "nvidia-smi"
-    tool.write_text(f'#!/bin/bash\necho "$*" >> {log}\n')
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    # The script sets its own search path, as Slurm gives it none.
-    script = text.replace("PATH=/usr/bin", f"PATH={directory}:/usr/bin")
-    assert script != text
-    variables = {"SLURM_JOB_COMMENT": comment, "SLURM_JOB_GPUS": "0,5"}
-    subprocess.run(
-        ["/bin/bash", "-c", script], env=variables, cwd=directory, check=True, timeout=20
-    )
-    return log.read_text().splitlines()
+def test_a_comment_alone_makes_the_epilog_do_nothing(node):
+    assert node.run(slurm.epilog(), "outlast-clocks=1200,1410") == ([], "")
+    assert node.run(slurm.prolog(), "outlast-clocks=1200,1410", job="../7") == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"mig": "Enabled"}, "GPU 5 has MIG Enabled"),
+        ({"mig": "Disabled", "others": "12\\n34\\n"}, "GPU 5 is used by process 12, 34"),
+        ({"mig": "Disabled", "fails": "=5*mig"}, "GPU 5 has MIG unknown"),
+        ({"mig": "Disabled", "fails": "=5*apps"}, "GPU 5 is used by process unknown"),
+        ({"mig": "Disabled", "fails": "=5*lock"}, ""),
+    ],
+)
+def test_the_prolog_leaves_gpus_that_are_not_the_jobs_alone(node, answers, words):
+    node.answer(**answers)
+    commands, said = node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    assert commands == LOCKED[:1]
+    assert words in said
+    assert node.marked() == ["77.0"]
+
+
+def test_a_clock_that_cannot_be_given_back_stays_marked(node):
+    node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    node.answer(mig="Disabled", fails="=5*reset")
+    commands, said = node.run(slurm.epilog(), "")
+    assert commands == GIVEN_BACK[:1]
+    assert "the clock of GPU 5 may still be locked" in said
+    assert node.marked() == ["77.5"]

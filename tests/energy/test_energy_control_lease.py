@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from outlast.energy.control.nvml import NvmlController
 from outlast.energy.control.restore import leases as found_leases
 from outlast.energy.control.restore import restore
 from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
 
 HERE = Path(__file__).parent
 HEAD = f"""
@@ -273,7 +277,7 @@ def test_what_cannot_be_set_leaves_no_lease_and_gives_back_the_rest(tmp_path, de
     ):
         pytest.fail("the block ran")
     assert given_back(device, lease)
-    assert other.state["log"] == ["clock 600", "restore"]
+    assert other.state["log"] == ["clock 600", "restore", "restore watts 400"]
 
 
 def test_a_missing_privilege_is_the_error_that_is_told(lease):
@@ -287,7 +291,7 @@ def test_a_missing_privilege_is_the_error_that_is_told(lease):
 
 def test_a_device_that_cannot_be_given_back_keeps_its_lease(device, lease):
     device.broken = "restore"
-    with pytest.raises(EnergyError, match=r"may still be locked.*outlast energy restore"):  # noqa: SIM117
+    with pytest.raises(EnergyError, match=r"may still be set.*outlast energy restore"):  # noqa: SIM117
         with applied(900, device, lease):
             pass
     assert lease.exists()
@@ -298,19 +302,44 @@ def test_a_device_that_cannot_be_given_back_keeps_its_lease(device, lease):
     assert given_back(device, lease)
 
 
-def test_settings_apply_in_a_thread_too(device, lease):
+def test_settings_apply_in_a_thread_too_and_signals_are_said_to_be_unhandled(device, lease):
     def work():
         with applied(900, device, lease):
             pass
 
     thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        thread.start()
+        thread.join()
+    assert [each.category for each in said] == [RuntimeWarning]
+    assert "SIGTERM or SIGHUP they stay locked" in str(said[0].message)
     assert device.state["log"] == ["clock 900", "restore"]
     assert not lease.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', "\x00", '{"version": 1}'])
+def damaged(**controller):
+    device = dict.fromkeys(["uuid", "clock_mhz", "power_watts", "previous_power_watts"])
+    content = {"version": 1, "devices": [device | {"controller": controller}]}
+    fields = {"host": "a", "boot": "b", "pid": 1, "started_seconds": 1.0}
+    return json.dumps(content | fields | {"expires_unix_seconds": 1.0})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 9}',
+        "\x00",
+        '{"version": 1}',
+        damaged(),
+        damaged(kind="nvml"),
+        damaged(kind="zeusd", uuid="GPU-1"),
+        damaged(kind="file").replace('"pid": 1', '"pid": Infinity'),
+    ],
+)
 def test_a_file_that_is_no_lease_is_refused_and_kept(lease, text):
     lease.parent.mkdir()
     lease.write_text(text)
@@ -340,6 +369,126 @@ def test_wrong_calls_are_refused(device, lease):
     ):
         pytest.fail("the block ran")
     assert not lease.exists()
+
+
+def test_a_limit_set_by_the_handle_is_put_back_and_its_clock_is_left_alone(device, lease):
+    with applied(Setting(power_watts=300.0), device, lease) as handle:
+        handle.limit_power(200.0)
+    assert device.state["log"] == ["watts 300", "watts 200", "restore watts 400"]
+    with applied(900, device, lease) as handle:
+        assert json.loads(lease.read_text())["devices"][0]["power_watts"] is None
+        assert handle.limit_power(250.0)
+        assert json.loads(lease.read_text())["devices"][0]["power_watts"] == 250.0
+    assert given_back(device, lease)
+    assert device.state["log"][3:] == ["clock 900", "watts 250", "restore", "restore watts 400"]
+
+
+def test_what_the_handle_set_is_given_back_after_kill_9_too(device, lease):
+    body = """
+with applied(Setting(900), device, lease) as handle:
+    handle.limit_power(300.0)
+    print("set", flush=True)
+    work()
+"""
+    end(start(body, device, lease), signal.SIGKILL)
+    assert device.state["watts"] == 300.0
+    restore(lease, open_controller=open_file)
+    assert given_back(device, lease)
+
+
+def test_a_limit_that_could_not_be_put_back_is_not_set(device, lease):
+    device.power_limit_watts = lambda: Unavailable("no meter")
+    with applied(900, device, lease) as handle:
+        with pytest.raises(EnergyError, match=r"before could not be read.*power_watts = 300"):
+            handle.limit_power(300.0)
+        assert device.state["watts"] == 400.0
+    with (
+        pytest.raises(EnergyError, match=r"no meter.*could not be put back"),
+        applied(Setting(power_watts=300.0), device, lease),
+    ):
+        pytest.fail("the block ran")
+    assert given_back(device, lease)
+
+
+def test_a_handle_whose_lease_was_taken_sets_nothing_new(device, lease):
+    with applied(900, device, lease) as handle:
+        restore(lease, force=True, open_controller=open_file)
+        with pytest.raises(EnergyError, match="was taken from this process"):
+            handle.limit_power(300.0)
+        assert device.state["watts"] == 400.0
+
+
+def test_the_power_limit_is_put_back_although_the_clock_cannot_be(device, lease):
+    device.broken = "restore"
+    with pytest.raises(EnergyError, match=r"restore; the device refuses restore watts"):  # noqa: SIM117
+        with applied(Setting(900, 300.0), device, lease):
+            pass
+
+    class Stuck(FileController):
+        def restore(self, power_watts=None, *, clock=True):
+            super().restore(power_watts, clock=False)
+            raise EnergyError("the clock is stuck")
+
+    with pytest.raises(EnergyError, match=r"the lease .* stays.*stuck"):
+        restore(lease, force=True, open_controller=lambda _: Stuck(device.path))
+    assert device.state["watts"] == 400.0
+    assert device.state["clock"] == 900
+    assert lease.exists()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTLAST_LEASES", str(tmp_path / "place"))
+    return tmp_path / "place"
+
+
+def test_the_place_of_leases_does_not_depend_on_the_job(monkeypatch, tmp_path, place):
+    assert leases.lease_path("GPU-1") == place / "GPU-1.json"
+    monkeypatch.delenv("OUTLAST_LEASES")
+    found = leases.lease_directory()
+    for variable in ("TMPDIR", "XDG_RUNTIME_DIR", "HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert leases.lease_directory() == found
+    assert str(os.getuid()) in found.name
+
+
+def test_leases_are_neither_put_nor_looked_for_where_others_can_write(device, place):
+    path = leases.lease_path("gpu")
+    with applied(900, device, path):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        assert found_leases() == (path,)
+    place.chmod(0o777)
+    refused_place(device, path, "open to other users .mode 777.*chmod 700")
+    place.rmdir()
+    assert found_leases() == ()
+    other = place.with_name("other")
+    other.mkdir(mode=0o700)
+    place.symlink_to(other)
+    refused_place(device, path, "is not a directory of user")
+
+
+def test_a_place_or_a_lease_of_another_user_is_refused(device, place, monkeypatch):
+    path = leases.lease_path("gpu")
+    with applied(900, device, path):
+        uid = os.getuid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: uid + 1)
+            with pytest.raises(EnergyError, match=f"belongs to user {uid}"):
+                restore(path, force=True, open_controller=open_file)
+            with pytest.raises(EnergyError, match=f"is not a directory of user {uid + 1}"):
+                found_leases()
+            assert found_leases(place) == ()
+        assert device.state["clock"] == 900
+    assert given_back(device, path)
+
+
+def refused_place(device, path, words):
+    with pytest.raises(EnergyError, match=words), applied(900, device, path):
+        pytest.fail("the block ran")
+    with pytest.raises(EnergyError, match=words):
+        found_leases()
+    assert device.state["clock"] is None
 
 
 def test_every_device_has_its_own_default_lease():

@@ -38,7 +38,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "0",
         }:
             return self.answer(400, json.dumps({"error": "unknown field"}))
-        if self.server.refusal:
+        if self.server.refusal and self.server.refused in parts.path:
             return self.answer(*self.server.refusal)
         self.server.seen.append((parts.path, query))
         return self.answer(200, "")
@@ -65,6 +65,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(path), Handler)
         self.groups = ["gpu-control", "gpu-read", "cpu-read"]
         self.old, self.token, self.refusal, self.seen = False, "", None, []
+        self.refused = ""
 
 
 @pytest.fixture
@@ -94,6 +95,16 @@ def test_clocks_and_limits_reach_the_daemon_and_are_given_back(server, tmp_path)
         ("/gpu/reset_gpu_locked_clocks", gpu),
         ("/gpu/set_power_limit", gpu | {"power_limit_mw": "700000"}),
     ]
+
+
+def test_the_limit_is_put_back_although_the_daemon_refuses_to_reset_the_clock(server):
+    server.refusal, server.refused = (500, json.dumps({"error": "stuck"})), "reset_gpu"
+    limit = ("/gpu/set_power_limit", {"gpu_ids": "3", "block": "true", "power_limit_mw": "700000"})
+    with pytest.raises(EnergyError, match=r"reset_gpu_locked_clocks.*stuck"):
+        controller(server).restore(700.0)
+    assert server.seen == [limit]
+    controller(server).restore(700.0, clock=False)
+    assert server.seen == [limit, limit]
 
 
 def test_the_token_comes_from_the_environment_and_is_not_written_into_a_lease(server, monkeypatch):

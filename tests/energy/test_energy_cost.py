@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +17,6 @@ from outlast.energy.cost import (
     cap_effect,
     carbon_grams,
     clock_effect,
-    counter_error,
-    effective_clock,
     kwh,
     metering_seconds,
     money,
@@ -26,8 +26,11 @@ from outlast.energy.cost import (
     step_joules,
 )
 from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.response import Response, effective_clocks_mhz, evaluate
+from outlast.energy.model.roofline import roofline_seconds
 from outlast.energy.model.work import Work
 from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
 
 A100 = DeviceConstants(
     name="A100-SXM",
@@ -60,8 +63,6 @@ def test_kwh_money_and_carbon() -> None:
 
 def test_metering_is_two_reads_per_window() -> None:
     assert metering_seconds(10, read_seconds=1e-3, devices=2, samples=5) == pytest.approx(0.05)
-    assert counter_error(10.0) == pytest.approx(0.01)
-    assert counter_error(0.01) == 1.0
 
 
 @given(activities, clocks, st.floats(0.0, 1.0))
@@ -72,12 +73,19 @@ def test_a_lower_clock_is_never_faster_and_never_draws_more(activity, clock, sha
 
 
 @given(activities, clocks)
-def test_the_limit_is_met(activity: float, clock: float) -> None:
-    effective = effective_clock(A100, activity, clock)
-    assert effective <= clock
-    assert power_at(A100, activity, effective) <= 400.0 + 1e-6
-    if effective < clock:
-        assert power_at(A100, activity, effective) == pytest.approx(400.0)
+def test_the_effect_of_a_clock_is_that_of_the_device_model(activity: float, clock: float) -> None:
+    response = Response(fixed_seconds=0.3, clock_seconds=0.7, activity_watts_per_mhz=activity)
+    seconds, joules = evaluate(response, A100, np.array([clock, 1410.0]))
+    reached = effective_clocks_mhz(A100, activity, np.array([1410.0]))[0] / 1410.0
+    share = (0.7 / reached) / (0.3 + 0.7 / reached)
+    found = clock_effect(A100, activity, clock, compute_share=share)
+    assert found == pytest.approx((seconds[0] / seconds[1], joules[0] / joules[1]))
+
+
+@given(activities)
+def test_the_limit_is_kept_when_power_exceeds_it(activity: float) -> None:
+    reached = effective_clocks_mhz(A100, activity, np.array([1410.0]))[0]
+    assert power_at(A100, activity, reached) <= 400.0 + 1e-6
 
 
 def test_energy_over_clock_has_its_minimum_near_the_knee() -> None:
@@ -98,6 +106,17 @@ def test_a_cap_is_a_clock() -> None:
 def test_roofline_needs_rate_and_bandwidth() -> None:
     with pytest.raises(EnergyError, match="peak_flop_per_s of A100-SXM is not known"):
         roofline(A100, Work(flops=1.0, memory_bytes=1.0), compute_watts=1.0, memory_watts=1.0)
+
+
+def test_roofline_is_that_of_the_device_model_links_included() -> None:
+    known = replace(A100, peak_flop_per_s=3e14, memory_bytes_per_s=2e12, link_bytes_per_s=1e11)
+    work = Work(flops=3e14, memory_bytes=1e12, link_bytes=1e11, launches=10)
+    seconds, joules = roofline(known, work, compute_watts=200.0, memory_watts=60.0)
+    modelled = roofline_seconds(work, known, np.array([1410.0]))
+    assert not isinstance(modelled, Unavailable)
+    assert seconds == pytest.approx(modelled[0])
+    assert seconds > 2.0
+    assert joules == pytest.approx(58.0 * seconds + 200.0 + 30.0)
 
 
 @pytest.mark.parametrize("pue", [0.99, math.nan, math.inf])

@@ -238,6 +238,21 @@ def test_a_warm_device_leaks_more_and_cools_when_it_waits():
     assert device.read().celsius == pytest.approx(30.0 + 0.1 * 70.0, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("time_constant_seconds", 0.0),
+        ("time_constant_seconds", float("nan")),
+        ("kelvin_per_watt", -0.1),
+        ("leakage_per_kelvin", float("inf")),
+        ("ambient_celsius", float("nan")),
+    ],
+)
+def test_heat_that_no_device_has_is_refused(name: str, value: float):
+    with pytest.raises(EnergyError, match=f"{name} = {value} of the heat"):
+        Heat(**{name: value})
+
+
 def test_an_analytic_clock_comes_into_force_after_its_latency():
     device = analytic(switch_seconds=0.5)
     device.lock_clock(600)

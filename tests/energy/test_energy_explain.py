@@ -8,6 +8,7 @@ import pytest
 
 from outlast.energy import example
 from outlast.energy.profile import Key
+from outlast.energy.profile_check import check_profile
 from outlast.energy.schedule import (
     ExecutedStep,
     Schedule,
@@ -118,6 +119,19 @@ def test_a_profile_with_transfers_and_tail_can_be_planned_with():
         assert profile.curve(each.key).points
     assert profile.curve(Key(0, "send_forward")).top.joules == 0.0
     assert profile.curve(Key(3, "tail")).top.seconds == found.tail_seconds
+
+
+@pytest.mark.parametrize(
+    ("transfer", "tail", "added"),
+    [(0.0, 0.0, set()), (0.0, 0.06, {"tail"}), (0.004, 0.0, {"send_forward", "send_backward"})],
+)
+def test_what_takes_no_time_is_left_out(transfer: float, tail: float, added: set[str]):
+    found = explained(
+        SCHEDULE, executed(3 if not transfer + tail else 8, transfer=transfer, tail=tail)
+    )
+    assert {o.phase for o in found.schedule.operations} == {"forward", "backward"} | added
+    found.schedule.check()
+    check_profile(found.extended(example.profile("a100")))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from outlast.energy.model.predict import (
     Prediction,
     chosen_clock,
     fit_response,
+    margin_of,
     predict,
     predicted_profile,
+    predictions,
 )
 from outlast.energy.model.probe import choose_probes
 from outlast.energy.model.response import Response
@@ -167,6 +169,32 @@ def test_clocks_far_below_the_top_are_not_predicted() -> None:
     assert [point.clock_mhz for point in some.curve.points] == [900, 1500]
     assert any("left out" in flag for flag in some.flags)
     assert isinstance(none, Unavailable)
+
+
+def test_a_modelled_profile_says_what_its_predictions_say() -> None:
+    calibration = _calibrated("a100", 0)
+    whole = profile("a100")
+    probes = {
+        Key(7, phase): [whole.curve(Key(7, phase)).at(1410)] for phase in ("forward", "backward")
+    }
+    clocks = [300, *_clocks("a100")]
+
+    predicted = predictions(probes, calibration, clocks)
+    found = predicted_profile(probes, calibration, clocks)
+
+    assert {key: each.curve for key, each in predicted.items()} == dict(found.curves)
+    for flag in predicted[Key(7, "forward")].flags:
+        assert any(flag in each and "stage 7 forward" in each for each in found.flags)
+    assert any("one probe" in each for each in found.flags)
+    margin = margin_of(predicted)
+    assert f"{margin:.1%}" in found.flags[-1]
+    for each in predicted.values():
+        for point, low, high in zip(
+            each.curve.points, each.low_seconds, each.high_seconds, strict=True
+        ):
+            assert high - low <= 2 * margin * point.seconds * (1 + 1e-9)
+    assert 0.005 < margin < 0.2
+    assert margin_of({}) == 0.0
 
 
 def test_transfers_are_taken_over_as_measured() -> None:

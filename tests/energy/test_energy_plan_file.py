@@ -59,6 +59,11 @@ def test_a_plan_for_another_schedule_is_refused(tmp_path: Path) -> None:
         ({"kind": "guessed"}, "must be measured or"),
         ({"device": 3}, "must be a text"),
         ({"seconds": 1e9}, "does not meet its own deadline"),
+        ({"joules": PLAN.bound_joules * 0.999}, "is below bound_joules"),
+        ({"margin": 1.0}, "margin = 1 must be below 1"),
+        ({"joules": 10**400}, "must be a finite number"),
+        ({"devices": 10**400}, "must be a whole number"),
+        ({"clocks_mhz": [10**400] * 8}, "must be a list of whole MHz"),
         ({"extra": 1}, 'unknown field "extra"'),
     ],
 )

@@ -129,6 +129,13 @@ def test_faults_begin_at_the_guard_band() -> None:
     assert faults.rate(1.0, 0.05) < faults.rate(1.1, 0.05) < faults.rate(1.1, 0.06)
 
 
+def test_faults_beyond_all_numbers_are_refused_and_never_chosen() -> None:
+    faults = Faults(per_undervolt=1e6)
+    with pytest.raises(EnergyError, match=r"per_undervolt = 1000000\.0 of the faults give e\^"):
+        faults.rate(1.0, 0.02)
+    assert best_policy(TWO, faults).policy.undervolt == 0.0
+
+
 def test_more_devices_wait_while_one_recovers() -> None:
     many = Devices(phases=(*TWO.phases, phase(0.5), phase(0.3)), wait_watts=84.0)
     few, more = simulate(TWO, LOW, Faults()), simulate(many, LOW, Faults())
@@ -143,5 +150,9 @@ def test_wrong_settings_are_refused() -> None:
         Policy(ratio=1.5)
     with pytest.raises(EnergyError, match="coverage = 2"):
         Abft(name="full", overhead=0.1, coverage=2.0)
+    with pytest.raises(EnergyError, match="rollback_seconds = inf of the faults must be finite"):
+        Faults(rollback_seconds=math.inf)
+    with pytest.raises(EnergyError, match="overhead = inf of level full"):
+        Abft(name="full", overhead=math.inf, coverage=0.9)
     with pytest.raises(EnergyError, match="the device would stop"):
         simulate(TWO, Policy(ratio=0.0, undervolt=0.2), NEVER)

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.example import profile
+from outlast.energy.frontier.beam import Beam, Leaning, Width, mirrored, mirrored_optimum
 from outlast.energy.frontier.hull import lower_hull
 from outlast.energy.frontier.linear import Programme
 from outlast.energy.frontier.rounding import Choices, rounded
+from outlast.energy.frontier.table import Curves
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
 from outlast.energy.schedule.dag import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
@@ -147,3 +149,33 @@ def test_prices_flow_through_operations() -> None:
     assert [before[i] for i in middle] == pytest.approx(
         [relaxed.operation_watts[i] for i in middle], abs=1e-6
     )
+
+
+def test_prices_of_deadlines_nearby_never_make_a_plan_worse_than_the_fastest() -> None:
+    own, schedule = profile("a40"), one_f_one_b(3, 4)
+    watts = own.blocking_watts
+    curves = [own.curve(each.key).pareto(watts) for each in schedule.operations]
+    choices = Choices(curves, [lower_hull(curve, watts) for curve in curves], watts)
+    programme = Programme(schedule, choices.hulls, watts)
+    shortest = programme.fastest_seconds
+    relaxed, *nearby = [programme.solve(shortest * each) for each in (1.02, 1.0, 1.04)]
+    points = rounded(schedule, choices, relaxed, shortest * 1.02, nearby)
+    assert schedule.makespan([p.seconds for p in points]) <= shortest * 1.02 * (1 + 1e-9)
+    assert relaxed.joules <= total(points, watts) < total([c[0] for c in curves], watts)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_searches_side_by_side_find_what_each_finds_alone(backwards: bool) -> None:
+    own, schedule = profile("a100"), one_f_one_b(3, 4)
+    watts = own.blocking_watts
+    curves = [own.curve(each.key).pareto(watts) for each in schedule.operations]
+    hulls = [lower_hull(curve, watts) for curve in curves]
+    programme = Programme(schedule, hulls, watts)
+    deadline = programme.fastest_seconds * 1.03
+    relaxed = programme.solve(deadline)
+    if backwards:
+        schedule, relaxed = mirrored(schedule), mirrored_optimum(relaxed, deadline)
+    beam = Beam(schedule, Curves.of(curves, hulls, watts), relaxed, deadline)
+    leanings = [Leaning(0.3), Leaning(10.0, early=0.2), Leaning(2.0, grain=1e-2)]
+    alone = [beam.search([each], Width())[0] for each in leanings]
+    assert beam.search(leanings, Width()) == alone

@@ -253,3 +253,44 @@ def work(stage: int, *names: str) -> list[Work]:
 def test_orders_that_are_no_step_are_refused(orders: list[list[Work]], words: str):
     with pytest.raises(EnergyError, match=words):
         linked(orders)
+
+
+@QUICK
+@given(timed())
+def test_every_schedule_that_is_built_here_passes_the_check(step):
+    schedule, _ = step
+    schedule.check()
+    sharded(3, 2).check()
+
+
+FORWARD, BACKWARD = Operation(0, 0, "forward", 0), Operation(0, 0, "backward", 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (
+            Schedule((FORWARD, BACKWARD), (), 1),
+            r"device 0 would run operations 0 \(forward 0 of stage 0\) and 1 .* at once: say by an",
+        ),
+        (Schedule((Operation(5, 0, "forward", 0),), (), 1), "is on device 5, but there are 1"),
+        (Schedule((FORWARD, BACKWARD), ((0, 2),), 1), r"edge \(0, 2\) names an operation that is"),
+        (Schedule((FORWARD, BACKWARD), ((0, 1), (-2, 1)), 1), r"edge \(-2, 1\) names"),
+        (Schedule((FORWARD, BACKWARD), ((0, 1), (1, 0)), 1), "circle"),
+    ],
+)
+def test_what_is_no_step_is_refused(schedule: Schedule, words: str):
+    with pytest.raises(EnergyError, match=words):
+        schedule.check()
+
+
+def test_the_order_of_a_device_may_be_given_by_way_of_another():
+    other = Operation(1, 1, "forward", 0)
+    Schedule((FORWARD, other, BACKWARD), ((0, 1), (1, 2)), 2).check()
+    with pytest.raises(EnergyError, match="device 0 would run operations 0"):
+        Schedule((FORWARD, other, BACKWARD), ((0, 1),), 2).check()
+
+
+def test_transfers_may_overlap():
+    links = tuple(Operation(-1, 0, "send_forward", batch) for batch in range(2))
+    Schedule((FORWARD, *links), ((0, 1), (0, 2)), 1).check()

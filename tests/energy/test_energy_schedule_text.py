@@ -60,6 +60,7 @@ def changed(**fields: object) -> str:
         (changed(edges=[0]), "edge 0 = 0 is not"),
         (changed(edges=[[0, 1], [1, 0]]), "circle"),
         (changed(edges=[[1, 1]]), "circle"),
+        (changed(edges=[]), "mine.json: device 0 would run operations 0 .* and 1 .* at once"),
     ],
 )
 def test_malformed_schedules_are_refused_with_the_place(text: str, words: str):

@@ -124,3 +124,15 @@ def test_devices_without_a_common_clock_cannot_share_one() -> None:
     with pytest.raises(EnergyError, match="measure them at the same clocks"):
         planner.plan(one_f_one_b(2, 2), switches="none")
     assert planner.plan(one_f_one_b(2, 2), switches="per_stage").switches == 0
+
+
+@pytest.mark.parametrize("late", [1e-6, 1e-7, 1e-8])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_clock_that_is_late_by_a_hair_is_not_taken(late: float, scale: float) -> None:
+    curve = Curve(
+        (Point(1000, scale * (1 + late), scale * 100.0), Point(1400, scale, scale * 150.0))
+    )
+    profile = Profile({Key(0, phase): curve for phase in ("forward", "backward")}, 50)
+    plan = EnergyPlanner(profile).plan(one_f_one_b(1, 1), 2 * scale, switches="none")
+    assert set(plan.clocks_mhz) == {1400}
+    assert plan.seconds <= plan.deadline_seconds * (1 + 1e-9)

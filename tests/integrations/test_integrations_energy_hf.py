@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 pytest.importorskip("accelerate")
 
 STEP_JOULES = 3.0
+
+
+def meter_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "outlast-energy"]
 
 
 class Line(nn.Module):
@@ -82,3 +88,39 @@ def test_without_a_figure_the_logs_have_none_and_the_callback_says_why(tmp_path:
         trainer, callback, _ = trained(tmp_path, counter, [source])
     assert not any("energy" in name for each in trainer.state.log_history for name in each)
     assert isinstance(callback.joules, Unavailable)
+
+
+class Stopping(TrainerCallback):  # type: ignore[misc]
+    """Makes the first training raise."""
+
+    raised = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.raised:
+            self.raised = True
+            raise RuntimeError("the data is bad")
+
+
+def test_the_meter_of_a_training_that_raised_goes_with_the_next_one_or_the_callback(
+    tmp_path: Path,
+) -> None:
+    counter = Counter(tmp_path / "joules")
+    data = [{"x": torch.tensor([1.0]), "labels": torch.tensor([2.0])} for _ in range(12)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(Line(counter), arguments, train_dataset=data, callbacks=[Stopping()])
+    callback = add_energy(trainer, [counter.source])
+    with pytest.raises(RuntimeError, match="the data is bad"):
+        trainer.train()
+    assert len(meter_threads()) == 1
+    trainer.train()
+    assert meter_threads() == []
+    # As a training that raised leaves it.
+    callback.on_train_begin(arguments, trainer.state, trainer.control)
+    (thread,) = meter_threads()
+    del callback, trainer
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

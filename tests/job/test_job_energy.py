@@ -49,6 +49,19 @@ def test_a_pue_below_one_is_refused() -> None:
     )
 
 
+def test_a_port_that_none_can_have_is_refused() -> None:
+    assert "energy.prometheus_port = 70000 is not possible" in (
+        problem_of("energy.prometheus_port=70000")
+    )
+
+
+@pytest.mark.parametrize("setting", ["loss_target=2.5", "prometheus_port=9400"])
+def test_numbers_that_need_energy_are_refused_where_none_is_measured(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    said = problem_of("energy.measure=false", f"energy.{setting}")
+    assert f"energy.{name} = {value} needs energy" in said
+
+
 @pytest.mark.parametrize("setting", ["region", "tariff"])
 def test_what_needs_energy_is_refused_where_none_is_measured(setting: str) -> None:
     said = problem_of("energy.measure=false", f"energy.{setting}=SE")

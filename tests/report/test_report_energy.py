@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,10 @@ from test_report import page_of, visible
 
 from outlast.energy.account.carbon import intensity
 from outlast.hardware.figure import Unavailable
+from outlast.job import EnergySection
 from outlast.records import EnergyMeasured, energy_totals, read_run
-from outlast.report.energy import energy_amount, energy_sentence
+from outlast.report.energy import energy_sentence
+from outlast.report.joules import energy_amount
 from outlast.report.priced import account_of, settings_of
 
 if TYPE_CHECKING:
@@ -54,11 +57,11 @@ def traces_of(run: RunMaker) -> dict[str, dict[str, Any]]:
 def test_power_is_stacked_by_purpose(new_run: Any) -> None:
     run = run_with(new_run(), measured(25, device(400.0)), measured(50, device(800.0)))
     traces = traces_of(run)
-    assert traces.keys() == {"compute", "communication wait"}
-    assert traces["compute"]["y"] == [75, 150]
-    assert traces["communication wait"]["y"] == [25, 50]
-    assert traces["compute"]["width"] == [4, 4]
-    assert traces["compute"]["text"] == ["300.0 J", "600.0 J"]
+    assert traces.keys() == {"useful", "blocked"}
+    assert traces["useful"]["y"] == [75, 150]
+    assert traces["blocked"]["y"] == [25, 50]
+    assert traces["useful"]["width"] == [4, 4]
+    assert traces["useful"]["text"] == ["300.0 J", "600.0 J"]
 
 
 def test_sums_by_purpose_and_by_device_are_said_in_words(new_run: Any) -> None:
@@ -66,7 +69,7 @@ def test_sums_by_purpose_and_by_device_are_said_in_words(new_run: Any) -> None:
     section = energy_section(run)
     assert "2.000 Wh measured on 1 GPU, 0.07031 J/token; by purpose" in section
     assert "With the meters' errors: 1.980 Wh to 2.020 Wh." in section
-    assert "compute 1.500 Wh 75.0 communication wait 1800 J 25.0" in section.replace(",", "")
+    assert "useful 1.500 Wh 75.0 blocked 1800 J 25.0" in section.replace(",", "")
     assert "gpu 0 (GPU-8f6e) node-17 2.000 Wh 900.0 W 61 °C 1980 MHz" in section
     assert "power cap at the end of 2 windows" in section
 
@@ -146,14 +149,14 @@ def test_redone_steps_are_told_apart(new_run: Any) -> None:
     assert totals.purposes["restart"] == 50.0
     assert totals.purposes["compute"] == pytest.approx(0.75 * 1020.0)
     assert totals.tokens == 50 * TOKENS_PER_STEP
-    assert "redone work 400.0 J" in energy_section(run)
+    assert "redone 400.0 J" in energy_section(run)
     assert "400.0 J of it redone" in energy_sentence(read_run(run.path))
 
 
 def test_a_long_run_has_few_bars_and_all_its_energy(new_run: Any) -> None:
     many = [measured(step, device(8.0), steps=1) for step in range(1, 2001)]
     traces = traces_of(run_with(new_run(), *many))
-    bars = traces["compute"]
+    bars = traces["useful"]
     assert len(bars["y"]) <= 300
     joules = sum(y * w for t in traces.values() for y, w in zip(t["y"], t["width"], strict=True))
     unit_seconds = 3600.0 if max(bars["width"]) < 1 else 60.0 if max(bars["width"]) < 20 else 1.0
@@ -257,3 +260,154 @@ def test_rates_of_the_caller_go_before_those_of_the_job(new_run: Any, tmp_path: 
 def test_a_run_without_energy_has_no_account(new_run: Any) -> None:
     run = run_with(new_run(overrides=("energy.measure=false",)))
     assert isinstance(account_of(read_run(run.path)), Unavailable)
+
+
+def stood(**changes: Any) -> dict[str, Any]:
+    said = "the counter of gpu 0 did not move in 4 s"
+    return device(None, unavailable=said, carried=True, **changes)
+
+
+def test_a_counter_that_stands_is_carried_only_to_a_figure_that_comes(new_run: Any) -> None:
+    frozen = [measured(step, stood()) for step in range(50, 501, 25)]
+    run = read_run(run_with(new_run(), measured(25, device(400.0)), *frozen).path)
+    totals = energy_totals(run)
+    assert totals is not None
+    assert totals.tokens == 25 * TOKENS_PER_STEP
+    assert totals.joules_per_token == pytest.approx(400.0 / totals.tokens)
+    assert totals.incomplete
+    assert totals.lacking_seconds == 4.0 * len(frozen)
+    assert totals.devices[0].missing
+    assert "the sum is too low" in energy_sentence(run)
+
+
+def test_a_counter_that_moves_again_covers_the_windows_before(new_run: Any) -> None:
+    events = [measured(25, stood()), measured(50, device(800.0))]
+    totals = energy_totals(read_run(run_with(new_run(), *events).path))
+    assert totals is not None
+    assert totals.tokens == 50 * TOKENS_PER_STEP
+    assert not totals.incomplete
+
+
+def test_a_reading_that_failed_in_between_loses_what_was_carried(new_run: Any) -> None:
+    events = [measured(25, stood()), measured(50, device(None)), measured(75, device(400.0))]
+    totals = energy_totals(read_run(run_with(new_run(), *events).path))
+    assert totals is not None
+    assert totals.tokens == 25 * TOKENS_PER_STEP
+    assert totals.lacking_seconds == 8.0
+
+
+def test_one_frozen_counter_of_two_makes_tokens_uncovered(new_run: Any) -> None:
+    other = {"name": "gpu 1 (GPU-b)"}
+    events = [
+        measured(25, device(400.0), device(400.0, **other)),
+        measured(50, device(400.0), stood(**other)),
+    ]
+    totals = energy_totals(read_run(run_with(new_run(), *events).path))
+    assert totals is not None
+    assert totals.joules == 1200.0
+    assert totals.joules_per_token == pytest.approx(800.0 / (25 * TOKENS_PER_STEP))
+
+
+def test_a_node_that_stands_for_a_window_is_not_counted_twice(new_run: Any) -> None:
+    cpu = {"part": "cpu", "name": "cpu package 0", "state": {}}
+    node = {"part": "node", "name": "file /m", "state": {}}
+    events = [
+        measured(25, device(100.0, **cpu), stood(**node)),
+        measured(50, device(100.0, **cpu), device(1000.0, **node)),
+    ]
+    assert events[0].joules is None
+    totals = energy_totals(read_run(run_with(new_run(), *events).path))
+    assert totals is not None
+    assert totals.joules == 1000.0
+    assert totals.tokens == 50 * TOKENS_PER_STEP
+
+
+def test_two_machines_of_one_name_are_two(new_run: Any) -> None:
+    cpu = {"part": "cpu", "name": "cpu package 0", "state": {}}
+    one, two = device(100.0, boot="a", **cpu), device(200.0, boot="b", **cpu)
+    node = device(500.0, boot="a", part="node", name="file /m", state={})
+    totals = energy_totals(read_run(run_with(new_run(), measured(50, one, two, node)).path))
+    assert totals is not None
+    assert totals.joules == 700.0
+    assert len(totals.devices) == 3
+
+
+def killed(run: RunMaker) -> RunMaker:
+    run.start()
+    run.ready()
+    run.write(measured(25, device(400.0)))
+    run.clock.now += 30.0
+    run.done(50, 25, 3.0, 0.0)
+    run.close()
+    return run
+
+
+def test_the_end_of_a_killed_attempt_is_said_to_be_missing(new_run: Any) -> None:
+    run = killed(new_run())
+    recorded = read_run(run.path)
+    totals = energy_totals(recorded)
+    assert totals is not None
+    assert totals.incomplete
+    assert totals.killed_seconds == pytest.approx(30.0, rel=0.01)
+    note = "at least the last 30 s of killed attempts (without a recorded end) were not metered"
+    assert note in energy_sentence(recorded)
+    assert note in visible(page_of(run))
+    found = account_of(recorded)
+    assert not isinstance(found, Unavailable)
+    assert note in found.notes
+
+
+def test_the_account_notes_windows_and_meters_without_a_figure(new_run: Any) -> None:
+    events = [measured(25, device(400.0)), measured(50, device(None), cpu="no RAPL domain")]
+    found = account_of(read_run(run_with(new_run(), *events).path))
+    assert not isinstance(found, Unavailable)
+    for said in ("\n".join(found.lines()), found.to_json()):
+        assert "4 device-seconds were not metered: the counter has gone" in said
+        assert "not metered: cpu: no RAPL domain" in said
+
+
+def test_joules_to_the_best_loss_are_a_key_figure(new_run: Any) -> None:
+    run = new_run()
+    run.start()
+    run.ready()
+    for step, loss in ((25, 3.0), (50, 2.0), (75, 2.5)):
+        run.done(step, 25, loss, 0.4)
+        run.write(measured(step, device(400.0)))
+    run.end(75, "completed")
+    assert "Energy to the loss 800.0 J first loss of at most 2, at step 50" in visible(page_of(run))
+    found = account_of(read_run(run.path), settings=EnergySection(loss_target=2.5, measure=True))
+    assert not isinstance(found, Unavailable)
+    assert not isinstance(found.joules_to_loss, Unavailable)
+    assert found.joules_to_loss.value == pytest.approx(600.0)
+
+
+def test_joules_to_a_loss_do_not_depend_on_the_clock(new_run: Any) -> None:
+    run = new_run()
+    run.start()
+    run.ready()
+    for step, loss in ((25, 3.0), (50, 2.0)):
+        run.done(step, 25, loss, 0.4)
+        run.write(measured(step, device(400.0)))
+        run.clock.now -= 3600.0
+    run.end(50, "completed")
+    found = account_of(read_run(run.path), loss_target=2.5)
+    assert not isinstance(found, Unavailable)
+    assert not isinstance(found.joules_to_loss, Unavailable)
+    assert found.joules_to_loss.value == pytest.approx(600.0)
+
+
+def test_a_tariff_is_kept_with_the_run(new_run: Any, tmp_path: Path) -> None:
+    gone = tmp_path / "gone.toml"
+    run = new_run(overrides=(f'energy.tariff="{gone}"',))
+    event = replace(measured(50, device(3.6e6), steps=50), tariff=TARIFF)
+    found = account_of(read_run(run_with(run, event).path))
+    assert not isinstance(found, Unavailable)
+    assert not isinstance(found.cost, Unavailable)
+    assert found.cost.value == pytest.approx(0.5)
+
+
+def test_waiting_for_a_straggler_is_told_apart(new_run: Any) -> None:
+    purposes = {"compute": 2.0, "communication": 1.0, "straggler": 1.0}
+    run = run_with(new_run(), measured(50, device(400.0, purposes=purposes), steps=50))
+    assert traces_of(run).keys() == {"useful", "blocked", "straggler"}
+    assert "straggler 100.0 J 25.0" in energy_section(run)

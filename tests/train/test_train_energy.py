@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from forked import RanksFailedError, run_ranks
 from tiny import tiny_job, train
 
 from outlast.cli.summary import print_summary
-from outlast.records import EnergyMeasured, StepsDone, energy_totals, read_run
+from outlast.records import EnergyMeasured, StepsDone, Warned, energy_totals, read_run
 from outlast.report import write_report
 from outlast.report.energy import energy_sentence
+from outlast.train.metering import RunMeter
 from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
@@ -234,7 +236,9 @@ def test_cpu_and_memory_are_read_from_rapl_once_for_all_ranks(
     assert "gpu" in totals.unavailable
 
 
-def test_a_counter_that_stands_for_a_window_loses_no_energy(tmp_path: Path) -> None:
+def test_a_counter_that_stands_covers_only_windows_before_its_next_figure(
+    tmp_path: Path,
+) -> None:
     counter = Counter(tmp_path / "joules")
     job = tiny_job(tmp_path, "stands", counter.setting, "energy.every_steps=1")
     codes = run_ranks(1, _work_with_rare_updates, job, counter)
@@ -243,28 +247,36 @@ def test_a_counter_that_stands_for_a_window_loses_no_energy(tmp_path: Path) -> N
     totals = totals_of(run)
     assert len(totals.read) < len(totals.windows)
     assert totals.joules == 50.0
-    assert not totals.incomplete
-    assert totals.tokens == 6 * 12 * 16
+    # What was used after the last figure is in none: these windows count no tokens.
+    assert [each.event.step for each in totals.read] == [4]
+    assert totals.tokens == 4 * 12 * 16
+    assert totals.incomplete
+    assert "the sum is too low" in energy_sentence(run)
 
 
 def _work_with_rare_updates(job: Job, counter: Counter) -> int:
-    """Train with a counter that moves once, in the middle."""
-    path = run_directory(job).path / "events.jsonl"
-    over = threading.Event()
+    """Train with a counter that moves once, in step 4 of 6."""
+    steps_done = RunMeter.steps_done
 
-    def run() -> None:
-        while not over.wait(0.001):
-            if path.exists() and '"step": 2, "steps": 1, "tokens"' in path.read_text():
-                counter.add(50.0)
-                return
+    def moved(meter: RunMeter, step: int, steps: int, seconds: dict[str, float]) -> Any:
+        if step == 4:
+            counter.add(50.0)
+        return steps_done(meter, step, steps, seconds)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunMeter, "steps_done", moved)
         return work(Start(job), ranks_from(os.environ))
-    finally:
-        over.set()
-        thread.join()
+
+
+def test_a_port_that_is_taken_is_a_recorded_warning(tmp_path: Path, counter: Counter) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"energy.prometheus_port={taken.getsockname()[1]}"
+        run = metered(tiny_job(tmp_path, "port", counter.setting, port), counter)
+    warned = [event.message for _, event in run.of(Warned)]
+    assert any("serves no metrics of energy" in each for each in warned)
+    assert run.attempts[-1].outcome == "completed"
 
 
 def test_a_tariff_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import urllib.request
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,12 +14,15 @@ from forked import run_ranks
 
 from outlast.energy.devices.protocol import DeviceState
 from outlast.energy.meter import EnergyMeter
+from outlast.energy.sources.file import FileSource
 from outlast.hardware.figure import Unavailable
 from outlast.job import load_job
-from outlast.train.metering import RunMeter, find_sources
+from outlast.train.metering import RunMeter, boot, find_sources, run_meter
 from outlast.train.ranks import Ranks, join, leave, ranks_from
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outlast.energy.reading import Kind
     from outlast.energy.sources.protocol import Part
     from outlast.train.guarding import RunGuard
@@ -118,8 +124,6 @@ def test_without_a_source_nothing_is_read_after_the_first_record() -> None:
 
 
 def _sharing() -> list[dict[str, Any]]:
-    import os
-
     mine = ranks_from(os.environ)
     join(mine, torch.device("cpu"), 60.0)
     names = ["gpu 0 (GPU-a)"] if mine.rank < 2 else ["gpu 1 (GPU-b)"]
@@ -150,3 +154,120 @@ def test_a_source_that_is_named_twice_is_read_once() -> None:
     settings = load_job(None, ['energy.sources=["file:/a", "file:/a"]']).energy
     sources, _ = find_sources(settings, ranks(0), torch.device("cpu"))
     assert [each.name for each in sources] == ["file /a"]
+
+
+def _waiting() -> list[dict[str, Any]]:
+    mine = ranks_from(os.environ)
+    join(mine, torch.device("cpu"), 60.0)
+    meter = meter_of(Device(f"gpu {mine.rank}"), rank=mine.rank, every_steps=1)
+    meter.begin(0)
+    # Rank 1 is slow: the other two wait for it.
+    seconds = {"compute": 1.0, "communication": 0.5} if mine.rank != 1 else {"communication": 0.1}
+    event = meter.steps_done(1, 1, seconds)
+    leave()
+    assert event is not None
+    return event.devices
+
+
+def test_waiting_for_a_slow_rank_is_told_apart_from_what_all_wait() -> None:
+    for devices in run_ranks(3, _waiting):
+        assert [each["purposes"] for each in devices] == [
+            {"compute": 1.0, "communication": 0.1, "straggler": 0.4},
+            {"communication": 0.1},
+            {"compute": 1.0, "communication": 0.1, "straggler": 0.4},
+        ]
+
+
+def test_the_machine_is_known_by_its_boot_too() -> None:
+    event = meter_of(Device()).begin(0)
+    assert event is not None
+    assert (event.devices[0]["host"], event.devices[0]["boot"]) == (socket.gethostname(), boot())
+
+
+def _lacking() -> dict[str, str]:
+    mine = ranks_from(os.environ)
+    join(mine, torch.device("cpu"), 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"node-{mine.rank}")
+        meter = meter_of(rank=mine.rank)
+        meter.unavailable = {"gpu": "none here", "cpu": f"reason {mine.rank}"}
+        event = meter.begin(0)
+    leave()
+    assert event is not None
+    return event.unavailable
+
+
+def test_hosts_that_lack_different_meters_are_named() -> None:
+    assert run_ranks(2, _lacking)[0] == {
+        "gpu": "none here",
+        "cpu of node-0": "reason 0",
+        "cpu of node-1": "reason 1",
+    }
+
+
+def test_the_tariff_is_in_the_first_event_only(tmp_path: Path) -> None:
+    tariff, joules = tmp_path / "tariff.toml", tmp_path / "joules"
+    tariff.write_text('currency = "EUR"\nprice_per_kwh = 0.2\n')
+    joules.write_text("1\n")
+    sources = f'energy.sources=["file:{joules}"]'
+    job = load_job(None, [sources, f'energy.tariff="{tariff}"', "energy.every_steps=1"])
+    meter = run_meter(job, ranks(), torch.device("cpu"))
+    assert meter is not None
+    first, second = meter.begin(0), meter.steps_done(1, 1, {"compute": 1.0})
+    meter.close()
+    assert first is not None
+    assert second is not None
+    assert (first.tariff, second.tariff) == (tariff.read_text(), "")
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def test_prometheus_reads_the_last_record_and_no_meter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    joules = tmp_path / "joules"
+    joules.write_text("100\n")
+    port = free_port()
+    meter = meter_of(FileSource(str(joules)), Device(), rank=3)
+    meter.stage = "1"
+    meter.serve(port)
+    try:
+        joules.write_text("250\n")
+        event = meter.begin(0)
+        assert event is not None
+        assert meter.warnings == []
+        joules.write_text("900\n")
+        said = scraped(port)
+    finally:
+        meter.close()
+    labels = f'job="4711",rank="3",stage="1",device="file {joules}"'
+    assert f"outlast_energy_joules_total{{{labels}}} 250.0" in said
+    assert 'device="gpu 0 (GPU-8f6e)"} 640.0' in said
+    with pytest.raises(OSError, match="refused"):
+        scraped(port)
+
+
+def test_a_port_that_is_taken_is_a_warning() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        meter = meter_of(Device())
+        meter.serve(port)
+        event = meter.begin(0)
+        meter.close()
+    assert event is not None
+    assert len(meter.warnings) == 1
+    assert f"port = {port} of 127.0.0.1 cannot be had" in meter.warnings[0]

@@ -5,26 +5,32 @@ Nothing here sets a clock but ``restore``, which gives back what another process
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import shlex
 import subprocess
+import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outlast.cli.energy_plan import advise, frontier, replay
-from outlast.errors import EXIT_CRASHED
+from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from outlast.energy.account.prometheus import Sample
     from outlast.energy.devices.protocol import DeviceState
     from outlast.energy.meter import EnergyMeter
-    from outlast.energy.sources.protocol import Source
     from outlast.energy.window import Window
 
 energy = typer.Typer(
@@ -32,6 +38,10 @@ energy = typer.Typer(
     help="Joules: measure them, plan clocks on the time-energy frontier, report them.",
     no_args_is_help=True,
 )
+EXIT_CANNOT_RUN = 126
+EXIT_NO_COMMAND = 127
+"""As shells end where a command cannot be run, or is not there."""
+
 for command in (advise, frontier, replay):
     energy.command()(command)
 
@@ -48,7 +58,8 @@ def monitor(
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1)] = 5.0,
     output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the figures here too, as JSON."),
     ] = None,
     port: Annotated[
         int | None, typer.Option(help="Also serve them to Prometheus at http://HOST:PORT/metrics.")
@@ -56,12 +67,14 @@ def monitor(
 ) -> None:
     """Measure this machine's GPUs, CPUs and memory, alone or while a command runs.
 
-    Reads counters only. Ends with the command's exit code; 1 where nothing can be measured and no
-    command was given.
+    Reads counters only. Ends with the command's exit code; 127 where there is no such command, 126
+    where it cannot be run; 1 where nothing can be measured and no command was given.
     """
     from outlast.cli.figures import output as console_of
     from outlast.energy.meter import EnergyMeter
 
+    if output is not None:
+        _check_output(output)
     console = console_of()
     with EnergyMeter("monitor") as meter:
         if not meter.sources:
@@ -70,7 +83,7 @@ def monitor(
     window = meter.read()
     if meter.sources:
         console.print(f"{window.seconds:.1f} s in all")
-        for line in _lines(window):
+        for line in _lines(window, {name: each.end for name, each in window.states.items()}):
             console.print(line)
     if output is not None:
         output.write_text(json.dumps(window.as_json(), indent=1) + "\n")
@@ -103,12 +116,13 @@ def report(
     from outlast.records import read_run
     from outlast.report.priced import account_of, settings_of
 
+    _check_prices(tariff, region, {"--pue": pue, "--loss": loss})
     recorded = read_run(run)
     given = {"tariff": str(tariff or ""), "region": region, "pue": pue}
     settings = settings_of(recorded).model_copy(update={k: v for k, v in given.items() if v})
     found = account_of(recorded, loss_target=loss, settings=settings)
     if isinstance(found, Unavailable):
-        from outlast.report.energy import missing_energy
+        from outlast.report.joules import missing_energy
 
         print(f"energy {missing_energy(recorded)}")
         raise typer.Exit(EXIT_CRASHED)
@@ -119,24 +133,64 @@ def report(
 def restore(
     lease: Annotated[
         Path | None,
-        typer.Argument(metavar="[LEASE]", help="A lease file; default: all of this machine."),
+        typer.Argument(
+            metavar="[LEASE]", help="A lease file; default: this user's leases on this machine."
+        ),
     ] = None,
     *,
     force: Annotated[
         bool, typer.Option("--force", help="Also when the process that holds it is alive.")
     ] = False,
 ) -> None:
-    """Give clocks and power limits back that a killed process left set."""
+    """Give clocks and power limits back that a killed process left set.
+
+    Tries all leases, says which could not be given back, and ends with 2 if one could not.
+    """
+    from outlast.energy.control.lease import DIRECTORY_VARIABLE, lease_directory
     from outlast.energy.control.restore import leases
     from outlast.energy.control.restore import restore as give_back
 
     found = [lease] if lease is not None else list(leases())
     if not found:
-        print("no lease: no clocks of this machine are held by Outlast")
+        print(
+            f"no lease of this user in {lease_directory()}: jobs that were given another "
+            f"{DIRECTORY_VARIABLE} have theirs there"
+        )
+    failed = False
     for path in found:
-        given_back = give_back(path, force=force)
+        try:
+            given_back = give_back(path, force=force)
+        except EnergyError as error:
+            print(f"outlast: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
         devices = ", ".join(held.uuid for held in given_back.devices)
         print(f"{path}: gave back {devices}")
+    if failed:
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse before the measurement what could not be written after it."""
+    asked = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not asked.exists() or not os.access(asked, os.W_OK):
+        raise EnergyError(f"--out = {path} cannot be written: name a file in a directory of yours")
+
+
+def _check_prices(
+    tariff: Path | None, region: str | None, numbers: dict[str, float | None]
+) -> None:
+    """Refuse what the report would else call unavailable: it was asked for just now."""
+    from outlast.energy.account.carbon import carbon
+    from outlast.energy.account.tariff import Tariff
+
+    for name, value in numbers.items():
+        if value is not None and not math.isfinite(value):
+            raise EnergyError(f"{name} = {value} must be a finite number")
+    if tariff is not None:
+        Tariff.read(tariff)
+    if region is not None:
+        carbon(1.0, datetime.now(UTC), 1.0, region)
 
 
 def _watch(
@@ -148,38 +202,53 @@ def _watch(
     every: float,
     port: int | None,
 ) -> int:
-    """Print a line now and then until the command or the time is over; the exit code."""
+    """Run the command, if any, and serve meanwhile where a port is given; the exit code."""
     from outlast.energy.account.prometheus import Exporter
 
-    exporter = Exporter(lambda: _samples(meter), port=port) if port is not None else None
-    if exporter is not None:
-        console.print(f"serving {exporter.url}")
-    process = subprocess.Popen(command) if command else None
-    end = time.monotonic() + seconds if seconds is not None else float("inf")
-    if process is None and not meter.sources:
+    if not command and not meter.sources:
         return 0
-    try:
-        while time.monotonic() < end:
-            left = min(every, end - time.monotonic())
-            if process is None:
-                time.sleep(left)
-            else:
-                try:
-                    return process.wait(left)
-                except subprocess.TimeoutExpired:
-                    pass
-            if meter.sources:
-                console.print("  ".join(_lines(meter.lap())))
-    except KeyboardInterrupt:
-        if process is not None:
-            return process.wait()
-    finally:
-        if exporter is not None:
-            exporter.close()
-    return 0 if process is None else process.wait()
+    with contextlib.ExitStack() as open_parts:
+        if port is not None:
+            exporter = open_parts.enter_context(Exporter(lambda: _samples(meter), port=port))
+            console.print(f"serving {exporter.url}")
+        try:
+            process = subprocess.Popen(command) if command else None
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            words = f"{shlex.join(command or [])} cannot be run: {error.strerror}"
+            print(f"outlast: {words}", file=sys.stderr, flush=True)
+            return EXIT_NO_COMMAND if missing else EXIT_CANNOT_RUN
+        end = time.monotonic() + seconds if seconds is not None else float("inf")
+        with contextlib.suppress(KeyboardInterrupt):
+            _print_laps(console, meter, process, end, every)
+        return 0 if process is None else process.wait()
 
 
-def _lines(window: Window) -> list[str]:
+def _print_laps(
+    console: Console,
+    meter: EnergyMeter,
+    process: subprocess.Popen[bytes] | None,
+    end: float,
+    every: float,
+) -> None:
+    """A line now and then until the process or the time is over."""
+    from outlast.energy.sources.track import state_of
+
+    while (left := min(every, end - time.monotonic())) > 0.0:
+        if process is None:
+            time.sleep(left)
+        else:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(left)
+                return
+        if meter.sources:
+            # A lap has joules only: reading states takes longer, and is done for the line alone.
+            known = {one.name: state_of(one) for one in meter.sources}
+            states = {name: state for name, state in known.items() if state is not None}
+            console.print("  ".join(_lines(meter.lap(), states)))
+
+
+def _lines(window: Window, states: Mapping[str, DeviceState]) -> list[str]:
     """One text for each meter: mean power, energy, and the state where it has one."""
     found = []
     for name, reading in window.joules.items():
@@ -188,8 +257,8 @@ def _lines(window: Window) -> list[str]:
             continue
         watts = reading.joules / window.seconds
         words = [f"{name}: {watts:.1f} W, {reading.joules:,.4g} J {reading.kind}"]
-        if name in window.states:
-            words += _state_words(window.states[name].end)
+        if name in states:
+            words += _state_words(states[name])
         words += reading.flags
         found.append(", ".join(words))
     return found
@@ -208,25 +277,9 @@ def _state_words(state: DeviceState) -> list[str]:
 def _samples(meter: EnergyMeter) -> list[Sample]:
     """What Prometheus is told of each meter now."""
     from outlast.energy.account.prometheus import Labels, Sample
+    from outlast.energy.sources.track import shown_state
 
     return [
-        Sample(Labels.from_environment(os.environ, device=source.name), _state_of(source))
+        Sample(Labels.from_environment(os.environ, device=source.name), shown_state(source))
         for source in meter.sources
     ]
-
-
-def _state_of(source: Source) -> DeviceState:
-    from outlast.energy.devices.protocol import DeviceState
-    from outlast.energy.sources.optional import WithState
-
-    if isinstance(source, WithState):
-        return source.state()
-    why = Unavailable(f"{source.name} has a counter of joules only")
-    return DeviceState(
-        joules=source.joules(),
-        watts=why,
-        sm_clock_mhz=why,
-        memory_clock_mhz=why,
-        celsius=why,
-        throttle_reasons=why,
-    )

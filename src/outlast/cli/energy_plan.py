@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,14 +85,21 @@ def frontier(
     budgets = BUDGETS if switches == "all" else (switches,)
     found: dict[str, Frontier] = {}
     for budget in budgets:
-        found[budget] = planner.frontier(
-            plain,
-            points,
-            _deadline(longest),
-            switches=_budget(budget),
-            switch_seconds=switch_seconds,
-            margin=kept,
-        )
+        try:
+            found[budget] = planner.frontier(
+                plain,
+                points,
+                _deadline(longest),
+                switches=_budget(budget),
+                switch_seconds=switch_seconds,
+                margin=kept,
+            )
+        except EnergyError as error:
+            # Of all budgets, some may be impossible; the one that was asked for may not.
+            if budget == "free" or len(budgets) == 1:
+                raise
+            print(f"switches = {budget}: not possible: {error}\n")
+            continue
         _print_frontier(budget, found[budget])
     if output is not None:
         for budget, plans in found.items():
@@ -113,7 +121,9 @@ def replay(
     schedule: ScheduleName = "1f1b",
     stages_per_device: Annotated[int, typer.Option(min=1, help="Of an interleaved schedule.")] = 2,
     blocking_watts: BlockingWatts = None,
-    switch_seconds: SwitchSeconds = 0.0,
+    switch_seconds: Annotated[
+        float | None, typer.Option(help="What a change of a clock takes; default: the plan's own.")
+    ] = None,
 ) -> None:
     """Run a plan operation by operation on devices that repeat a measured profile.
 
@@ -126,13 +136,14 @@ def replay(
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule(schedule, measured, microbatches, stages_per_device)
-    try:
-        chosen = ClockPlan.load(plan, plain)
-    except EnergyError:
+    if _is_frontier(plan):
         plans = Frontier.load(plan, plain)
         middle = plans.plans[len(plans.plans) // 2].deadline_seconds
         chosen = plans.at(middle if deadline is None else deadline)
-    run = replay_profile(chosen, plain, measured, switch_seconds=switch_seconds)
+    else:
+        chosen = ClockPlan.load(plan, plain)
+    latency = chosen.switch_seconds if switch_seconds is None else switch_seconds
+    run = replay_profile(chosen, plain, measured, switch_seconds=latency)
     print(f"planned   {chosen.seconds:.6g} s, {chosen.joules:,.6g} J ({chosen.kind} profile)")
     print(
         f"{run.kind:<9} {run.seconds:.6g} s, {run.joules:,.6g} J, {run.switches} changes of clock"
@@ -151,7 +162,7 @@ def advise(
     *,
     nproc: Annotated[int, typer.Option(min=1, help="Processes of the job.")] = 1,
     device: Annotated[
-        str, typer.Option(help="Kind of GPU: a100 or a40, whose clocks Outlast knows.")
+        str, typer.Option(help="Kind of GPU whose clocks and rates are known: a100.")
     ] = "a100",
     profile: Annotated[
         str | None,
@@ -190,6 +201,8 @@ def _schedule(name: str, profile: Profile, microbatches: int, per_device: int) -
             text = Path(name).read_text(encoding="utf-8")
         except OSError as error:
             raise EnergyError(f"{name} cannot be read ({error.strerror}): give another") from error
+        except UnicodeDecodeError as error:
+            raise EnergyError(f"{name} is no UTF-8 text: give a JSON file") from error
         return schedule_from_text(text, name)
     stages = len({key.stage for key in profile.curves})
     match name:
@@ -207,6 +220,15 @@ def _schedule(name: str, profile: Profile, microbatches: int, per_device: int) -
                 )
             return pipelines.interleaved(stages // per_device, microbatches, per_device)
     raise EnergyError(f'--schedule = "{name}" is none of {", ".join(KINDS)}, nor a .json file')
+
+
+def _is_frontier(path: Path) -> bool:
+    """Whether a file says that it is a frontier; what is wrong with it is for its reader to say."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == "outlast frontier"
 
 
 def _deadline(text: str) -> float | str:

@@ -19,7 +19,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
-from outlast.report.energy import energy_sentence
+from outlast.report.energy import energy_sentence, energy_to_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +94,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
     if (coded := _coded(run)) is not None:
         yield "gradient coding", coded
     yield "energy", energy_sentence(run)
+    if (to_loss := energy_to_loss(run)) is not None:
+        yield "energy to loss", to_loss
     wall = sum(seconds.values())
     if wall:
         spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
+    from outlast.energy import example
     from outlast.energy.account.report import EnergyReport
     from outlast.energy.control.apply import applied
     from outlast.energy.frontier.plan import ClockPlan
@@ -109,6 +110,7 @@ __all__ = [
     "available_sources",
     "calibrate",
     "compare",
+    "example",
     "explained",
     "from_torch",
     "gpipe",
@@ -128,6 +130,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "example":
+        return importlib.import_module(f"{__name__}.example")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

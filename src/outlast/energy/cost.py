@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outlast.errors import EnergyError
+from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from outlast.energy.model.constants import DeviceConstants
     from outlast.energy.model.work import Work
 
 JOULES_PER_KWH = 3.6e6
-COUNTER_SECONDS = 0.1
-"""How often the energy counter of a data-centre GPU changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,79 +122,54 @@ def metering_seconds(
     return (2 * windows + samples) * devices * read_seconds
 
 
-def counter_error(window_seconds: float, counter_seconds: float = COUNTER_SECONDS) -> float:
-    """Largest relative error of a window from the counter's period; at most 1."""
-    if not window_seconds > 0.0:
-        raise EnergyError(f"window_seconds = {window_seconds} is not above 0")
-    return min(1.0, counter_seconds / window_seconds)
-
-
 def power_at(constants: DeviceConstants, activity: float, clock_mhz: float) -> float:
-    """Watts at a clock without a cap: static + activity f V(f)^2.
+    """Watts at a clock without a cap (`model.response`).
 
     Args:
         constants: Of the device.
         activity: Watts per MHz at the voltage below the knee.
         clock_mhz: SM clock.
     """
-    return constants.static_watts + activity * clock_mhz * constants.voltage(clock_mhz) ** 2
-
-
-def effective_clock(constants: DeviceConstants, activity: float, clock_mhz: float) -> float:
-    """The clock that runs, in MHz: the one asked for, or that at which power meets the limit.
-
-    Raises:
-        EnergyError: For a limit that static power alone exceeds.
-    """
-    _at_least("activity", activity)
-    if not clock_mhz > 0.0:
-        raise EnergyError(f"clock_mhz = {clock_mhz} is not above 0")
-    limit = constants.power_limit_watts
-    if power_at(constants, activity, clock_mhz) <= limit:
-        return clock_mhz
-    if limit <= constants.static_watts:
-        raise EnergyError(
-            f"power_limit_watts = {limit:g} is not above the static "
-            f"{constants.static_watts:g} W of {constants.name}: raise the limit"
-        )
-    low, high = 0.0, clock_mhz
-    for _ in range(60):
-        middle = (low + high) / 2.0
-        if power_at(constants, activity, middle) > limit:
-            high = middle
-        else:
-            low = middle
-    return low
+    uncapped = replace(constants, power_limit_watts=math.inf)
+    return _evaluated(uncapped, (1.0, 0.0, activity), clock_mhz)[1]
 
 
 def clock_effect(
     constants: DeviceConstants, activity: float, clock_mhz: float, *, compute_share: float = 1.0
 ) -> tuple[float, float]:
-    """Time and energy of a step at a clock, relative to the top clock.
-
-    Time is ``a + b / f`` at the effective clock, and power applies to all of it.
+    """Time and energy of a step at a clock, relative to the top clock (`model.response`).
 
     Args:
         constants: Of the device.
         activity: Watts per MHz at the voltage below the knee.
         clock_mhz: Clock asked for.
         compute_share: Share of the step at the top clock that the clock governs.
+
+    Raises:
+        EnergyError: For a limit that static power alone exceeds.
     """
-    _in_unit("compute_share", compute_share)
-    top = effective_clock(constants, activity, constants.top_clock_mhz)
-    clock = effective_clock(constants, activity, clock_mhz)
-    seconds = 1.0 - compute_share + compute_share * top / clock
-    watts = power_at(constants, activity, clock) / power_at(constants, activity, top)
-    return seconds, seconds * watts
+    if not clock_mhz > 0.0:
+        raise EnergyError(f"clock_mhz = {clock_mhz} is not above 0")
+    step = _step(constants, activity, compute_share)
+    seconds, joules = _evaluated(constants, step, constants.top_clock_mhz)
+    slower_seconds, slower_joules = _evaluated(constants, step, clock_mhz)
+    return slower_seconds / seconds, slower_joules / joules
 
 
 def cap_effect(
     constants: DeviceConstants, activity: float, cap_watts: float, *, compute_share: float = 1.0
 ) -> tuple[float, float]:
-    """Time and energy of a step under a lower power limit, relative to the one in force."""
+    """Time and energy of a step under a lower power limit, relative to the one in force.
+
+    Raises:
+        EnergyError: For a limit that static power alone exceeds.
+    """
     capped = replace(constants, power_limit_watts=min(cap_watts, constants.power_limit_watts))
-    clock = effective_clock(capped, activity, constants.top_clock_mhz)
-    return clock_effect(constants, activity, clock, compute_share=compute_share)
+    _check_limit(capped)
+    step = _step(constants, activity, compute_share)
+    seconds, joules = _evaluated(constants, step, constants.top_clock_mhz)
+    slower_seconds, slower_joules = _evaluated(capped, step, constants.top_clock_mhz)
+    return slower_seconds / seconds, slower_joules / joules
 
 
 def roofline(
@@ -206,33 +180,78 @@ def roofline(
     memory_watts: float,
     rate_factor: float = 1.0,
 ) -> tuple[float, float]:
-    """Seconds and joules of work at the top clock.
+    """Seconds and joules of work at the top clock (`model.roofline`).
 
-    Time is the longer of arithmetic and memory, plus launches. Energy is static power over that
-    time, and what the units draw while they work.
+    Energy is static power over that time, and what the units draw while they work; links draw
+    nothing of their own.
 
     Args:
-        constants: Of the device, with its rate and bandwidth.
-        work: Operations, bytes and kernels.
+        constants: Of the device, with the rates that the work needs.
+        work: Operations, bytes, kernels and bytes over links.
         compute_watts: What the arithmetic units draw at full rate, above static power.
         memory_watts: What the memory draws at full bandwidth, above static power.
         rate_factor: Rate of the arithmetic over `peak_flop_per_s`: 2 for half the bits.
 
     Raises:
-        EnergyError: When rate or bandwidth are not known.
+        EnergyError: When a rate that the work needs is not known.
     """
-    for name in ("peak_flop_per_s", "memory_bytes_per_s"):
-        if not getattr(constants, name) > 0.0:
-            raise EnergyError(f"{name} of {constants.name} is not known: measure or set it")
+    import numpy as np
+
+    from outlast.energy.model.roofline import roofline_seconds
+
     if not rate_factor > 0.0:
         raise EnergyError(f"rate_factor = {rate_factor} is not above 0")
     _at_least("compute_watts", compute_watts)
     _at_least("memory_watts", memory_watts)
-    compute = work.flops / (constants.peak_flop_per_s * rate_factor)
-    memory = work.memory_bytes / constants.memory_bytes_per_s
-    seconds = max(compute, memory) + work.launches * constants.launch_seconds
-    joules = constants.static_watts * seconds + compute_watts * compute + memory_watts * memory
+    rated = replace(constants, peak_flop_per_s=constants.peak_flop_per_s * rate_factor)
+    found = roofline_seconds(work, rated, np.array([constants.top_clock_mhz]))
+    if isinstance(found, Unavailable):
+        raise EnergyError(f"{found.reason}: measure or set it")
+    seconds = float(found[0])
+    joules = constants.static_watts * seconds
+    if work.flops:
+        joules += compute_watts * work.flops / rated.peak_flop_per_s
+    if work.memory_bytes:
+        joules += memory_watts * work.memory_bytes / rated.memory_bytes_per_s
     return seconds, joules
+
+
+def _step(
+    constants: DeviceConstants, activity: float, compute_share: float
+) -> tuple[float, float, float]:
+    """Fixed seconds, clock seconds and activity of a step of 1 s at the top clock."""
+    import numpy as np
+
+    from outlast.energy.model.response import effective_clocks_mhz
+
+    _in_unit("compute_share", compute_share)
+    _at_least("activity", activity)
+    _check_limit(constants)
+    top = constants.top_clock_mhz
+    reached = float(effective_clocks_mhz(constants, activity, np.array([top]))[0])
+    return 1.0 - compute_share, compute_share * reached / top, activity
+
+
+def _evaluated(
+    constants: DeviceConstants, step: tuple[float, float, float], clock_mhz: float
+) -> tuple[float, float]:
+    """Seconds and joules by `model.response.evaluate`; numpy is imported when this is called."""
+    import numpy as np
+
+    from outlast.energy.model.response import Response, evaluate
+
+    fixed, clock, activity = step
+    response = Response(fixed_seconds=fixed, clock_seconds=clock, activity_watts_per_mhz=activity)
+    seconds, joules = evaluate(response, constants, np.array([float(clock_mhz)]))
+    return float(seconds[0]), float(joules[0])
+
+
+def _check_limit(constants: DeviceConstants) -> None:
+    if not constants.power_limit_watts > constants.static_watts:
+        raise EnergyError(
+            f"power_limit_watts = {constants.power_limit_watts:g} is not above the static "
+            f"{constants.static_watts:g} W of {constants.name}: raise the limit"
+        )
 
 
 def _at_least(name: str, value: float, bound: float = 0.0) -> None:

@@ -13,9 +13,11 @@ import math
 import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from outlast.energy.reading import Energy
+from outlast.energy.reading import Energy, Still
 from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.optional import Described, Flagged, Interval, WithInterval, WithState
+from outlast.energy.sources.check import IMPLAUSIBLE_WATTS, power_check
+from outlast.energy.sources.optional import Described, Interval
+from outlast.energy.sources.track import Track, state_of
 from outlast.energy.sources.watch import Watch
 from outlast.energy.window import NO_METER, States, Window, no_meter
 from outlast.errors import EnergyError
@@ -26,26 +28,18 @@ if TYPE_CHECKING:
 
     from outlast.energy.devices.protocol import DeviceState
     from outlast.energy.reading import Reading
+    from outlast.energy.sources.integral import Snapshot
     from outlast.energy.sources.protocol import Part, Source
+    from outlast.energy.sources.track import Count
 
 UPDATES_OF_A_LONG_WINDOW = 10
 """A window of fewer updates of its counter is flagged: one update is over 10 % of it."""
 
-POWER_CHECK_SAMPLES = 25
-POWER_CHECK_TOLERANCE = 0.1
-"""Integrated power of so many samples may differ so much from the counter without a flag."""
-
-
-class _Sampled(NamedTuple):
-    joules: float
-    seconds: float
-    samples: int
-
 
 class _Mark(NamedTuple):
     seconds: float
-    counts: tuple[Interval | Unavailable, ...]
-    sampled: tuple[_Sampled | None, ...]
+    counts: tuple[Count | Unavailable, ...]
+    sampled: tuple[Snapshot | None, ...]
 
 
 class EnergyMeter:
@@ -53,7 +47,10 @@ class EnergyMeter:
 
     Counters are only read, so that meters may stand inside and beside each other. The lengths are
     by a monotonic clock. Nothing waits for the GPU: synchronise before a window's ends where the
-    work inside it must be complete.
+    work inside it must be complete. What a source raises while it is read makes its figure
+    Unavailable and never reaches the program that is measured. A counter that was seen to fall
+    makes every window Unavailable that spans the fall; it is looked at whenever a window or lap
+    begins or ends, and by the thread where that runs for it.
 
     Args:
         name: Of the window.
@@ -85,33 +82,32 @@ class EnergyMeter:
         for double in {one for one in names if names.count(one) > 1}:
             raise EnergyError(f'two sources are named "{double}": give each its own name')
         self._clock = clock
-        # Asked once: isinstance with a protocol takes longer than reading a counter.
-        self._counts = tuple(_counter(source) for source in self.sources)
-        self._flagged = tuple(
-            source if isinstance(source, Flagged) else None for source in self.sources
-        )
+        self._tracks = tuple(map(Track, self.sources))
         self._described = tuple(
             f"{source.name}, {source.description}" if isinstance(source, Described) else source.name
             for source in self.sources
         )
-        self.watch = Watch(self.sources, power_check_seconds, clock)
+        self.watch = Watch(self._tracks, power_check_seconds, clock)
         self._begin: _Mark | None = None
         self._last: _Mark | None = None
         self._states: tuple[DeviceState | None, ...] = ()
+        self._lap_states: tuple[DeviceState | None, ...] = ()
+        self._lap_states_seconds = 0.0
         self._closed: Window | None = None
 
     def inner(self, name: str) -> EnergyMeter:
         """A meter of a part of this one's window: the same counters and the same thread."""
         meter = EnergyMeter(name, self.sources, power_check_seconds=None, clock=self._clock)
-        meter.missing, meter.watch = self.missing, self.watch
+        meter.missing, meter.watch, meter._tracks = self.missing, self.watch, self._tracks
         return meter
 
     def __enter__(self) -> Self:
         if self._begin is not None:
             raise EnergyError(f'the meter "{self.name}" was used before: make a new one')
-        self._states = self._read_states()
+        self._states = self._lap_states = self._read_states()
         self.watch.open()
         self._begin = self._last = self._mark()
+        self._lap_states_seconds = self._begin.seconds
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,12 +115,23 @@ class EnergyMeter:
         self.watch.close()
         self._closed = self._window(self.name, self._started(), end, self._states_until_now())
 
-    def lap(self, name: str = "lap") -> Window:
-        """Energy since the last lap, or since the beginning. Costs one read of each counter."""
+    def lap(self, name: str = "lap", *, states: bool = False) -> Window:
+        """Energy since the last lap, or since the beginning. Costs one read of each counter.
+
+        Args:
+            name: Of the lap.
+            states: Also read temperature, clocks and throttle reasons, since the last lap that did
+                so or the beginning. Takes several times as long.
+        """
         if self._last is None or self._closed is not None:
             raise EnergyError(f'the meter "{self.name}" has no laps outside its with statement')
         begin, self._last = self._last, self._mark()
-        return self._window(name, begin, self._last, {})
+        if not states:
+            return self._window(name, begin, self._last, {})
+        start, self._lap_states = self._lap_states, self._read_states()
+        since, self._lap_states_seconds = self._lap_states_seconds, self._last.seconds
+        found = self._states_between(start, self._lap_states, since)
+        return self._window(name, begin, self._last, found)
 
     def read(self) -> Window:
         """Energy and states from the beginning until now, or until the end once it has ended."""
@@ -164,22 +171,28 @@ class EnergyMeter:
 
     def _mark(self) -> _Mark:
         integrals = (self.watch.integral(source.name) for source in self.sources)
-        sampled = tuple(None if one is None else _Sampled(*one.snapshot()) for one in integrals)
-        counts = tuple(count() for count in self._counts)
+        sampled = tuple(None if one is None else one.snapshot() for one in integrals)
+        counts = tuple(track.count() for track in self._tracks)
         return _Mark(self._clock(), counts, sampled)
 
     def _read_states(self) -> tuple[DeviceState | None, ...]:
-        return tuple(
-            source.state() if isinstance(source, WithState) else None for source in self.sources
-        )
+        return tuple(map(state_of, self.sources))
 
     def _states_until_now(self) -> dict[str, States]:
-        begin = self._started().seconds
-        both = zip(self.sources, self._states, self._read_states(), strict=True)
+        return self._states_between(self._states, self._read_states(), self._started().seconds)
+
+    def _states_between(
+        self,
+        start: Sequence[DeviceState | None],
+        end: Sequence[DeviceState | None],
+        since_seconds: float,
+    ) -> dict[str, States]:
         return {
-            source.name: _states(start, end, self.watch.throttled_since(source.name, begin))
-            for source, start, end in both
-            if start is not None and end is not None
+            source.name: _states(
+                first, last, self.watch.throttled_since(source.name, since_seconds)
+            )
+            for source, first, last in zip(self.sources, start, end, strict=True)
+            if first is not None and last is not None
         }
 
     def _window(self, name: str, begin: _Mark, end: _Mark, states: dict[str, States]) -> Window:
@@ -198,12 +211,11 @@ class EnergyMeter:
     def _reading(self, index: int, begin: _Mark, end: _Mark) -> Reading:
         source = self.sources[index]
         seconds = end.seconds - begin.seconds
-        used = _difference(source, begin.counts[index], end.counts[index], seconds)
+        used = _difference(self._tracks[index], begin.counts[index], end.counts[index], seconds)
         if isinstance(used, Unavailable):
             return used
         low, joules, high = used
-        flagged = self._flagged[index]
-        flags = () if flagged is None else flagged.flags
+        flags = self._tracks[index].flags()
         update = source.update_seconds
         if seconds < UPDATES_OF_A_LONG_WINDOW * update:
             flags = (
@@ -215,9 +227,16 @@ class EnergyMeter:
         if source.kind == "measured":
             unsure = self._likely_watts(index, joules, seconds, end) * update
             low, high = low - unsure, high + unsure
-        check = _power_check(begin.sampled[index], end.sampled[index], joules / seconds)
-        if check is not None:
-            flags = (*flags, check.flag)
+        if low > IMPLAUSIBLE_WATTS * seconds:
+            return Unavailable(
+                f"{source.name} says {joules / seconds:.3g} W: no machine draws that",
+                "give its unit: joules_per_unit = 1e-6 for a file in microjoules",
+            )
+        if joules > IMPLAUSIBLE_WATTS * seconds:
+            flags = (*flags, f"{joules / seconds:.3g} W is implausible: are these joules?")
+        check = power_check(begin.sampled[index], end.sampled[index], joules / seconds)
+        flags = (*flags, *check.flags)
+        if check.watts is not None:
             low, high = min(low, check.watts * seconds), max(high, check.watts * seconds)
         return Energy(
             joules=joules,
@@ -237,58 +256,30 @@ class EnergyMeter:
         watts = joules / (update * max(1, math.ceil(seconds / update) - 1))
         begin = self._started()
         first, last, whole = begin.counts[index], end.counts[index], end.seconds - begin.seconds
-        if isinstance(first, Unavailable) or isinstance(last, Unavailable) or whole < update:
+        if isinstance(first, Unavailable) or isinstance(last, Unavailable):
             return watts
-        return max(watts, (last.joules - first.joules) / whole)
-
-
-class _Check(NamedTuple):
-    watts: float
-    flag: str
-
-
-def _counter(source: Source) -> Callable[[], Interval | Unavailable]:
-    if isinstance(source, WithInterval):
-        return source.interval
-
-    def exact() -> Interval | Unavailable:
-        joules = source.joules()
-        return joules if isinstance(joules, Unavailable) else Interval(joules, joules, joules)
-
-    return exact
+        if first.breaks != last.breaks or whole < update:
+            return watts
+        return max(watts, (last.interval.joules - first.interval.joules) / whole)
 
 
 def _difference(
-    source: Source, begin: Interval | Unavailable, end: Interval | Unavailable, seconds: float
+    track: Track, begin: Count | Unavailable, end: Count | Unavailable, seconds: float
 ) -> Interval | Unavailable:
     if isinstance(begin, Unavailable):
         return begin
     if isinstance(end, Unavailable):
         return end
-    if end.joules < begin.joules:
-        return Unavailable(f"the counter of {source.name} fell: it was reset", "measure again")
-    if end.joules == begin.joules or seconds <= 0:
-        return Unavailable(
-            f"the counter of {source.name} did not move in {seconds:.3g} s"
-            + (f": it changes every {source.update_seconds:g} s" if source.update_seconds else ""),
+    if end.breaks != begin.breaks:
+        return track.why
+    if end.interval.joules == begin.interval.joules or seconds <= 0:
+        update = track.source.update_seconds
+        return Still(
+            f"the counter of {track.source.name} did not move in {seconds:.3g} s"
+            + (f": it changes every {update:.3g} s" if update else ""),
             "measure a longer window, several steps at once",
         )
-    return Interval(*(last - first for first, last in zip(begin, end, strict=True)))
-
-
-def _power_check(begin: _Sampled | None, end: _Sampled | None, watts: float) -> _Check | None:
-    """Compares the counter's mean power with that of the samples; None where they agree."""
-    if begin is None or end is None or end.samples - begin.samples < POWER_CHECK_SAMPLES:
-        return None
-    sampled = (end.joules - begin.joules) / (end.seconds - begin.seconds)
-    if abs(sampled - watts) <= POWER_CHECK_TOLERANCE * watts:
-        return None
-    return _Check(
-        sampled,
-        f"{end.samples - begin.samples} power samples give {sampled:.4g} W, "
-        f"{sampled / watts - 1:+.0%} against {watts:.4g} W of the counter "
-        "(on A100 and H100 the power reading sees only 25 % of the time)",
-    )
+    return Interval(*(e - b for b, e in zip(begin.interval, end.interval, strict=True)))
 
 
 def _states(start: DeviceState, end: DeviceState, sampled: tuple[str, ...]) -> States:

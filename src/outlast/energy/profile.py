@@ -83,12 +83,14 @@ class Profile:
         blocking_watts: Power of a device that waits for another one.
         device: Name of the device, in words.
         kind: How the curves were found.
+        flags: What a reader of plans made from it must know, one sentence each.
     """
 
     curves: Mapping[Key, Curve]
     blocking_watts: float
     device: str = "unknown device"
     kind: Kind = "measured"
+    flags: tuple[str, ...] = ()
 
     def curve(self, key: Key) -> Curve:
         """The curve of an operation.
@@ -105,5 +107,8 @@ class Profile:
 
 
 def effective(point: Point, blocking_watts: float) -> float:
-    """Joules above those that the device would draw waiting for the same time."""
+    """Joules above those that the device would draw waiting for the same time.
+
+    Not for operations on links, which keep no device from drawing them: see `curves_of`.
+    """
     return point.joules - blocking_watts * point.seconds

@@ -2,8 +2,9 @@
 
 A CSV file has the columns stage, phase (or instruction), clock_mhz (or frequency), seconds (or
 time) and joules (or energy) and may begin with lines such as "# blocking_watts = 83.64" for
-`blocking_watts`, `device` and `kind`. A JSON file has these three and a list "points" of objects
-with the five columns. Both are refused as a whole when anything in them is wrong.
+`blocking_watts`, `device`, `kind` and, once for each, `flag`. A JSON file has the first three, a
+list "flags" of sentences, and a list "points" of objects with the five columns. Both are refused
+as a whole when anything in them is wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def read_profile(
     path = Path(path)
     if path.suffix.lower() == ".json":
         content = read(path, _FORMAT)
-        facts = {name: content[name] for name in _FACTS if name in content}
+        facts = {name: content[name] for name in (*_FACTS, "flags") if name in content}
         rows = _json_rows(content, path)
     elif path.suffix.lower() == ".csv":
         facts, rows = _csv_rows(path)
@@ -82,6 +83,7 @@ def read_profile(
         _number(facts["blocking_watts"], "blocking_watts", str(path)),
         device=device or str(facts.get("device", "unknown device")),
         kind=cast("Kind", kind),
+        flags=_flags(facts.get("flags", []), path),
     )
     check_profile(profile, str(path))
     return profile
@@ -106,12 +108,12 @@ def write_profile(profile: Profile, path: Path | str) -> None:
     ]
     facts = {name: getattr(profile, name) for name in _FACTS}
     if path.suffix.lower() == ".json":
-        publish(path, {"format": _FORMAT, "version": _VERSION, **facts, "points": rows})
+        flags = {"flags": list(profile.flags)} if profile.flags else {}
+        publish(path, {"format": _FORMAT, "version": _VERSION, **facts, **flags, "points": rows})
     elif path.suffix.lower() == ".csv":
         text = io.StringIO()
-        text.writelines(
-            f"# {name} = {' '.join(str(fact).split())}\n" for name, fact in facts.items()
-        )
+        lines = [*facts.items(), *(("flag", flag) for flag in profile.flags)]
+        text.writelines(f"# {name} = {' '.join(str(fact).split())}\n" for name, fact in lines)
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -121,7 +123,7 @@ def write_profile(profile: Profile, path: Path | str) -> None:
 
 
 def _json_rows(content: Mapping[str, Any], path: Path) -> list[tuple[str, dict[str, Any]]]:
-    allowed = {"format", "version", "points", *_FACTS}
+    allowed = {"format", "version", "points", "flags", *_FACTS}
     for name in content.keys() - allowed:
         raise EnergyError(f'{path} has an unknown field "{name}"{_hint(name, sorted(allowed))}')
     points = content.get("points")
@@ -148,11 +150,16 @@ def _csv_rows(path: Path) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any
         name, equals, value = lines[comments].removeprefix("#").partition("=")
         if equals and name.strip() in _FACTS:
             facts[name.strip()] = value.strip()
+        elif equals and name.strip() == "flag":
+            facts.setdefault("flags", []).append(value.strip())
         comments += 1
     if comments == len(lines):
         raise EnergyError(f"{path} is empty: give it the columns {', '.join(_COLUMNS)}")
-    rows = csv.reader(lines[comments:])
-    header = [name.strip() for name in next(rows)]
+    try:
+        header, *rows = csv.reader(lines[comments:])
+    except csv.Error as error:
+        raise EnergyError(f"{path} is no CSV file ({error}): look for stray quotes") from error
+    header = [name.strip() for name in header]
     names = _columns(header, str(path))
     found = []
     for number, row in enumerate(rows, start=comments + 2):
@@ -212,10 +219,16 @@ def _curves(rows: Iterable[tuple[str, Mapping[str, Any]]], path: Path) -> dict[K
     return {key: Curve(tuple(sorted(points.values()))) for key, points in found.items()}
 
 
+def _flags(value: Any, path: Path) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise EnergyError(f"{path}: flags = {_shown(value)} is no list of sentences: correct it")
+    return tuple(value)
+
+
 def _number(value: Any, name: str, where: str) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise EnergyError(f"{where}: {name} = {_shown(value)} is not a finite number: correct it")

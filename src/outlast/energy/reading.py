@@ -36,4 +36,9 @@ class Energy:
         return f"{self.joules:,.4g} J ({self.kind}: {self.source})"
 
 
+@dataclass(frozen=True, slots=True)
+class Still(Unavailable):
+    """A counter did not move in the window: its joules are in the next figure, if one comes."""
+
+
 Reading: TypeAlias = Energy | Unavailable

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 POWER_EXPONENT = 2.4
 """Dynamic power grows with this power of the clock (BSR, PPoPP'23)."""
 UNDERVOLTS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12)
+HIGHEST_EXPONENT = 500.0
+"""Of the growth of faults: above it, their product with time and energy is no finite number."""
 SOURCE = "slack reclamation with an assumed fault model; no hardware claim"
 
 
@@ -104,8 +106,10 @@ class Abft:
     coverage: float
 
     def __post_init__(self) -> None:
-        if not self.overhead >= 0.0:
-            raise EnergyError(f"overhead = {self.overhead} of level {self.name} is below 0")
+        if not 0.0 <= self.overhead < math.inf:
+            raise EnergyError(
+                f"overhead = {self.overhead} of level {self.name} must be finite and 0 or more"
+            )
         if not 0.0 <= self.coverage <= 1.0:
             raise EnergyError(f"coverage = {self.coverage} of level {self.name} is not in [0, 1]")
 
@@ -141,14 +145,26 @@ class Faults:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) >= 0.0:
-                raise EnergyError(f"{name} = {getattr(self, name)} of the faults is below 0")
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise EnergyError(
+                    f"{name} = {getattr(self, name)} of the faults must be finite and 0 or more"
+                )
 
     def rate(self, clock: float, undervolt: float) -> float:
-        """Faults per second; none inside the guard band, at no more than nominal clock."""
+        """Faults per second; none inside the guard band, at no more than nominal clock.
+
+        Raises:
+            EnergyError: Where faults are too frequent for a number.
+        """
         if undervolt <= 0.0 and clock <= 1.0:
             return 0.0
         exponent = self.per_clock * max(0.0, clock - 1.0) + self.per_undervolt * undervolt
+        if exponent > HIGHEST_EXPONENT:
+            raise EnergyError(
+                f"per_clock = {self.per_clock} and per_undervolt = {self.per_undervolt} of the "
+                f"faults give e^{exponent:.3g} times as many at clock {clock:g} and undervolt "
+                f"{undervolt:g}: choose lower ones"
+            )
         return self.rate_per_second * math.exp(exponent)
 
 
@@ -339,7 +355,12 @@ def break_even_overhead(devices: Devices, policy: Policy, faults: Faults) -> flo
     """Relative ABFT overhead at which a policy saves nothing, its coverage unchanged.
 
     Returns:
-        The overhead, or that at which the critical device reaches its highest clock, if lower.
+        The overhead, or that at which the critical device reaches its highest clock, if lower;
+        unavailable where nothing is saved with free checksums.
+
+    Raises:
+        EnergyError: When the critical device would need more than its highest clock even with free
+            checksums, or runs below the voltage at which it stops (see `simulate`).
     """
 
     def saving(overhead: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.energy.reading import Energy
+from outlast.energy.reading import Energy, Still
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -98,13 +98,14 @@ def no_meter(what: str, missing: Sequence[Unavailable]) -> Unavailable:
 
 
 def _sum(readings: Mapping[str, Reading], flags: tuple[str, ...]) -> Reading:
-    found: list[Energy] = []
-    for name, reading in readings.items():
-        if isinstance(reading, Unavailable):
-            if len(readings) == 1:
-                return reading
-            return Unavailable(f"{name} cannot be added: {reading.reason}", reading.remedy)
-        found.append(reading)
+    found = [reading for reading in readings.values() if isinstance(reading, Energy)]
+    absent = {name: each for name, each in readings.items() if isinstance(each, Unavailable)}
+    if absent:
+        # Only where every absence ends with a longer window does the sum's: `Still` comes last.
+        name, why = min(absent.items(), key=lambda each: isinstance(each[1], Still))
+        if len(readings) == 1:
+            return why
+        return type(why)(f"{name} cannot be added: {why.reason}", why.remedy)
     kinds = {energy.kind for energy in found}
     kind: Kind = kinds.pop() if len(kinds) == 1 else "modelled"
     every = dict.fromkeys([*flags, *(flag for energy in found for flag in energy.flags)])

@@ -27,7 +27,8 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
     """Adds joules per step, joules since the start and mean watts to every log.
 
     The figures are those of the meters that the logging process reads, by default all of its node.
-    Where nothing can be read, a warning says why and the logs stay as they are.
+    Where nothing can be read, a warning says why and the logs stay as they are. `Trainer` tells no
+    callback that a training raised: its meter is closed by the next training, or with the callback.
 
     Args:
         sources: What is read. Default: all meters of this machine.
@@ -45,6 +46,8 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start to measure, on the process that logs."""
+        # A training that raised has no end: its meter is still open.
+        self._close()
         if not state.is_world_process_zero:
             return
         self._energy = StepEnergy(self._sources, state.global_step)
@@ -63,7 +66,7 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
         if self._energy is None or logs is None:
             return
         found = {f"energy_{k}": v for k, v in self._energy.take(state.global_step).items()}
-        self.joules = self._energy.total
+        self.joules = self._energy.joules
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
@@ -72,9 +75,12 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Stop to measure."""
-        if self._energy is not None:
-            self.joules = self._energy.close()
-            self._energy = None
+        self._close()
+
+    def _close(self) -> None:
+        energy, self._energy = self._energy, None
+        if energy is not None:
+            self.joules = energy.close()
 
 
 def add_energy(trainer: Trainer, sources: Sequence[Source] | None = None) -> EnergyCallback:

@@ -43,6 +43,7 @@ class EnergyCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to measure, on the process that logs."""
+        self._close()
         if not trainer.is_global_zero:
             return
         self._energy = StepEnergy(self._sources, trainer.global_step)
@@ -59,14 +60,27 @@ class EnergyCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what came after the last log, and stop to measure."""
         self._log(trainer)
-        if self._energy is not None:
-            self.joules = self._energy.close()
-            self._energy = None
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Stop to measure: a training that raised has no end."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop to measure."""
+        self._close()
+
+    def _close(self) -> None:
+        energy, self._energy = self._energy, None
+        if energy is not None:
+            self.joules = energy.close()
 
     def _log(self, trainer: Trainer) -> None:
         if self._energy is None:
             return
-        self.joules = self._energy.total
         found = {f"energy/{k}": v for k, v in self._energy.take(trainer.global_step).items()}
+        self.joules = self._energy.joules
         for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=trainer.global_step)

@@ -18,26 +18,27 @@ if TYPE_CHECKING:
 class StepEnergy:
     """Energy since the start of a training, and what of it the last steps took.
 
+    Whatever a meter raises while it is looked for or read becomes a reason: training goes on.
+
     Args:
         sources: What is read; all meters of this machine by default.
         step: Optimizer steps done before the start.
 
     Attributes:
         meter: The open meter.
+        joules: Energy until the last `take`, or of the whole training once it is closed.
+
+    Raises:
+        EnergyError: Two sources have one name.
     """
 
     def __init__(self, sources: Sequence[Source] | None, step: int) -> None:
         self.meter = EnergyMeter("training", sources)
         self.meter.__enter__()
+        self.joules: Reading = Unavailable("nothing was read yet")
         self._step = step
         self._joules = 0.0
         self._since = time.perf_counter()
-
-    @property
-    def total(self) -> Reading:
-        """Energy so far: a node's meter stands for all that is in the node."""
-        nodes = any(source.part == "node" for source in self.meter.sources)
-        return self.meter.total("node" if nodes else None)
 
     def take(self, step: int) -> dict[str, float]:
         """Figures since the last call that gave some; none where nothing is known, and never 0.
@@ -45,7 +46,8 @@ class StepEnergy:
         Args:
             step: Optimizer steps done so far.
         """
-        total, now = self.total, time.perf_counter()
+        self.joules = total = self._total()
+        now = time.perf_counter()
         # A counter that did not move yet has its joules in the next figure, with these steps.
         if isinstance(total, Unavailable) or step <= self._step or total.joules <= self._joules:
             return {}
@@ -72,4 +74,10 @@ class StepEnergy:
             Energy of the training.
         """
         self.meter.__exit__()
-        return self.total
+        self.joules = self._total()
+        return self.joules
+
+    def _total(self) -> Reading:
+        # A node's meter stands for all that is in the node.
+        nodes = any(source.part == "node" for source in self.meter.sources)
+        return self.meter.total("node" if nodes else None)

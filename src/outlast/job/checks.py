@@ -172,10 +172,11 @@ def _energy(job: Job) -> Iterator[str]:
     energy = job.energy
     if energy.measure:
         return
-    for name in ("tariff", "region"):
+    for name in ("tariff", "region", "loss_target", "prometheus_port"):
         if value := getattr(energy, name):
+            said = f'"{value}"' if isinstance(value, str) else f"{value:g}"
             yield (
-                f'energy.{name} = "{value}" needs energy, but energy.measure = false measures '
+                f"energy.{name} = {said} needs energy, but energy.measure = false measures "
                 "none; set it to true or remove the other"
             )
 

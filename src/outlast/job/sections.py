@@ -520,6 +520,17 @@ class EnergySection(Section):
         "power usage effectiveness of the building, a factor on what the meters say; 1: not known",
         identity=False,
     )
+    loss_target: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        "training loss up to which joules are counted too; 0: the best one of the run",
+        identity=False,
+    )
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = setting(
+        0,
+        "every process serves its last energy record on this machine to Prometheus, at this port "
+        "plus its local rank; 0: none",
+        identity=False,
+    )
 
 
 class EvaluateSection(Section):

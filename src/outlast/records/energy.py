@@ -30,12 +30,23 @@ class EnergyWindow:
         first_attempt: Whether no attempt was before.
         share_redone: Of its steps, those that a later attempt did again.
         event: What the meters said.
+        counted: The devices whose joules add up.
+        carried: The devices that stood here, and whose next figure has the joules.
+        lacking: The devices whose joules here are in no figure.
     """
 
     record: Record
     first_attempt: bool
     share_redone: float
     event: EnergyMeasured
+    counted: tuple[dict[str, Any], ...]
+    carried: tuple[dict[str, Any], ...]
+    lacking: tuple[dict[str, Any], ...]
+
+    @property
+    def joules(self) -> float:
+        """Sum of what counts."""
+        return math.fsum(float(each["joules"]) for each in self.counted)
 
     def seconds_of(self, device: dict[str, Any]) -> dict[str, float]:
         """Seconds by purpose of the rank that has read `device`, with what was redone."""
@@ -53,7 +64,7 @@ class EnergyWindow:
 
         A purpose may come several times. Without any time all is ``other``.
         """
-        for device in self.event.counted:
+        for device in self.counted:
             joules = float(device["joules"])
             seconds = self.seconds_of(device)
             whole = math.fsum(seconds.values())
@@ -106,28 +117,39 @@ class DeviceEnergy:
 class EnergyTotals:
     """All that was read from meters in a run.
 
-    An attempt that was killed counts up to its last record.
+    An attempt that was killed counts up to its last reading.
 
     Attributes:
         windows: In order; those without a figure too.
         unavailable: What was asked for and has no meter -> why not, of the last attempt.
+        killed: Attempts whose energy was measured and whose end is not recorded.
+        killed_seconds: Recorded time after their last reading; they may have gone on for longer.
+        tariff: Text of the job's tariff file when an attempt began last; empty if none was named.
     """
 
     windows: tuple[EnergyWindow, ...]
     unavailable: dict[str, str]
+    killed: int = 0
+    killed_seconds: float = 0.0
+    tariff: str = ""
 
     @cached_property
     def read(self) -> tuple[EnergyWindow, ...]:
         """The windows with a figure."""
-        return tuple(each for each in self.windows if each.event.counted)
+        return tuple(each for each in self.windows if each.counted)
 
     @cached_property
     def covered(self) -> tuple[EnergyWindow, ...]:
-        """The windows whose joules are in a figure, be it that of a later window."""
+        """The windows whose joules are in figures, be it those of later windows.
+
+        Meters that never had a figure are not asked for: the sum is of the others.
+        """
+        metered = {_meter(row) for each in self.windows for row in each.counted}
         return tuple(
             each
             for each in self.windows
-            if each.event.counted or any(row.get("carried") for row in each.event.devices)
+            if (each.counted or each.carried)
+            and not any(_meter(row) in metered for row in each.lacking)
         )
 
     @property
@@ -149,7 +171,7 @@ class EnergyTotals:
         found = [
             float(device.get(name, device["joules"]))
             for each in self.read
-            for device in each.event.counted
+            for device in each.counted
         ]
         return math.fsum(found) if found else None
 
@@ -172,8 +194,24 @@ class EnergyTotals:
 
     @property
     def joules_per_token(self) -> float | None:
-        """All joules, start-up and redone steps too, over the tokens that count."""
-        return None if self.joules is None or not self.tokens else self.joules / self.tokens
+        """All joules, start-up and redone steps too, over the tokens that count.
+
+        Of windows with tokens only those that all meters cover are in it.
+        """
+        if self.joules is None or not self.tokens:
+            return None
+        covered = {id(each) for each in self.covered}
+        return (
+            math.fsum(
+                each.joules for each in self.read if id(each) in covered or not each.event.tokens
+            )
+            / self.tokens
+        )
+
+    @property
+    def lacking_seconds(self) -> float:
+        """Length of the windows in which a meter that was there had no figure."""
+        return math.fsum(each.event.seconds for each in self.windows if each.lacking)
 
     @cached_property
     def purposes(self) -> dict[str, float]:
@@ -193,17 +231,20 @@ class EnergyTotals:
     @cached_property
     def devices(self) -> tuple[DeviceEnergy, ...]:
         """Every meter, by host, part and name."""
-        found: dict[tuple[str, str, str], list[tuple[EnergyWindow, dict[str, Any]]]] = {}
+        found: dict[_Meter, list[tuple[EnergyWindow, dict[str, Any]]]] = {}
         for window in self.windows:
             for device in window.event.devices:
-                key = (str(device.get("host")), str(device.get("part")), str(device.get("name")))
-                found.setdefault(key, []).append((window, device))
+                found.setdefault(_meter(device), []).append((window, device))
         return tuple(_device(key, found[key]) for key in sorted(found))
 
     @property
     def incomplete(self) -> bool:
-        """Whether a meter that was there could not be read in a window: the sum is too low."""
-        return any(each.missing for each in self.devices)
+        """Whether joules are known to be in no figure: the sum is too low.
+
+        Those of a window in which a meter that was there could not be read, or those of the end
+        of an attempt that was killed.
+        """
+        return self.killed > 0 or any(each.lacking for each in self.windows)
 
     def to_dict(self) -> dict[str, Any]:
         """The totals as JSON; what is not known is null, with the reason in ``unavailable``."""
@@ -216,6 +257,10 @@ class EnergyTotals:
             "tokens": self.tokens,
             "joules_per_token": self.joules_per_token,
             "joules_by_purpose": self.purposes,
+            "incomplete": self.incomplete,
+            "lacking_seconds": self.lacking_seconds,
+            "killed_attempts": self.killed,
+            "killed_seconds": self.killed_seconds,
             "devices": [
                 {"host": each.host, "name": each.name, "part": each.part,
                  "counted": each.counted, "joules": each.joules, "flags": list(each.flags),
@@ -226,11 +271,23 @@ class EnergyTotals:
         }  # fmt: skip
 
 
-def _device(
-    key: tuple[str, str, str], rows: list[tuple[EnergyWindow, dict[str, Any]]]
-) -> DeviceEnergy:
-    host, part, name = key
+_Meter = tuple[str, str, str, str]
+_Row = dict[str, Any]
+
+
+def _meter(row: _Row) -> _Meter:
+    """What a meter is known by in a run: machine (host and boot), part and name."""
+    return (*_machine(row), str(row.get("part")), str(row.get("name")))
+
+
+def _machine(row: _Row) -> tuple[str, str]:
+    return str(row.get("host")), str(row.get("boot", ""))
+
+
+def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
+    host, _, part, name = key
     known = [(window, row) for window, row in rows if row.get("joules") is not None]
+    lacking = [row for window, row in rows if _among(row, window.lacking)]
     states = [row.get("state", {}) for _, row in rows]
     heat = [float(each["celsius"]) for each in states if "celsius" in each]
     clocks = [int(each["sm_clock_mhz"]) for each in states if "sm_clock_mhz" in each]
@@ -242,21 +299,20 @@ def _device(
         host=host,
         name=name,
         part=part,
-        counted=any(row in window.event.counted for window, row in known),
+        counted=any(_among(row, window.counted) for window, row in known),
         joules=math.fsum(float(row["joules"]) for _, row in known) if known else None,
-        seconds=math.fsum(window.event.seconds for window, row in rows if not _missing(row, known)),
+        seconds=math.fsum(w.event.seconds for w, r in rows if not _among(r, w.lacking)),
         kind=next((each for each in _KINDS if each in kinds), "measured"),
         hottest_celsius=max(heat, default=None),
         clocks_mhz=(min(clocks), max(clocks)) if clocks else None,
         throttled=throttled,
         flags=tuple(dict.fromkeys(str(each) for _, row in known for each in row.get("flags", []))),
-        missing=tuple(dict.fromkeys(str(r["unavailable"]) for _, r in rows if _missing(r, known))),
+        missing=tuple(dict.fromkeys(str(row.get("unavailable")) for row in lacking)),
     )
 
 
-def _missing(row: dict[str, Any], known: list[Any]) -> bool:
-    """Whether a row's joules are in no figure: neither its own nor a later one of its meter."""
-    return "unavailable" in row and not (known and row.get("carried"))
+def _among(row: _Row, rows: tuple[_Row, ...]) -> bool:
+    return any(row is each for each in rows)
 
 
 def energy_totals(run: Run) -> EnergyTotals | None:
@@ -264,9 +320,6 @@ def energy_totals(run: Run) -> EnergyTotals | None:
     found = run.of(EnergyMeasured)
     if not found:
         return None
-    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
-    first = run.attempts[0].number
-    windows = tuple(_window(record, event, began, first) for record, event in found)
     last = found[-1][0].attempt
     unavailable = {
         name: reason
@@ -274,13 +327,79 @@ def energy_totals(run: Run) -> EnergyTotals | None:
         if record.attempt == last
         for name, reason in event.unavailable.items()
     }
-    return EnergyTotals(windows, unavailable)
+    ends = _unread_ends(run, found)
+    return EnergyTotals(
+        windows=tuple(_windows(run, found)),
+        unavailable=unavailable,
+        killed=len(ends),
+        killed_seconds=math.fsum(ends),
+        tariff=next((event.tariff for _, event in reversed(found) if event.tariff), ""),
+    )
 
 
-def _window(
-    record: Record, event: EnergyMeasured, began: list[tuple[int, int]], first: int
-) -> EnergyWindow:
+def _unread_ends(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> list[float]:
+    """Recorded seconds after the last reading of every attempt that has meters and no end."""
+    ends = []
+    for attempt in run.attempts:
+        own = [(record, event) for record, event in found if record.attempt == attempt.number]
+        # An attempt without any meter reads nothing after its first event.
+        if attempt.outcome == "died" and (not own or any(event.devices for _, event in own)):
+            since = own[-1][0].time if own else attempt.start_time
+            ends.append(max(attempt.end_time - since, 0.0))
+    return ends
+
+
+def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[EnergyWindow]:
+    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
+    first = run.attempts[0].number
+    carried = _carried([(record.attempt, event) for record, event in found])
+    nodes = {
+        (record.attempt, _machine(row))
+        for record, event in found
+        for row in event.devices
+        if row.get("part") == "node" and row.get("joules") is not None
+    }
+    for record, event in found:
+        # What a node's meter has a figure of anywhere in an attempt is never added beside it: a
+        # figure after windows without one may hold the joules of these.
+        own = tuple(
+            row
+            for row in event.devices
+            if row.get("part") == "node" or (record.attempt, _machine(row)) not in nodes
+        )
+        yield EnergyWindow(
+            record=record,
+            first_attempt=record.attempt == first,
+            share_redone=_share_redone(record, event, began),
+            event=event,
+            counted=tuple(row for row in own if row.get("joules") is not None),
+            carried=tuple(row for row in own if id(row) in carried),
+            lacking=tuple(
+                row for row in own if row.get("joules") is None and id(row) not in carried
+            ),
+        )
+
+
+def _carried(found: list[tuple[int, EnergyMeasured]]) -> set[int]:
+    """Identities of the rows whose counter stood, and which a later figure of the attempt covers.
+
+    A reading that failed in between loses them: the counter is then taken up anew.
+    """
+    covered: set[tuple[int, _Meter]] = set()
+    rows = set()
+    for attempt, event in reversed(found):
+        for row in event.devices:
+            key = (attempt, _meter(row))
+            if row.get("joules") is not None:
+                covered.add(key)
+            elif not row.get("carried"):
+                covered.discard(key)
+            elif key in covered:
+                rows.add(id(row))
+    return rows
+
+
+def _share_redone(record: Record, event: EnergyMeasured, began: list[tuple[int, int]]) -> float:
     until = min((step for number, step in began if number > record.attempt), default=math.inf)
     redone = min(max(event.step - until, 0), event.steps)
-    share = redone / event.steps if event.steps else 0.0
-    return EnergyWindow(record, record.attempt == first, share, event)
+    return redone / event.steps if event.steps else 0.0

@@ -302,10 +302,13 @@ class EnergyMeasured(Event):
             ``node``), ``host``, ``rank`` that has read it, and ``purposes``, that rank's seconds
             by purpose. Either ``joules``, ``low_joules``, ``high_joules``, ``kind``, ``source``
             and ``flags``, or ``unavailable``, why there is no figure, and ``carried``, whether the
-            joules are in the next event's figure. ``state`` holds what could
-            be read at the end of the window: ``watts``, ``celsius``, ``sm_clock_mhz``,
+            counter stood: its joules are in a later event's figure, if there is one (see
+            `energy_totals`). ``boot`` tells machines of one host name apart. ``state`` holds what
+            could be read at the end of the window: ``watts``, ``celsius``, ``sm_clock_mhz``,
             ``memory_clock_mhz``, ``throttle_reasons``.
-        unavailable: What was asked for and has no meter -> why not.
+        unavailable: What was asked for and has no meter -> why not; with the host in the name
+            where hosts differ.
+        tariff: Text of the file energy.tariff, in the first event of an attempt.
     """
 
     kind: ClassVar[str] = "energy_measured"
@@ -315,14 +318,25 @@ class EnergyMeasured(Event):
     seconds: float
     devices: list[dict[str, Any]]
     unavailable: dict[str, str]
+    tariff: str = ""
 
     @property
     def counted(self) -> list[dict[str, Any]]:
-        """The devices whose joules add up: a node's meter stands for all that is in the node."""
-        known = [each for each in self.devices if each.get("joules") is not None]
-        metered = {each.get("host") for each in known if each.get("part") == "node"}
+        """The devices whose joules add up: a node's meter stands for all that is in the node.
+
+        Also where it stood in this window: its next figure has the joules. `energy_totals` decides
+        that for all windows of an attempt alike.
+        """
+        nodes = {
+            (each.get("host"), each.get("boot"))
+            for each in self.devices
+            if each.get("part") == "node" and ("joules" in each or each.get("carried"))
+        }
         return [
-            each for each in known if each.get("host") not in metered or each.get("part") == "node"
+            each
+            for each in self.devices
+            if each.get("joules") is not None
+            and (each.get("part") == "node" or (each.get("host"), each.get("boot")) not in nodes)
         ]
 
     @property

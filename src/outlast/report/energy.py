@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outlast.energy.account.purposes import PURPOSES
 from outlast.hardware.figure import Unavailable
 from outlast.records import energy_totals
 from outlast.report import palette, text
-from outlast.report.charts import HATCH, HATCHES, PURPOSE_WORDS
+from outlast.report.charts import HATCH, HATCHES
 from outlast.report.curves import Figure, layout
+from outlast.report.joules import energy_amount, gaps, metered, missing_energy
 from outlast.report.overview import running_clock
-from outlast.report.priced import account_of, settings_of
+from outlast.report.priced import account_of, account_purpose, missing_meters
 from outlast.report.tables import digits, table, words
 
 if TYPE_CHECKING:
@@ -21,41 +23,15 @@ if TYPE_CHECKING:
     from outlast.report.overview import Overview
 
 _MOST_BARS = 300
-_PARTS = {"gpu": "GPU", "cpu": "CPU", "memory": "memory", "node": "node"}
-
-
-def energy_amount(joules: float) -> str:
-    """Joules in the unit that reads well: J, Wh from 1 Wh on, kWh from 1 kWh on."""
-    for joules_per_unit, unit in ((3.6e6, "kWh"), (3600.0, "Wh")):
-        if joules >= joules_per_unit:
-            return f"{text.number(joules / joules_per_unit)} {unit}"
-    return f"{text.number(joules)} J"
-
-
-def missing_energy(run: Run) -> str | None:
-    """Why `run` has no figure of energy, in words; None where it has one."""
-    totals = energy_totals(run)
-    if totals is None:
-        return _never_measured(run)
-    if totals.joules is not None:
-        return None
-    return f"unavailable: {missing_meters(totals) or 'no window is recorded'}"
-
-
-def _never_measured(run: Run) -> str:
-    if settings_of(run).measure:
-        return "unavailable: nothing about energy is recorded"
-    return "not measured: energy.measure = false"
-
-
-def missing_meters(totals: EnergyTotals) -> str:
-    """What could not be read, and why."""
-    found = dict(totals.unavailable)
-    found |= {each.name: each.missing[-1] for each in totals.devices if each.missing}
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in found.items():
-        by_reason.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+_COLOURS: dict[str, str] = {
+    "useful": "compute",
+    "idle": "data",
+    "blocked": "communication",
+    "straggler": "restart",
+    "setup": "startup",
+    "unattributed": "other",
+}
+"""Colours of the account's purposes, as those of the time that they are made of."""
 
 
 def energy_sentence(run: Run) -> str:
@@ -76,22 +52,19 @@ def energy_sentence(run: Run) -> str:
             for figure in (found.cost, found.carbon)
             if not isinstance(figure, Unavailable)
         ]
-    if totals.incomplete:
-        said.append("some windows unavailable, so the sum is too low")
+    said += gaps(totals)
     return ", ".join(said)
 
 
-def metered(totals: EnergyTotals) -> str:
-    """What the sum covers, e.g. ``2 GPUs and 1 CPU``."""
-    counts: dict[str, int] = {}
-    for each in totals.devices:
-        if each.counted:
-            counts[each.part] = counts.get(each.part, 0) + 1
-    said = [
-        f"{count} {_PARTS.get(part, part)}{'s' if count > 1 and part != 'memory' else ''}"
-        for part, count in counts.items()
-    ]
-    return " and ".join(said)
+def energy_to_loss(run: Run) -> str | None:
+    """The joules until the loss of energy.loss_target, or the best one, was reached."""
+    found = account_of(run)
+    if isinstance(found, Unavailable):
+        return None
+    figure = found.joules_to_loss
+    if isinstance(figure, Unavailable):
+        return f"unavailable: {figure.reason}"
+    return f"{energy_amount(figure.value)}: {figure.source}"
 
 
 def energy_figure(overview: Overview) -> Figure | None:
@@ -102,8 +75,7 @@ def energy_figure(overview: Overview) -> Figure | None:
     bars = _bars(overview, totals.read)
     unit, unit_seconds = text.clock_unit(max(each.end_seconds for each in bars))
     names = {name for each in bars for name in each.joules}
-    order = [*(n for n in PURPOSE_WORDS if n in names), *sorted(names - PURPOSE_WORDS.keys())]
-    traces = [_trace(name, bars, unit_seconds) for name in order]
+    traces = [_trace(name, bars, unit_seconds) for name in PURPOSES if name in names]
     figure_layout = layout(
         320,
         f"running time in {unit}, without gaps",
@@ -142,7 +114,8 @@ def _bars(overview: Overview, windows: Sequence[EnergyWindow]) -> list[_Bar]:
         bar = found[-1]
         bar.end_seconds = clock(window.record)
         bar.seconds += window.event.seconds
-        for purpose, joules in window.purposes():
+        for name, joules in window.purposes():
+            purpose = account_purpose(name)
             bar.joules[purpose] = bar.joules.get(purpose, 0.0) + joules
     return found
 
@@ -150,17 +123,16 @@ def _bars(overview: Overview, windows: Sequence[EnergyWindow]) -> list[_Bar]:
 def _trace(purpose: str, bars: list[_Bar], unit_seconds: float) -> dict[str, Any]:
     shown = [each for each in bars if each.seconds > 0]
     watts = [each.joules.get(purpose, 0.0) / each.seconds for each in shown]
-    name = text.escape(PURPOSE_WORDS.get(purpose, purpose))
     return {
         "type": "bar",
-        "name": name,
+        "name": purpose,
         "x": [_rounded((each.end_seconds - each.seconds / 2) / unit_seconds) for each in shown],
         "width": [_rounded(each.seconds / unit_seconds) for each in shown],
         "y": [_rounded(value) for value in watts],
         "text": [energy_amount(each.joules.get(purpose, 0.0)) for each in shown],
         "textposition": "none",
         "marker": {
-            "color": palette.purpose_colour(purpose),
+            "color": palette.purpose_colour(_COLOURS.get(purpose, purpose)),
             "line": {"width": 0},
             "pattern": {"shape": HATCHES.get(purpose, ""), **HATCH, "size": 6},
         },
@@ -191,7 +163,7 @@ def _sums(run: Run, totals: EnergyTotals) -> str:
         said.append(f"With the meters' errors: {energy_amount(low)} to {energy_amount(high)}.")
     if reasons := missing_meters(totals):
         said.append(f"Not in the sum, unavailable: {reasons}.")
-    said += _prices(run)
+    said += [*map(_sentence, gaps(totals)), *_prices(run)]
     return "".join(f'<p class="about">{text.escape(each)}</p>' for each in said)
 
 
@@ -203,6 +175,7 @@ def _prices(run: Run) -> list[str]:
     return [
         f"Cost: {found.cost}.",
         f"Carbon: {found.carbon}.",
+        f"Energy to a loss: {found.joules_to_loss}.",
         f"PUE of cost and carbon: {found.pue}.",
         *map(_sentence, found.notes),
     ]
@@ -214,13 +187,17 @@ def _sentence(note: str) -> str:
 
 def _purposes(totals: EnergyTotals) -> str:
     whole = totals.joules or 0.0
+    sums: dict[str, float] = {}
+    for name, joules in totals.purposes.items():
+        purpose = account_purpose(name)
+        sums[purpose] = sums.get(purpose, 0.0) + joules
     rows = [
         [
-            words(PURPOSE_WORDS.get(purpose, purpose)),
+            words(purpose),
             digits(energy_amount(joules)),
             digits(f"{100 * joules / whole:.1f}" if whole else ""),
         ]
-        for purpose, joules in sorted(totals.purposes.items(), key=lambda part: -part[1])
+        for purpose, joules in sorted(sums.items(), key=lambda part: -part[1])
     ]
     heads = [words("purpose"), digits("energy"), digits("per cent")]
     return table(heads, rows, "Energy by purpose, shared out by the time of each")

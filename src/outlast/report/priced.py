@@ -31,6 +31,7 @@ _PURPOSES: dict[str, Purpose] = {
     "compute": "useful",
     "data": "idle",
     "communication": "blocked",
+    "straggler": "straggler",
     "checkpoint": "checkpoint",
     "guard": "guard",
     "evaluation": "evaluation",
@@ -39,6 +40,11 @@ _PURPOSES: dict[str, Purpose] = {
     "redone": "redone",
 }
 """Purposes of the records' time as those of the account; the rest is unattributed."""
+
+
+def account_purpose(name: str) -> Purpose:
+    """The account's word for a purpose of the records."""
+    return _PURPOSES.get(name, "unattributed")
 
 
 def account_of(
@@ -54,26 +60,84 @@ def account_of(
 
     Args:
         run: Its records.
-        loss_target: Training loss to which joules are counted too, nats per token.
+        loss_target: Training loss to which joules are counted too, nats per token; that of the
+            job by default, or the best of the run.
         settings: Tariff, region and PUE; those of the run's job by default.
     """
     totals = energy_totals(run)
     if totals is None or totals.joules is None:
         return Unavailable("the run has no figure of energy")
-    settings = settings or settings_of(run)
+    job_settings = settings_of(run)
+    settings = settings or job_settings
+    losses = _losses(run, totals)
     found = account(
         split([window for each in totals.windows for window in _windows(each)]),
         Run(
             begin=_begin(totals.read[0]),
             seconds=max(totals.seconds, 1e-9),
             tokens=totals.tokens or None,
-            losses=_losses(run, totals),
-            loss_target=loss_target,
+            losses=losses,
+            loss_target=(settings.loss_target or _best(losses))
+            if loss_target is None
+            else loss_target,
             metered=tuple(sorted({each.part for each in totals.devices if each.counted})),
         ),
         Rates(pue=settings.pue),
     )
-    return replace(found, cost=_cost(settings, totals), carbon=_carbon(settings, totals))
+    # The file may have changed or gone since: the run has kept what it said when it began.
+    kept = totals.tariff if settings.tariff == job_settings.tariff else ""
+    return replace(
+        found,
+        cost=_cost(settings, totals, kept),
+        carbon=_carbon(settings, totals),
+        joules_per_token=_per_token(found, totals),
+        notes=(*found.notes, *_gaps(totals)),
+    )
+
+
+def _per_token(found: EnergyReport, totals: EnergyTotals) -> Amount | Unavailable:
+    """Over the windows that all meters cover, where some do not."""
+    figure, per_token = found.joules_per_token, totals.joules_per_token
+    if isinstance(figure, Unavailable) or per_token is None or not figure.value:
+        return figure
+    factor = per_token / figure.value
+    return replace(figure, value=per_token, low=figure.low * factor, high=figure.high * factor)
+
+
+def missing_meters(totals: EnergyTotals) -> str:
+    """What could not be read, and why."""
+    found = dict(totals.unavailable)
+    found |= {each.name: each.missing[-1] for each in totals.devices if each.missing}
+    return _by_reason(found)
+
+
+def _by_reason(found: dict[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in found.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+def killed_note(totals: EnergyTotals) -> str:
+    """What is missing of attempts that were killed; empty where none was."""
+    if not totals.killed:
+        return ""
+    return (
+        f"at least the last {totals.killed_seconds:.3g} s of killed attempts (without a recorded "
+        "end) were not metered"
+    )
+
+
+def _gaps(totals: EnergyTotals) -> tuple[str, ...]:
+    """What the sum lacks beside windows without a figure, which the account names by itself."""
+    absent = _by_reason(totals.unavailable)
+    notes = (absent and f"not metered: {absent}", killed_note(totals))
+    return tuple(each for each in notes if each)
+
+
+def _best(losses: list[LossPoint]) -> float | None:
+    """The lowest loss of the record."""
+    return min((each.loss for each in losses if math.isfinite(each.loss)), default=None)
 
 
 def settings_of(run: RecordedRun) -> EnergySection:
@@ -85,15 +149,21 @@ def settings_of(run: RecordedRun) -> EnergySection:
 
 
 def _windows(window: EnergyWindow) -> list[Window]:
-    """One window for each device whose joules count, in device-seconds."""
-    return [found for each in window.event.counted if (found := _window(window, each)) is not None]
+    """One window for each device whose joules count or are missing, in device-seconds."""
+    found = [each for row in window.counted if (each := _window(window, row)) is not None]
+    if window.event.seconds > 0:
+        found += [
+            Window(Unavailable(str(row.get("unavailable"))), window.event.seconds)
+            for row in window.lacking
+        ]
+    return found
 
 
 def _window(window: EnergyWindow, device: dict[str, Any]) -> Window | None:
     joules = float(device["joules"])
     spent: dict[Purpose, float] = {}
     for name, seconds in window.seconds_of(device).items():
-        purpose = _PURPOSES.get(name, "unattributed")
+        purpose = account_purpose(name)
         spent[purpose] = spent.get(purpose, 0.0) + seconds
     # A rank's purposes may take a little longer than the window of the rank that records.
     seconds = max(window.event.seconds, math.fsum(spent.values()))
@@ -115,25 +185,49 @@ def _begin(window: EnergyWindow) -> datetime:
 
 
 def _losses(run: RecordedRun, totals: EnergyTotals) -> list[LossPoint]:
-    """The loss of each record, with all joules up to its time, linear within a window."""
-    times = [_begin(totals.read[0]).timestamp()]
-    joules = [0.0]
-    for each in totals.read:
-        times.append(each.record.time)
-        joules.append(joules[-1] + (each.event.joules or 0.0))
-    steps = run.steps()
-    found = np.interp([record.time for record, _ in steps], times, joules)
-    return [
-        LossPoint(event.step, event.loss, float(each))
-        for (_, event), each in zip(steps, found, strict=True)
-    ]
+    """The loss of each record, with all joules up to it, linear in the steps of a window.
+
+    By steps and not by the clock, which may be set while a run goes on, and differs among nodes.
+    """
+    curves = _curves(totals)
+    found = []
+    spent = 0.0
+    for record, event in run.steps():
+        steps, joules = curves.get(record.attempt, ([], []))
+        if steps:
+            spent = float(np.interp(event.step, steps, joules))
+        found.append(LossPoint(event.step, event.loss, spent))
+    return found
 
 
-def _cost(settings: EnergySection, totals: EnergyTotals) -> Amount | Unavailable:
+def _curves(totals: EnergyTotals) -> dict[int, tuple[list[float], list[float]]]:
+    """By attempt: steps done, and all joules up to there, those of attempts before too."""
+    curves: dict[int, tuple[list[float], list[float]]] = {}
+    whole = 0.0
+    # A window whose counter stood belongs to the next figure.
+    carried: tuple[int, int] | None = None
+    for each in totals.windows:
+        event, attempt = each.event, each.record.attempt
+        begin = event.step - event.steps
+        if carried is not None and carried[0] == attempt:
+            begin = carried[1]
+        if not each.counted:
+            carried = (attempt, begin) if each.carried else None
+            continue
+        carried = None
+        before, whole = whole, whole + each.joules
+        if event.step > begin:
+            steps, joules = curves.setdefault(attempt, ([], []))
+            steps += [begin, event.step]
+            joules += [before, whole]
+    return curves
+
+
+def _cost(settings: EnergySection, totals: EnergyTotals, kept: str) -> Amount | Unavailable:
     if not settings.tariff:
         return Unavailable("energy.tariff names no file")
     try:
-        tariff = Tariff.read(settings.tariff)
+        tariff = Tariff.parse(kept, settings.tariff) if kept else Tariff.read(settings.tariff)
     except EnergyError as error:
         return Unavailable(str(error))
     return _priced(settings, totals, tariff.cost, tariff.currency, f"tariff {settings.tariff}")
@@ -162,8 +256,7 @@ def _priced(
 ) -> Amount:
     """The price of all windows, with the relative interval of the joules."""
     value = settings.pue * math.fsum(
-        price(each.event.joules or 0.0, _begin(each), max(each.event.seconds, 0.0))
-        for each in totals.read
+        price(each.joules, _begin(each), max(each.event.seconds, 0.0)) for each in totals.read
     )
     whole = totals.joules or 1.0
     ends = [value * (end or 0.0) / whole for end in (totals.low_joules, totals.high_joules)]

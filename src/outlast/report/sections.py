@@ -183,8 +183,9 @@ _TIME_NOTE = (
 )
 _ENERGY_NOTE = (
     "From the meters of each device, for all of the machine's programs. What each purpose took is "
-    "the devices' energy shared out by time, as if power were the same within a window. Redone "
-    "work is the energy of steps that a later attempt did again."
+    "the devices' energy shared out by time, as if power were the same within a window. Useful "
+    "is computing, idle waiting for data, blocked waiting that all ranks have in common, straggler "
+    "waiting for a slow one; redone are steps that a later attempt did again."
 )
 _COMPARISON_NOTE = (
     "Measured; FLOPs are those that the models need, computed from their layers. Time in steps "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from outlast.energy.account.report import Amount
 from outlast.records import (
     CheckpointFailed,
     CheckpointSaved,
@@ -19,6 +20,8 @@ from outlast.records import (
     guard_totals,
 )
 from outlast.report import text
+from outlast.report.joules import energy_amount, gaps, metered, missing_energy
+from outlast.report.priced import account_of
 from outlast.report.series import percentiles, smoothing_window
 
 if TYPE_CHECKING:
@@ -247,9 +250,6 @@ def _coded(overview: Overview) -> Iterator[KeyFigure]:
 
 
 def _energy(overview: Overview) -> Iterator[KeyFigure]:
-    # The words need this module's neighbours, which need this one.
-    from outlast.report.energy import energy_amount, metered, missing_energy
-
     totals = energy_totals(overview.run)
     missing = missing_energy(overview.run)
     if missing is not None or totals is None or totals.joules is None:
@@ -260,8 +260,15 @@ def _energy(overview: Overview) -> Iterator[KeyFigure]:
     note = metered(totals)
     if redone := totals.purposes.get("redone", 0.0):
         note += f"; {energy_amount(redone)} of it redone work"
+    note = "; ".join([note, *gaps(totals)])
     yield KeyFigure("Energy", value, unit, note, cast("Kind", totals.kind))
     if totals.joules_per_token is not None:
         note = "all energy over the tokens that count"
         per_token = text.number(totals.joules_per_token)
         yield KeyFigure("Energy per token", per_token, "J/token", note, cast("Kind", totals.kind))
+    found = account_of(overview.run)
+    to_loss = getattr(found, "joules_to_loss", None)
+    if isinstance(to_loss, Amount):
+        value, _, unit = energy_amount(to_loss.value).rpartition(" ")
+        kind = cast("Kind", to_loss.kind)
+        yield KeyFigure("Energy to the loss", value, unit, to_loss.source, kind)

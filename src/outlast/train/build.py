@@ -184,6 +184,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     guard = None if job.guard.policy == "off" else RunGuard(job, called, optimizers)
     if energy is not None:
         energy.guard = guard
+        energy.stage = str(layout.pipeline_rank(setup.ranks.rank))
     trainer = Trainer(
         job=job,
         device=device,

@@ -133,6 +133,8 @@ class Trainer:
         self._record(Ready(first_step, time.time() - started, parts))
         if self.energy is not None:
             self._record(self.energy.begin(first_step))
+            for message in self.energy.warnings:
+                self._record(Warned(message))
         self.watch.lap()
         with self.waits.in_collectives():
             if self.replay is not None and first_step < self.job.train.steps:

@@ -5,18 +5,25 @@ Nothing is read within a step, and no rank waits for another because of energy b
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.energy.account.carbon import intensity
+from outlast.energy.account.prometheus import Exporter, Labels, Sample
 from outlast.energy.account.tariff import Tariff
+from outlast.energy.devices.protocol import DeviceState
 from outlast.energy.meter import EnergyMeter
+from outlast.energy.reading import Still
 from outlast.energy.sources import rapl
 from outlast.energy.sources.available import available_sources
 from outlast.energy.sources.file import FileSource
-from outlast.energy.sources.optional import WithState
+from outlast.energy.sources.track import shown_state
+from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 from outlast.records import EnergyMeasured
 from outlast.train.ranks import shared
@@ -24,16 +31,13 @@ from outlast.train.ranks import shared
 if TYPE_CHECKING:
     import torch
 
-    from outlast.energy.devices.protocol import DeviceState
     from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
     from outlast.job import EnergySection, Job
     from outlast.train.guarding import RunGuard
     from outlast.train.ranks import Ranks
 
-_STANDS = "did not move"
-"""How `EnergyMeter` says that a window was too short for its counter."""
-
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STATE = ("watts", "celsius", "sm_clock_mhz", "memory_clock_mhz", "throttle_reasons")
 
 
@@ -48,21 +52,33 @@ def run_meter(job: Job, ranks: Ranks, device: torch.device) -> RunMeter | None:
     settings = job.energy
     if not settings.measure:
         return None
+    tariff = ""
     if ranks.is_first:
         if settings.tariff:
-            Tariff.read(settings.tariff)
+            tariff = _tariff_text(settings.tariff)
         if settings.region:
             intensity(settings.region)
     sources, unavailable = find_sources(settings, ranks, device)
     meter = EnergyMeter("run", sources)
     meter.__enter__()
-    return RunMeter(
+    found = RunMeter(
         meter,
         unavailable,
         ranks.rank,
         job.train.batch_size * job.data.sequence_length,
         settings.every_steps,
+        tariff=tariff,
+        in_step=job.parallel.pipeline == 1,
     )
+    if settings.prometheus_port:
+        found.serve(settings.prometheus_port + ranks.local_rank)
+    return found
+
+
+def _tariff_text(path: str) -> str:
+    """The tariff file's text, checked: it may be gone when somebody asks what the run has cost."""
+    Tariff.read(path)
+    return Path(path).read_text(encoding="utf-8")
 
 
 def find_sources(
@@ -112,6 +128,14 @@ class RunMeter:
         tokens_per_step: Tokens of an optimizer step, of all ranks.
         every_steps: Steps between two records at least.
         guard: Its checks' time is told apart from that of the other computing, where it is known.
+        tariff: Text of the job's tariff file, for the first event.
+        in_step: Whether ranks wait for the same things. Then what a rank waits for longer than the
+            one that waits least is waiting for a straggler; with pipeline stages, which wait for
+            different things, nothing is told apart.
+        stage: Pipeline stage, for Prometheus.
+
+    Attributes:
+        warnings: What went wrong on any rank when the last window closed.
     """
 
     meter: EnergyMeter
@@ -120,11 +144,28 @@ class RunMeter:
     tokens_per_step: int
     every_steps: int
     guard: RunGuard | None = None
+    tariff: str = ""
+    in_step: bool = True
+    stage: str = ""
+    warnings: list[str] = field(default_factory=list)
+    _samples: tuple[Sample, ...] = ()
+    _exporter: Exporter | None = None
+    _trouble: list[str] = field(default_factory=list)
     _steps: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
     _guard_seconds: float = 0.0
     _since: float = field(default_factory=time.perf_counter)
     _off: bool = False
+
+    def serve(self, port: int) -> None:
+        """Let Prometheus read the last recorded values; a port that is taken is a warning.
+
+        A request reads no meter, so that it never disturbs a step.
+        """
+        try:
+            self._exporter = Exporter(lambda: self._samples, port=port)
+        except EnergyError as error:
+            self._trouble.append(f"rank {self.rank} serves no metrics of energy: {error}")
 
     def begin(self, step: int) -> EnergyMeasured | None:
         """Close the set-up's window. All ranks call it together.
@@ -169,6 +210,9 @@ class RunMeter:
         if not self._off:
             self._off = True
             self.meter.__exit__(None, None, None)
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
 
     def _add(self, seconds: dict[str, float]) -> None:
         for purpose, value in seconds.items():
@@ -176,17 +220,24 @@ class RunMeter:
 
     def _window(self, step: int, seconds: dict[str, float]) -> EnergyMeasured:
         now = time.perf_counter()
-        mine = self._read(self._without_guard(seconds)), self.unavailable
+        spent = self._without_guard(seconds)
+        mine = _Said(
+            self._read(spent), self.unavailable, spent, socket.gethostname(), self._trouble
+        )
         everyone = shared(mine)
+        self.warnings, self._trouble = [each for one in everyone for each in one.trouble], []
+        if self.in_step:
+            _tell_stragglers(everyone)
         event = EnergyMeasured(
             step=step,
             steps=self._steps,
             tokens=self._steps * self.tokens_per_step,
             seconds=now - self._since,
-            devices=_once([device for devices, _ in everyone for device in devices]),
-            unavailable={name: why for _, missing in everyone for name, why in missing.items()},
+            devices=_once([device for one in everyone for device in one.devices]),
+            unavailable=_unavailable(everyone),
+            tariff=self.tariff,
         )
-        self._steps, self._seconds, self._since = 0, {}, now
+        self._steps, self._seconds, self._since, self.tariff = 0, {}, now, ""
         return event
 
     def _without_guard(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -201,32 +252,92 @@ class RunMeter:
 
     def _read(self, purposes: dict[str, float]) -> list[dict[str, Any]]:
         lap = self.meter.lap()
+        states = [shown_state(source) for source in self.meter.sources]
+        if self._exporter is not None:
+            self._samples = tuple(
+                Sample(self._labels(source.name), state)
+                for source, state in zip(self.meter.sources, states, strict=True)
+            )
         return [
             {
                 "name": source.name,
                 "part": source.part,
                 "host": socket.gethostname(),
+                "boot": boot(),
                 "rank": self.rank,
                 "purposes": {key: round(value, 6) for key, value in purposes.items()},
                 **_figures(lap.joules[source.name]),
-                "state": _state(source.state()) if isinstance(source, WithState) else {},
+                "state": _state(state),
             }
-            for source in self.meter.sources
+            for source, state in zip(self.meter.sources, states, strict=True)
         ]
+
+    def _labels(self, device: str) -> Labels:
+        job = os.environ.get("SLURM_JOB_ID", "")
+        return Labels(job=job, rank=str(self.rank), stage=self.stage, device=device)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others at a record."""
+
+    devices: list[dict[str, Any]]
+    unavailable: dict[str, str]
+    seconds: dict[str, float]
+    host: str
+    trouble: list[str]
+
+
+@cache
+def boot() -> str:
+    """The kernel's identifier of this boot, which two machines of one name do not share."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _tell_stragglers(everyone: list[_Said]) -> None:
+    """Tell waiting for slow ranks apart from the waiting that all ranks have in common."""
+    common = round(min(one.seconds.get("communication", 0.0) for one in everyone), 6)
+    for device in (device for one in everyone for device in one.devices):
+        purposes = device["purposes"]
+        excess = round(purposes.get("communication", 0.0) - common, 6)
+        if excess > 0:
+            purposes |= {"communication": common, "straggler": excess}
+
+
+def _unavailable(everyone: list[_Said]) -> dict[str, str]:
+    """What has no meter, and why; with the host in the name where hosts say different things."""
+    found: dict[str, dict[str, str]] = {}
+    for one in everyone:
+        for name, why in one.unavailable.items():
+            found.setdefault(name, {})[one.host] = why
+    hosts = {one.host for one in everyone}
+    said: dict[str, str] = {}
+    for name, reasons in found.items():
+        if reasons.keys() == hosts and len(set(reasons.values())) == 1:
+            said[name] = next(iter(reasons.values()))
+        else:
+            said |= {f"{name} of {host}": why for host, why in reasons.items()}
+    return said
 
 
 def _once(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each meter once, although several ranks of a host may have read it (a shared GPU)."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in devices:
-        found.setdefault((each["host"], each["part"], each["name"]), each)
+        found.setdefault((each["host"], each["boot"], each["part"], each["name"]), each)
     return list(found.values())
 
 
 def _figures(reading: Reading) -> dict[str, Any]:
     if isinstance(reading, Unavailable):
-        # Energy of a window without an update of its counter is in the next one's figure.
-        return {"unavailable": reading.reason, "carried": _STANDS in reading.reason}
+        # Energy of a window without an update of its counter is in the next figure, if one comes.
+        return {
+            "unavailable": reading.reason,
+            "carried": isinstance(reading, Still),
+        }
     return {
         "joules": reading.joules,
         "low_joules": reading.low_joules,

@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from outlast.energy.control.controller import DryRun
+from outlast.energy.control.guarded import guarded
 from outlast.energy.control.lease import Held, Lease, read_lease
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from outlast.energy.control.controller import Controller
     from outlast.energy.frontier.plan import ClockPlan
     from outlast.energy.schedule.dag import Schedule
 
-# What ends a job: the scheduler's request, and the end of the terminal.
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+class _Part(NamedTuple):
+    """One thing that can be set: of which device, and its field in `Held`."""
+
+    device: int
+    field: Literal["clock_mhz", "power_watts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Applied:
         self._controllers = tuple(controllers)
         self._lease = lease
         self._lock = threading.RLock()
-        self._tried: set[int] = set()
-        self._changed: set[int] = set()
+        self._tried: set[_Part] = set()
+        self._changed: set[_Part] = set()
         self._over = False
         self._given_back = False
 
@@ -110,26 +112,56 @@ class Applied:
         Raises:
             EnergyError: When it cannot be set.
         """
-        return self._change(device, partial(self._controllers[device].lock_clock, clock_mhz))
+        change = partial(self._controllers[device].lock_clock, clock_mhz)
+        return self._change(_Part(device, "clock_mhz"), clock_mhz, change)
 
     def limit_power(self, watts: float, device: int = 0) -> bool:
-        """Change the power limit of one of the devices; as `lock_clock`."""
-        return self._change(device, partial(self._controllers[device].limit_power, watts))
+        """Change the power limit of one of the devices; as `lock_clock`.
 
-    def _change(self, device: int, change: Callable[[], None]) -> bool:
+        Raises:
+            EnergyError: When it cannot be set, or the limit before could not be read.
+        """
+        held = self._lease.devices[device]
+        if held.previous_power_watts is None and self.lease_path is not None:
+            raise EnergyError(
+                f"the power limit of {held.uuid} before could not be read, so power_watts = "
+                f"{watts:g} could not be taken back: change its clock only"
+            )
+        change = partial(self._controllers[device].limit_power, watts)
+        return self._change(_Part(device, "power_watts"), watts, change)
+
+    def _change(self, part: _Part, value: float, change: Callable[[], None]) -> bool:
         with self._lock:
             if self._over:
                 return False
-            self._tried.add(device)
+            self._record(part, value)
+            self._tried.add(part)
             change()
-            self._changed.add(device)
+            self._changed.add(part)
             if self.over:
                 # A signal came in between, and what it gave back has just been set again.
                 self._restore_devices()
+                if self.lease_path is not None:
+                    self._lease.withdraw(self.lease_path)
             return not self.over
 
+    def _record(self, part: _Part, value: float) -> None:
+        """Have the lease say that this is set, before it is set for the first time."""
+        devices = list(self._lease.devices)
+        held = devices[part.device]
+        if getattr(held, part.field) is not None:
+            return
+        if part.field == "clock_mhz":
+            devices[part.device] = replace(held, clock_mhz=int(value))
+        else:
+            devices[part.device] = replace(held, power_watts=value)
+        lease = replace(self._lease, devices=tuple(devices))
+        if self.lease_path is not None:
+            lease.rewrite(self.lease_path)
+        self._lease = lease
+
     def give_back(self) -> None:
-        """Restore all devices that were changed and remove the lease. Later calls do nothing.
+        """Restore what was changed, nothing else, and remove the lease. Later calls do nothing.
 
         A child process that was forked from the one that holds the lease gives nothing back, and a
         lease that another process has taken over meanwhile is not touched.
@@ -154,22 +186,26 @@ class Applied:
         if self.lease_path is None:
             return False
         found = read_lease(self.lease_path)
-        return found is not None and found != self._lease
+        return found is not None and not found.same_holder(self._lease)
 
     def _restore_devices(self) -> None:
         failures = []
-        for device in sorted(self._tried):
-            held = self._lease.devices[device]
+        for part in sorted(self._tried):
+            controller = self._controllers[part.device]
+            previous_watts = self._lease.devices[part.device].previous_power_watts
             try:
-                self._controllers[device].restore(held.previous_power_watts)
+                if part.field == "clock_mhz":
+                    controller.restore()
+                elif previous_watts is not None:
+                    controller.restore(previous_watts, clock=False)
             except EnergyError as error:
                 # Who may not set may not reset either, and has nothing to give back.
-                if device in self._changed:
+                if part in self._changed:
                     failures.append(str(error))
         if failures:
             raise EnergyError(
-                f"clocks may still be locked: {failures[0]}; then run outlast energy restore "
-                f"{self.lease_path}"
+                f"clocks or power limits may still be set: {'; '.join(failures)}; then run outlast "
+                f"energy restore {self.lease_path}"
             )
 
 
@@ -186,8 +222,9 @@ def applied(
     The lease is on disk before anything is set, so that clocks can be given back also after
     ``kill -9`` (`restore`). So they can after a signal that comes while the main thread is in a
     call that does not return to Python, where no handler runs. Handlers of signals that were there
-    before are called afterwards. Where all controllers are dry runs there is nothing to give back:
-    no lease, no handlers.
+    before are called afterwards. Python sets handlers in the main thread only: in another thread
+    SIGTERM and SIGHUP leave the clocks locked until `restore`, and a RuntimeWarning says so. Where
+    all controllers are dry runs there is nothing to give back: no lease, no handlers.
 
     Args:
         settings: A clock in MHz, a setting, or one setting per controller.
@@ -213,7 +250,7 @@ def applied(
     with contextlib.ExitStack() as undo:
         if handle.lease_path is not None:
             lease.publish(handle.lease_path)
-            undo.enter_context(_guarded(handle, lasts_seconds))
+            undo.enter_context(guarded(handle, lasts_seconds))
         undo.callback(handle.give_back)
         for device, setting in enumerate(wanted):
             if setting.clock_mhz is not None:
@@ -223,63 +260,15 @@ def applied(
         yield handle
 
 
-@contextmanager
-def _guarded(handle: Applied, lasts_seconds: float) -> Iterator[None]:
-    """Give back also when a signal, the end of the process or the lease's time ends the block."""
-    timer = threading.Timer(min(lasts_seconds, threading.TIMEOUT_MAX), handle.give_back)
-    timer.daemon = True
-    timer.start()
-    # It keeps the handle until it is detached, and is called when the process ends before that.
-    at_exit = weakref.finalize(handle, handle.give_back)
-    with contextlib.ExitStack() as handlers:
-        # Only the main thread may set handlers; elsewhere the others remain.
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                handlers.enter_context(_handled(number, handle))
-        try:
-            yield
-        finally:
-            timer.cancel()
-            at_exit.detach()
-
-
-@contextmanager
-def _handled(number: signal.Signals, handle: Applied) -> Iterator[None]:
-    earlier = signal.getsignal(number)
-
-    def on_signal(received: int, frame: FrameType | None) -> None:
-        try:
-            handle.give_back()
-        finally:
-            _pass_on(earlier, received, frame)
-
-    signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        # A handler that somebody put before this one calls it: leave both then.
-        if signal.getsignal(number) is on_signal:
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
-
-
-def _pass_on(earlier: Any, received: int, frame: FrameType | None) -> None:
-    """Do what would have happened without our handler."""
-    if callable(earlier):
-        earlier(received, frame)
-    elif earlier != signal.SIG_IGN:
-        signal.signal(received, signal.SIG_DFL)
-        os.kill(os.getpid(), received)
-
-
 def _held(setting: Setting, device: Controller) -> Held:
-    previous = None
-    if setting.power_watts is not None:
-        previous = device.power_limit_watts()
-        if isinstance(previous, Unavailable) and not isinstance(device, DryRun):
-            raise EnergyError(
-                f"the power limit of {device.uuid} cannot be read ({previous.reason}), so it could "
-                "not be put back: set a clock only"
-            )
+    # Read always: the handle may limit the power later.
+    previous = device.power_limit_watts()
+    limited = setting.power_watts is not None and not isinstance(device, DryRun)
+    if limited and isinstance(previous, Unavailable):
+        raise EnergyError(
+            f"the power limit of {device.uuid} cannot be read ({previous.reason}), so it could "
+            "not be put back: set a clock only"
+        )
     return Held(
         uuid=device.uuid,
         controller=dict(device.description()),

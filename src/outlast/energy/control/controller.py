@@ -43,11 +43,15 @@ class Controller(Protocol):
             EnergyError: When it cannot be set; says why and what helps.
         """
 
-    def restore(self, power_watts: float | None = None) -> None:
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
         """Give the clock back to the driver, and put the power limit back where one is given.
 
+        Args:
+            power_watts: The power limit to put back; None leaves it alone.
+            clock: Whether the clock is given back; False leaves it alone.
+
         Raises:
-            EnergyError: When it cannot be done: the device may still be locked.
+            EnergyError: When one of both cannot be done; the other is done nevertheless.
         """
 
     def description(self) -> Mapping[str, str]:
@@ -128,12 +132,13 @@ class DryRun:
             f"nvidia-smi --id={self.uuid} --power-limit={watts:g}",
         )
 
-    def restore(self, power_watts: float | None = None) -> None:
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
         """Say that the clock would be given back, and the power limit put back."""
-        self._say(
-            f"give the SM clock of {self.uuid} back to the driver",
-            f"nvidia-smi --id={self.uuid} --reset-gpu-clocks",
-        )
+        if clock:
+            self._say(
+                f"give the SM clock of {self.uuid} back to the driver",
+                f"nvidia-smi --id={self.uuid} --reset-gpu-clocks",
+            )
         if power_watts is not None:
             self.limit_power(power_watts)
 
@@ -145,6 +150,22 @@ class DryRun:
         action = Action(words, command)
         self.actions.append(action)
         self._write(str(action))
+
+
+def try_all(*steps: Callable[[], None]) -> None:
+    """Do every step, also when one before it failed.
+
+    Raises:
+        EnergyError: With the sentences of all that failed.
+    """
+    failures = []
+    for step in steps:
+        try:
+            step()
+        except EnergyError as error:
+            failures.append(str(error))
+    if failures:
+        raise EnergyError("; ".join(failures))
 
 
 def check_clock(clock_mhz: int, known: tuple[int, ...] | Unavailable, device: str) -> None:

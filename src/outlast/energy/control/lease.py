@@ -1,4 +1,8 @@
-"""A file that says which process holds which clocks, so that any other one can give them back."""
+"""A file that says which process holds which clocks, so that any other one can give them back.
+
+Leases are per user: two users who may both set one GPU, as with zeusd, do not exclude each other.
+Controllers refuse a GPU on which others compute when they set it first, and only then.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,25 @@ import json
 import os
 import re
 import socket
+import stat
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from outlast.errors import EnergyError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _VERSION = 1
 # Twice the resolution of /proc; two processes with one pid are at least a round of pids apart.
 _SAME_START_SECONDS = 0.02
+_CONTROLLER_FIELDS = {"nvml": {"uuid"}, "zeusd": {"uuid", "socket"}}
+DIRECTORY_VARIABLE = "OUTLAST_LEASES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +38,9 @@ class Held:
     Attributes:
         uuid: Of the device.
         controller: How to make its controller again.
-        clock_mhz: The clock that is locked; None where none is.
-        power_watts: The power limit that is set; None where none is.
-        previous_power_watts: The power limit before; None where it is left alone. A clock locked
+        clock_mhz: The first clock that was locked; None where none was: it is then not reset.
+        power_watts: The first power limit that was set; None where none was: then none is put back.
+        previous_power_watts: The power limit before; None where it cannot be read. A clock locked
             before cannot be known: drivers do not tell.
     """
 
@@ -98,68 +108,126 @@ class Lease:
         except psutil.Error:
             return False
 
+    def same_holder(self, other: Lease) -> bool:
+        """Whether both are one lease, whatever has been set under it meanwhile."""
+        return replace(self, devices=()) == replace(other, devices=())
+
     def publish(self, path: Path) -> None:
         """Write the lease, durably and in one piece, unless there is one already.
 
         Raises:
-            EnergyError: When there is one, with what to do; or when it cannot be written.
+            EnergyError: When there is one, with what to do; when it cannot be written, or others
+                could write into the default directory.
         """
-        text = json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                # Unlike a rename, a link fails where a lease stands: two cannot both succeed.
-                os.link(name, path)
-            finally:
-                Path(name).unlink()
-            _sync_directory(path.parent)
+            if path.parent == lease_directory():
+                check_directory(path.parent)
+            # Unlike a rename, a link fails where a lease stands: two cannot both succeed.
+            self._write(path, os.link)
         except FileExistsError:
             raise EnergyError(_taken(path)) from None
+        except OSError as error:
+            raise EnergyError(
+                f"the lease {path} cannot be written: {error.strerror}; name another place, or "
+                f"another directory for all in {DIRECTORY_VARIABLE}"
+            ) from None
+
+    def rewrite(self, path: Path) -> None:
+        """Have the lease say what is set now.
+
+        Raises:
+            EnergyError: When it is not this process's any more, or cannot be written.
+        """
+        found = read_lease(path)
+        if found is None or not found.same_holder(self):
+            raise EnergyError(f"the lease {path} was taken from this process: nothing is set now")
+        try:
+            self._write(path, os.replace)
         except OSError as error:
             raise EnergyError(f"the lease {path} cannot be written: {error.strerror}") from None
 
     def withdraw(self, path: Path) -> None:
         """Remove the lease, if it is still this one."""
-        if read_lease(path) == self:
+        found = read_lease(path)
+        if found is not None and found.same_holder(self):
             path.unlink(missing_ok=True)
             _sync_directory(path.parent)
+
+    def _write(self, path: Path, put: Callable[[str, Path], None]) -> None:
+        text = json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            put(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+        _sync_directory(path.parent)
 
 
 def lease_path(uuid: str) -> Path:
     """Where the lease of a device is kept by default: one per device and user of this machine.
 
-    It does not outlive a reboot, and neither do locked clocks.
+    It may outlive a reboot, which locked clocks do not: to restore then does no harm.
     """
     return lease_directory() / f"{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.json"
 
 
 def lease_directory() -> Path:
-    """Where leases are kept by default."""
-    return Path(tempfile.gettempdir()) / f"outlast-clocks-{os.getuid()}"
+    """Where leases are kept by default: one place for all jobs and logins of a user on a machine.
+
+    It is ``$OUTLAST_LEASES``, else a directory in /var/tmp. Not in /tmp or /dev/shm, of which
+    Slurm gives every job its own at many sites, nor in /run/user, which goes with the last login.
+    Containers and sites with a /var/tmp per job need the variable, naming a place that all share.
+    """
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(named) if named else Path("/var/tmp") / f"outlast-clocks-{os.getuid()}"
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a directory into which others could put leases, which are trusted.
+
+    Raises:
+        EnergyError: When it is a link or a file, belongs to somebody else, or is open to others.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise EnergyError(
+            f"the place of leases {directory} is not a directory of user {os.getuid()}: have it "
+            f"removed, or name another in {DIRECTORY_VARIABLE}"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise EnergyError(
+            f"the place of leases {directory} is open to other users (mode "
+            f"{stat.S_IMODE(found.st_mode):o}): look what is in it, then chmod 700 {directory}"
+        )
 
 
 def read_lease(path: Path) -> Lease | None:
     """The lease in a file; None where there is no file.
 
     Raises:
-        EnergyError: When the file cannot be read or is no lease.
+        EnergyError: When the file cannot be read, belongs to another user, or is no lease.
     """
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            content = json.loads(file.read())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise EnergyError(f"the lease {path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise EnergyError(_no_lease(path)) from None
+    if owner != os.getuid():
+        # It names a socket that would be sent this user's token.
+        raise EnergyError(f"the lease {path} belongs to user {owner}: let that user restore it")
     try:
         return _parsed(content)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise EnergyError(_no_lease(path)) from None
 
 
@@ -169,7 +237,7 @@ def _parsed(content: Any) -> Lease:
     devices = tuple(
         Held(
             uuid=str(each["uuid"]),
-            controller={str(key): str(value) for key, value in each["controller"].items()},
+            controller=_controller(each["controller"]),
             clock_mhz=_optional(int, each["clock_mhz"]),
             power_watts=_optional(float, each["power_watts"]),
             previous_power_watts=_optional(float, each["previous_power_watts"]),
@@ -184,6 +252,13 @@ def _parsed(content: Any) -> Lease:
         expires_unix_seconds=float(content["expires_unix_seconds"]),
         devices=devices,
     )
+
+
+def _controller(content: Any) -> dict[str, str]:
+    found = {str(key): str(value) for key, value in content.items()}
+    if not _CONTROLLER_FIELDS.get(found["kind"], set()) <= found.keys():
+        raise ValueError
+    return found
 
 
 def _optional(kind: Any, value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outlast.energy.control.controller import check_clock
+from outlast.energy.control.controller import check_clock, try_all
 from outlast.energy.control.gpu import Gpu, load_nvml
 
 if TYPE_CHECKING:
@@ -67,20 +68,24 @@ class NvmlController:
         self._check_shared()
         self._set_power(watts)
 
-    def restore(self, power_watts: float | None = None) -> None:
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
         """Give the clock back to the driver, and put the power limit back where one is given.
 
         Raises:
-            EnergyError: When the privilege is missing.
+            EnergyError: With all that NVML refuses; what it does not refuse is done.
         """
-        with self._gpu.explained(f"reset the clock of {self.uuid}"):
-            self._gpu.nvml.nvmlDeviceResetGpuLockedClocks(self._gpu.handle)
+        steps = [self._reset_clock] if clock else []
         if power_watts is not None:
-            self._set_power(power_watts)
+            steps.append(partial(self._set_power, power_watts))
+        try_all(*steps)
 
     def description(self) -> Mapping[str, str]:
         """How another process can make this controller again."""
         return {"kind": "nvml", "uuid": self.uuid}
+
+    def _reset_clock(self) -> None:
+        with self._gpu.explained(f"reset the clock of {self.uuid}"):
+            self._gpu.nvml.nvmlDeviceResetGpuLockedClocks(self._gpu.handle)
 
     def _set_power(self, watts: float) -> None:
         with self._gpu.explained(f"limit the power of {self.uuid} to {watts:g} W"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from outlast.energy.control.lease import lease_directory, read_lease
+from outlast.energy.control.lease import check_directory, lease_directory, read_lease
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def restore(
         The lease that was removed.
 
     Raises:
-        EnergyError: When there is no lease, its process lives and its time is not over, or a
-            device cannot be given back.
+        EnergyError: When there is no lease, it is another user's, its process lives and its time
+            is not over, or a device cannot be given back.
     """
     lease = read_lease(path)
     if lease is None:
@@ -62,12 +62,18 @@ def restore(
         )
     failures = []
     for held in lease.devices:
+        limited = held.power_watts is not None
         try:
-            open_controller(held.controller).restore(held.previous_power_watts)
+            open_controller(held.controller).restore(
+                held.previous_power_watts if limited else None, clock=held.clock_mhz is not None
+            )
         except EnergyError as error:
             failures.append(str(error))
     if failures:
-        raise EnergyError(f"the lease {path} stays, for clocks are still locked: {failures[0]}")
+        raise EnergyError(
+            f"the lease {path} stays, for clocks or power limits are still set: "
+            f"{'; '.join(failures)}"
+        )
     lease.withdraw(path)
     return lease
 
@@ -75,7 +81,12 @@ def restore(
 def leases(directory: Path | None = None) -> tuple[Path, ...]:
     """This user's lease files in a directory, by name; in the default place when none is given.
 
-    Files of others are left out: a lease names a socket that would be sent this user's token.
+    Raises:
+        EnergyError: When others could have put leases into the default place.
     """
-    files = sorted((directory or lease_directory()).glob("*.json"))
-    return tuple(path for path in files if path.stat().st_uid == os.getuid())
+    place = directory or lease_directory()
+    if directory is None and os.path.lexists(place):
+        check_directory(place)
+    files = sorted(place.glob("*.json"))
+    # A file of another user is no lease of this one; one that has just gone neither.
+    return tuple(path for path in files if path.exists() and path.stat().st_uid == os.getuid())

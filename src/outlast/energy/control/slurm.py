@@ -51,13 +51,19 @@ def prolog() -> str:
     """A Prolog script (run as root on every node) that locks clocks for jobs that ask for them.
 
     A job asks with ``--comment=outlast-clocks=1200,1410``: one clock for each of its GPUs on a
-    node. Anything but digits and commas is ignored, for the comment is the user's.
+    node. Anything but digits and commas is ignored, for the comment is the user's. GPUs that are
+    divided by MIG, on which others compute, or of which that cannot be told, are left alone. A file
+    per job and GPU in /run/outlast-clocks, which belongs to root, says what has been locked.
     """
     return _PROLOG
 
 
 def epilog() -> str:
-    """The Epilog script that belongs to `prolog`: gives the clocks back, however the job ended."""
+    """The Epilog script that belongs to `prolog`: gives the clocks back, however the job ended.
+
+    It goes by the prolog's files and never by the comment, which the user can change meanwhile.
+    Where a clock cannot be given back the file stays.
+    """
     return _EPILOG
 
 
@@ -89,6 +95,8 @@ _HEAD = """\
 # Slurm {name}: {purpose}
 # Slurm sets no search path for prologs.
 PATH=/usr/bin:/bin
+marks=/run/outlast-clocks
+[[ "$SLURM_JOB_ID" =~ ^[0-9]+$ ]] || exit 0
 """
 
 _PROLOG = (
@@ -104,10 +112,26 @@ if (( ${#clocks[@]} != ${#gpus[@]} )); then
     echo "outlast: ${#clocks[@]} clocks for ${#gpus[@]} GPUs; none is set"
     exit 0
 fi
+ask() { nvidia-smi --id="$1" "$2" --format=csv,noheader || echo unknown; }
+umask 077
+# A job that runs at full clocks is better than a drained node.
+mkdir -p "$marks" || exit 0
 for index in "${!gpus[@]}"; do
+    gpu="${gpus[$index]}"
     clock="${clocks[$index]}"
-    # A job that runs at full clocks is better than a drained node.
-    nvidia-smi --id="${gpus[$index]}" --lock-gpu-clocks="$clock,$clock" || true
+    mig="$(ask "$gpu" --query-gpu=mig.mode.current)"
+    if [[ "$mig" != Disabled && "$mig" != "[N/A]" ]]; then
+        echo "outlast: GPU $gpu has MIG $mig; its clock is not set"
+        continue
+    fi
+    # The job has no process yet: these are of others.
+    others="$(ask "$gpu" --query-compute-apps=pid)"
+    if [[ -n "$others" ]]; then
+        echo "outlast: GPU $gpu is used by process ${others//[[:space:]]/, }; its clock is not set"
+        continue
+    fi
+    : > "$marks/$SLURM_JOB_ID.$gpu" || continue
+    nvidia-smi --id="$gpu" --lock-gpu-clocks="$clock,$clock" || rm -f "$marks/$SLURM_JOB_ID.$gpu"
 done
 exit 0
 """
@@ -116,10 +140,15 @@ exit 0
 _EPILOG = (
     _HEAD.format(name="Epilog", purpose="give back the GPU clocks that the prolog locked.")
     + """\
-case "$SLURM_JOB_COMMENT" in outlast-clocks=*) ;; *) exit 0 ;; esac
-IFS=, read -r -a gpus <<< "$SLURM_JOB_GPUS"
-for gpu in "${gpus[@]}"; do
-    nvidia-smi --id="$gpu" --reset-gpu-clocks || true
+for mark in "$marks/$SLURM_JOB_ID".*; do
+    # Without a mark the pattern stands for itself.
+    [[ -f "$mark" ]] || continue
+    gpu="${mark##*/"$SLURM_JOB_ID".}"
+    if nvidia-smi --id="$gpu" --reset-gpu-clocks; then
+        rm -f "$mark"
+    else
+        echo "outlast: the clock of GPU $gpu may still be locked; $mark stays"
+    fi
 done
 exit 0
 """

@@ -12,10 +12,11 @@ import http.client
 import json
 import os
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from outlast.energy.control.controller import check_clock
+from outlast.energy.control.controller import check_clock, try_all
 from outlast.energy.control.gpu import Gpu, load_nvml
 from outlast.errors import EnergyError
 
@@ -167,19 +168,23 @@ class ZeusdController:
         self._check()
         self._set_power(watts)
 
-    def restore(self, power_watts: float | None = None) -> None:
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
         """Have the clock given back to the driver, and the power limit put back where given.
 
         Raises:
-            EnergyError: When the daemon refuses or cannot be reached.
+            EnergyError: With all that the daemon refuses; what it does not refuse is done.
         """
-        self._zeusd.post("/gpu/reset_gpu_locked_clocks", gpu_ids=self._index)
+        steps = [self._reset_clock] if clock else []
         if power_watts is not None:
-            self._set_power(power_watts)
+            steps.append(partial(self._set_power, power_watts))
+        try_all(*steps)
 
     def description(self) -> Mapping[str, str]:
         """How another process can make this controller again; no token is written down."""
         return {"kind": "zeusd", "uuid": self.uuid, "socket": self._zeusd.socket_path}
+
+    def _reset_clock(self) -> None:
+        self._zeusd.post("/gpu/reset_gpu_locked_clocks", gpu_ids=self._index)
 
     def _set_power(self, watts: float) -> None:
         milliwatts = round(watts * 1000.0)

@@ -75,6 +75,25 @@ class Heat:
     reference_celsius: float = 60.0
     leakage_per_kelvin: float = 0.008
 
+    def __post_init__(self) -> None:
+        """Refuse what no device does.
+
+        Raises:
+            EnergyError: For a time constant of 0, a negative rise or growth, or an infinite figure.
+        """
+        if not 0.0 < self.time_constant_seconds < math.inf:
+            raise EnergyError(
+                f"time_constant_seconds = {self.time_constant_seconds} of the heat must be above 0"
+            )
+        for name in ("kelvin_per_watt", "leakage_per_kelvin"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise EnergyError(
+                    f"{name} = {getattr(self, name)} of the heat must be finite and 0 or more"
+                )
+        for name in ("ambient_celsius", "reference_celsius"):
+            if not -273.15 <= getattr(self, name) < math.inf:
+                raise EnergyError(f"{name} = {getattr(self, name)} of the heat is no temperature")
+
 
 class AnalyticDevice:
     """Computes time and energy of loads in virtual time; every figure of it is simulated.

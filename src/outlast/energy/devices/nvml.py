@@ -122,7 +122,7 @@ class NvmlDevice:
         """The total-energy counter, in joules since the driver was loaded."""
         try:
             millijoules: int = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-        except self._nvml.NVMLError as error:
+        except Exception as error:  # see _ask
             return self._missing("energy counter", error)
         return millijoules / 1000
 
@@ -156,7 +156,7 @@ class NvmlDevice:
     def _ask(self, read: Callable[[], Value], what: str) -> Value | Unavailable:
         try:
             return read()
-        except self._nvml.NVMLError as error:
+        except Exception as error:  # old bindings lack calls, old drivers symbols
             return self._missing(what, error)
 
     def _missing(self, what: str, error: Exception) -> Unavailable:

@@ -46,10 +46,12 @@ class Leaning:
         pull: How strongly plans near the relaxed plan's times are preferred. Without it, plans
             collect debts of time that must be paid later; too much of it forbids variety.
         grain: Plans whose times differ less are one plan; as a share of a mean duration.
+        early: Weight of ends that are earlier than the relaxed plan's; later ones have 1.
     """
 
     pull: float
     grain: float = 2e-3
+    early: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,13 @@ class _Searches:
     Attributes:
         plans: Rows of each search.
         pull: (rows, 1) of the row's search.
+        early: (rows, 1) the same for ends that are early.
         grain: (searches, 1) seconds.
     """
 
     plans: int
     pull: Array
+    early: Array
     grain: Array
 
 
@@ -142,6 +146,7 @@ class Beam:
         searches = _Searches(
             plans,
             np.repeat([each.pull for each in leanings], plans)[:, None],
+            np.repeat([each.pull * each.early for each in leanings], plans)[:, None],
             np.array([[max(each.grain * self._mean_seconds, 1e-300)] for each in leanings]),
         )
         lost = np.full((count, plans), np.inf)
@@ -189,8 +194,9 @@ class Beam:
         alive = bool(self._after[index])
         pulls = np.zeros_like(ends)
         if alive:
-            weight = self._watts[index] / max(self._mean_seconds, 1e-300) * searches.pull
-            pulls = weight * (ends - self._references[index]) ** 2
+            pulls = ends - self._references[index]
+            weight = self._watts[index] / max(self._mean_seconds, 1e-300)
+            pulls = weight * np.where(pulls < 0, searches.early, searches.pull) * pulls**2
             new_marks = marks[:, None] + self._hash[index] * ends
         else:
             lost = lost + max(self._final_watts[index], 0.0) * (self._deadline - ends)

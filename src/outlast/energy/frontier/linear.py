@@ -6,11 +6,14 @@ duration is d_i = d_i,min + sum_k x_ik and its effective energy e_i,max + sum_k 
 since slopes rise along a hull, an optimum fills segments in order. Minimise the sum of effective
 energies subject to s_i + d_i <= s_j for each edge and s_i + d_i <= T for the last operations.
 
-Only T changes between deadlines, so the dual simplex method goes on from the last optimum.
+Times are in units of which the fastest step takes 2 to 8, energies in as many joules, because the
+tolerances of HiGHS are absolute. Only T changes between deadlines, so the dual simplex method goes
+on from the last optimum.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,29 @@ if TYPE_CHECKING:
 
     from outlast.energy.profile import Point
     from outlast.energy.schedule.dag import Schedule
+
+
+class DeadlineError(EnergyError):
+    """No plan meets the deadline.
+
+    Args:
+        message: The sentence.
+        shortest_seconds: The shortest deadline that can be met.
+    """
+
+    def __init__(self, message: str, shortest_seconds: float) -> None:
+        super().__init__(message)
+        self.shortest_seconds = shortest_seconds
+
+
+def unit_of(seconds: float, least: float) -> float:
+    """The power of 4 in which a time is from `least` to below four times that; exact to divide by.
+
+    Args:
+        seconds: Above 0.
+        least: Above 0.
+    """
+    return float(4.0 ** math.floor(math.log(seconds / least, 4)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,32 +93,36 @@ class Programme:
     ) -> None:
         self._schedule = schedule
         count = len(schedule.operations)
-        self._shortest = np.array([hull[0].seconds for hull in hulls])
+        shortest = [hull[0].seconds for hull in hulls]
+        self._fastest_seconds = schedule.makespan(shortest)
+        self._unit = unit_of(self._fastest_seconds, 2.0)
+        self._shortest = np.array(shortest) / self._unit
         self._constant = float(sum(effective(hull[0], blocking_watts) for hull in hulls))
         lengths = [np.diff([point.seconds for point in hull]) for hull in hulls]
         # Which operation each segment belongs to.
         self._owner = np.repeat(np.arange(count), [len(each) for each in lengths])
         costs = [slope for hull in hulls for slope in slopes(hull, blocking_watts)]
-        self._segments = np.concatenate(lengths)
+        self._segments = np.concatenate(lengths) / self._unit
         self._last = [i for i in range(count) if not schedule.successors[i]]
         # The operation at the beginning of each row: of edges, then of those that come last.
         self._before = np.array([edge[0] for edge in schedule.edges] + self._last)
-        self._fastest_seconds = schedule.makespan(self._shortest.tolist())
         self._highs = self._build(np.array([0.0] * count + costs))
 
     def solve(self, deadline_seconds: float) -> Relaxed:
         """The optimum for a deadline.
 
         Raises:
-            EnergyError: When no clocks meet it; says the shortest feasible one.
+            DeadlineError: When no clocks meet it; says the shortest feasible one.
+            EnergyError: When HiGHS finds no optimum.
         """
         # A deadline that is the fastest plan's own time must not fail by rounding.
         if deadline_seconds < self._fastest_seconds * (1 - 1e-9):
-            raise EnergyError(
+            raise DeadlineError(
                 f"deadline = {deadline_seconds:g} s cannot be met: at the fastest clocks the step "
-                f"takes {self._fastest_seconds:.6g} s"
+                f"takes {self._fastest_seconds:.6g} s",
+                self._fastest_seconds,
             )
-        deadline = max(deadline_seconds, self._fastest_seconds * (1 + 1e-12))
+        deadline = max(deadline_seconds, self._fastest_seconds * (1 + 1e-12)) / self._unit
         first = len(self._schedule.edges)
         for row, index in enumerate(self._last, start=first):
             self._highs.changeRowBounds(row, -np.inf, deadline - self._shortest[index])
@@ -113,9 +143,9 @@ class Programme:
         operation_watts = np.zeros(count)
         np.add.at(operation_watts, self._before, prices)
         return Relaxed(
-            joules=float(self._highs.getInfo().objective_function_value) + self._constant,
-            seconds=self._shortest + slowed,
-            starts=values[:count],
+            joules=self._highs.getInfo().objective_function_value * self._unit + self._constant,
+            seconds=(self._shortest + slowed) * self._unit,
+            starts=values[:count] * self._unit,
             watts=float(prices[first:].sum()),
             edge_watts=prices[:first],
             operation_watts=operation_watts,

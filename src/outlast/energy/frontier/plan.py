@@ -31,7 +31,8 @@ class ClockPlan:
         joules: Predicted energy of the plan.
         bound_joules: No assignment of the profile's clocks meets the deadline with less (optimum of
             the linear programme over the convex hulls).
-        fastest_joules: All operations at the top clock, and the same deadline.
+        fastest_joules: All operations at the top clock, and the same deadline; at a lower one
+            where the step is faster there (see `baseline`).
         switches: How often devices change their clock in a step that is followed by the same step,
             so the way back to the first clock counts.
         kind: How the profile was found.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from outlast.energy.frontier.plan import SWITCHES, ClockPlan
 from outlast.energy.reading import KINDS
@@ -97,6 +97,13 @@ def plan_of(content: Mapping[str, Any], where: str) -> ClockPlan:
             f"{where}: seconds = {plan.seconds:g} is above deadline_seconds = "
             f"{plan.deadline_seconds:g}, so the plan does not meet its own deadline"
         )
+    if plan.margin >= 1:
+        raise EnergyError(f"{where}: margin = {plan.margin:g} must be below 1")
+    if plan.joules < plan.bound_joules * (1 - 1e-6):
+        raise EnergyError(
+            f"{where}: joules = {plan.joules:g} is below bound_joules = {plan.bound_joules:g}, "
+            "which no plan can be: it was changed or damaged, so make the plan again"
+        )
     return plan
 
 
@@ -179,12 +186,20 @@ def _problem(name: str, value: Any) -> str:
         return ""
     if name in _COUNTS:
         return "" if _is_count(value) else "must be a whole number, not below 0"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return "must be a finite number"
     if value < 0 or (name in _POSITIVE and value == 0):
         return "must be above 0" if name in _POSITIVE else "must not be below 0"
     return ""
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether parsed JSON is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # An integer may have any number of digits, of which a float holds 308.
+    return abs(value) <= sys.float_info.max
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_number(value) and isinstance(value, int) and value >= 0

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from outlast.energy.frontier.delays import SwitchDelays, merged
 from outlast.energy.frontier.hull import lower_hull
-from outlast.energy.frontier.linear import Programme
+from outlast.energy.frontier.linear import DeadlineError, Programme
+from outlast.energy.frontier.operations import baseline, curves_of
 from outlast.energy.frontier.plan import SWITCHES, ClockPlan
 from outlast.energy.frontier.plan_file import fingerprint
 from outlast.energy.frontier.rounding import Choices, rounded
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from outlast.energy.schedule.dag import Schedule
 
 LONGEST = 1.1
-"""A frontier ends at this multiple of the top clocks' time, where not told otherwise."""
+"""A frontier ends at this multiple of the baseline's time, where not told otherwise."""
 
 
 # By what share the deadlines differ whose prices help to round a plan.
@@ -64,7 +65,8 @@ class EnergyPlanner:
 
         Args:
             schedule: The step.
-            deadline: In seconds, or above the time of top clocks, as in "+2%".
+            deadline: In seconds, or above the baseline's time, as in "+2%". The baseline is the
+                step at top clocks; where lower ones are faster, see `baseline`.
             switches: "none" (one clock for all devices), "per_stage" (one for each device),
                 "per_phase" (one for each device and phase) or "free" (one for each operation).
             switch_seconds: What a change of a device's clock takes; the device then waits at
@@ -88,7 +90,7 @@ class EnergyPlanner:
         switch_seconds: float = 0.0,
         margin: float = 0.0,
     ) -> Frontier:
-        """Plans for evenly spaced deadlines, from that of top clocks to the longest.
+        """Plans for evenly spaced deadlines, from the baseline's time to the longest.
 
         Args:
             schedule: The step.
@@ -133,26 +135,26 @@ class _Solver:
             raise EnergyError(f'switches = "{switches}" is unknown: {hint}')
         if not schedule.operations:
             raise EnergyError("the schedule has no operations: there is nothing to plan")
+        schedule.check()
         self._profile, self._schedule = profile, schedule
         self._switches_allowed = switches
         self._delays = SwitchDelays(schedule, _checked(switch_seconds, "switch_seconds", math.inf))
         watts = profile.blocking_watts
-        curves = {each.key: profile.curve(each.key) for each in schedule.operations}
-        pareto = {key: curve.pareto(watts) for key, curve in curves.items()}
-        hulls = {key: lower_hull(points, watts) for key, points in pareto.items()}
-        keys = [each.key for each in schedule.operations]
-        self._curves = [curves[key] for key in keys]
+        self._curves = curves_of(profile, schedule)
+        pareto = {id(curve): curve.pareto(watts) for curve in self._curves}
+        hulls = {curve: lower_hull(points, watts) for curve, points in pareto.items()}
+        keys = [id(curve) for curve in self._curves]
         self._choices = Choices([pareto[key] for key in keys], [hulls[key] for key in keys], watts)
-        self._top = [curves[key].top for key in keys]
+        self._baseline = baseline(schedule, self._curves)
         self._programme = Programme(schedule, self._choices.hulls, watts)
         self._grouped = self._grouped_programmes()
         self._fingerprint = fingerprint(schedule)
-        self.top_seconds = schedule.makespan([point.seconds for point in self._top])
+        self.baseline_seconds = schedule.makespan([point.seconds for point in self._baseline])
 
     @property
     def shortest_seconds(self) -> float:
-        """Of top clocks, changes between operations with different top clocks included."""
-        return self._schedule.makespan(self._delays.seconds(self._top))
+        """Of the baseline, changes between operations with different top clocks included."""
+        return self._schedule.makespan(self._delays.seconds(self._baseline))
 
     @property
     def longest_useful_seconds(self) -> float:
@@ -162,7 +164,9 @@ class _Solver:
     def seconds_of(self, deadline: float | str) -> float:
         """A deadline in seconds."""
         if not isinstance(deadline, str):
-            if not deadline > 0 or math.isinf(deadline):
+            if isinstance(deadline, bool) or not isinstance(deadline, int | float):
+                raise EnergyError(f'deadline = {deadline} is not a time: say e.g. 3.2 or "+2%"')
+            if not 0 < deadline < math.inf:
                 raise EnergyError(f"deadline = {deadline:g} s is not a time: say e.g. 3.2")
             return deadline
         try:
@@ -174,7 +178,7 @@ class _Solver:
                 f'deadline = "{deadline}" is neither seconds nor a percentage: say e.g. 3.2 or '
                 '"+2%" above the time of top clocks'
             )
-        return self.top_seconds * (1 + share)
+        return self.baseline_seconds * (1 + share)
 
     def plan(self, deadline: float | str, margin: float = 0.0) -> ClockPlan:
         """The plan for one deadline."""
@@ -182,15 +186,15 @@ class _Solver:
         usable = seconds * (1 - _checked(margin, "margin", 1.0))
         try:
             relaxed = self._programme.solve(usable)
-        except EnergyError as error:
+            found = self._within(relaxed, usable)
+        except DeadlineError as error:
             if not margin:
                 raise
             raise EnergyError(
-                f"deadline = {seconds:g} s cannot be met with margin = {margin:g}: the shortest "
-                f"feasible deadline is {self._programme.fastest_seconds / (1 - margin):.6g} s; "
-                "allow it, or a smaller margin"
+                f"deadline = {seconds:g} s cannot be met with margin = {margin:g} and switches = "
+                f'"{self._switches_allowed}": the shortest feasible deadline is '
+                f"{error.shortest_seconds / (1 - margin):.6g} s; allow it, or a smaller margin"
             ) from error
-        found = self._within(relaxed, usable)
         blocked = self._blocked(seconds)
         bound = self._programme.solve(seconds).joules if margin else relaxed.joules
         own = found.bound_joules if not margin else bound
@@ -200,7 +204,7 @@ class _Solver:
             deadline_seconds=seconds,
             joules=self._joules(found.points, seconds),
             bound_joules=bound + blocked,
-            fastest_joules=self._joules(self._top, seconds),
+            fastest_joules=self._joules(self._baseline, seconds),
             switches=sum(self._delays.changes(found.points)),
             kind=self._profile.kind,
             budget=self._switches_allowed,

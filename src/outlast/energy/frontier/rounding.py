@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from outlast.energy.frontier.beam import Beam, Leaning, Width, mirrored, mirrored_optimum
 from outlast.energy.frontier.slack import Slack
 from outlast.energy.frontier.table import Curves
@@ -26,12 +28,19 @@ if TYPE_CHECKING:
 
 # No setting is best everywhere: tight deadlines need less pull.
 _LEANINGS = tuple(
-    Leaning(pull, grain) for grain in (2e-3, 1e-2) for pull in (0.3, 1.0, 2.0, 5.0, 10.0)
+    Leaning(pull, grain, early)
+    for early in (1.0, 0.2)
+    for grain in (2e-3, 1e-2)
+    for pull in (0.3, 1.0, 2.0, 5.0, 10.0)
 )
 
-# Operations times the plans that a search keeps; more of them help little.
-_KEPT = 12_000
-_FEWEST, _MOST = 16, 48
+# Plans that a search keeps, more of them in short steps; wider searches help less than more.
+_KEPT, _MOST_KEPT = 16, 48
+# Their number times operations.
+_PLACES = 6_000
+
+# Longer steps are searched with every other leaning only, to save time.
+_LONG = 1_000
 
 # Plans of the searches whose slack is filled, the best ones: others hardly become the best.
 _FILLED = 2
@@ -68,7 +77,7 @@ _ROUNDS = (
 )
 # Operations that rounds place for one deadline, and the fewest rounds.
 _PLACED = 5_000
-_FEWEST_ROUNDS = 4
+_FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +142,12 @@ def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relax
     for each in nearby:
         longer = deadline / float((each.starts + each.seconds).max())
         every.append(replace(each, starts=each.starts * longer, seconds=each.seconds * longer))
-    count = len(every)
     return replace(
         relaxed,
-        starts=sum(each.starts for each in every) / count,
-        seconds=sum(each.seconds for each in every) / count,
-        edge_watts=sum(each.edge_watts for each in every) / count,
-        operation_watts=sum(each.operation_watts for each in every) / count,
+        starts=np.mean([each.starts for each in every], axis=0),
+        seconds=np.mean([each.seconds for each in every], axis=0),
+        edge_watts=np.mean([each.edge_watts for each in every], axis=0),
+        operation_watts=np.mean([each.operation_watts for each in every], axis=0),
     )
 
 
@@ -172,11 +180,14 @@ def _searched(
     if backwards:
         optimum = mirrored_optimum(optimum, deadline)
     beam = Beam(mirrored(schedule) if backwards else schedule, curves, optimum, deadline)
-    kept = min(max(_KEPT // max(len(schedule.operations), 1), _FEWEST), _MOST)
-    plans = sorted(beam.search(_LEANINGS, Width(plans=kept)), key=curves.energy)
-    found = []
-    for places in plans[:_FILLED]:
-        slack = Slack(schedule, curves, places, deadline)
-        slack.fill([range(len(own)) for own in curves.seconds])
-        found.append(slack.places)
-    return found
+    kept = min(max(_PLACES // len(schedule.operations), _KEPT), _MOST_KEPT)
+    leanings = _LEANINGS[::2] if len(schedule.operations) > _LONG else _LEANINGS
+    plans = sorted(beam.search(leanings, Width(plans=kept)), key=curves.energy)
+    return [_filled(schedule, curves, places, deadline) for places in plans[:_FILLED]]
+
+
+def _filled(schedule: Schedule, curves: Curves, places: Places, deadline: float) -> Places:
+    """A plan with filled slack."""
+    slack = Slack(schedule, curves, places, deadline)
+    slack.fill([range(len(own)) for own in curves.seconds])
+    return slack.places

@@ -9,10 +9,11 @@ SOSP'24, section 3.2).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.energy.frontier.plan_file import matches, plan_of, publish, read
+from outlast.energy.frontier.plan_file import is_number, matches, plan_of, publish, read
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 _FORMAT = "outlast frontier"
 _VERSION = 1
+# In these all plans of a frontier are alike.
+_SHARED = (
+    "budget",
+    "switch_seconds",
+    "margin",
+    "blocking_watts",
+    "devices",
+    "device",
+    "kind",
+    "schedule",
+)
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,21 @@ class Frontier:
     def at(self, deadline_seconds: float) -> ClockPlan:
         """The plan that takes the least energy of those that meet a deadline. A look-up.
 
+        A plan with a margin keeps the same share of this deadline free.
+
         Raises:
             EnergyError: When the deadline is shorter than that of any plan; names the shortest.
         """
-        fitting = [plan for plan in self.plans if plan.seconds <= deadline_seconds * (1 + 1e-9)]
+        needed = [plan.seconds / (1 - plan.margin) for plan in self.plans]
+        fitting = [
+            plan
+            for plan, seconds in zip(self.plans, needed, strict=True)
+            if seconds <= deadline_seconds * (1 + 1e-9)
+        ]
         if not fitting:
-            shortest = min(plan.seconds for plan in self.plans)
             raise EnergyError(
                 f"deadline = {deadline_seconds:g} s cannot be met: the fastest plan of this "
-                f"frontier takes {shortest:.6g} s"
+                f"frontier takes {min(needed):.6g} s, its margin included"
             )
         return min(fitting, key=lambda plan: plan.joules_until(deadline_seconds))
 
@@ -127,7 +145,7 @@ class Frontier:
             raise EnergyError(f'{path} has no list "plans": write the frontier again')
         if not plans:
             raise EnergyError(f'{path}: "plans" is empty: write the frontier again')
-        if isinstance(useful, bool) or not isinstance(useful, int | float) or useful < 0:
+        if not is_number(useful) or useful < 0:
             raise EnergyError(f"{path}: longest_useful_seconds must be a number, not below 0")
         found = tuple(
             plan_of(plan, f"{path}, plan {number}") for number, plan in enumerate(plans, start=1)
@@ -135,4 +153,23 @@ class Frontier:
         for number, plan in enumerate(found, start=1):
             if schedule is not None:
                 matches(plan, schedule, f"{path}, plan {number}")
+        _check_together(found, str(path))
         return cls(found, float(useful))
+
+
+def _check_together(plans: tuple[ClockPlan, ...], where: str) -> None:
+    """Refuse plans that are not of one frontier."""
+    for number, (before, plan) in enumerate(pairwise(plans), start=2):
+        if plan.deadline_seconds < before.deadline_seconds:
+            raise EnergyError(
+                f"{where}, plan {number}: deadline_seconds = {plan.deadline_seconds:g} is below "
+                f"that of the plan before it ({before.deadline_seconds:g}), and plans go by rising "
+                "deadline: write the frontier again"
+            )
+        for name in _SHARED:
+            if getattr(plan, name) != getattr(before, name):
+                raise EnergyError(
+                    f"{where}, plan {number}: {name} = {getattr(plan, name)} differs from that of "
+                    f"the plan before it ({getattr(before, name)}), so they are of two frontiers: "
+                    "write the frontier again"
+                )

@@ -4,7 +4,8 @@ With one binary w_gc for each group g and clock c, group g's operations last sum
 A step meets the deadline T when every path through the schedule does. Paths are too many to list,
 so the integer programme knows only those that a former solution broke; each solution is checked on
 the whole schedule, and its longest path is added until none is too long (cutting planes; Dantzig,
-Fulkerson and Johnson 1954). The last solution is then optimal within `RELATIVE_GAP`.
+Fulkerson and Johnson 1954). The last solution is then optimal within `RELATIVE_GAP`, or as far from
+it as `ClockPlan.budget_gap` says where the search ended after `NODES` nodes.
 
 A change of clock delays the operation after it. Between two groups g and h of a device it happens
 when their clocks differ: z_gh >= w_gc - w_hc for every clock c, and z_gh enters the paths.
@@ -21,6 +22,8 @@ from scipy.sparse import csc_array, vstack
 
 from outlast.energy.frontier.delays import SwitchDelays
 from outlast.energy.frontier.highs import Rows, programme
+from outlast.energy.frontier.linear import DeadlineError, unit_of
+from outlast.energy.frontier.operations import curves_of
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
 
@@ -44,6 +47,10 @@ _ROUNDS = 500
 _FEASIBLE = 2
 # A path that is longer than the deadline by this share is an error of floating point.
 _TOLERANCE = 1e-9
+# How far HiGHS lets whole numbers be off; the fastest step takes 500 to 2000 of the units in which
+# paths are given, so that its absolute tolerance of 1e-6 for them is about `_TOLERANCE`.
+_WHOLE = 1e-9
+_LEAST_UNITS = 500.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +87,7 @@ class GroupedProgramme:
         self._schedule, self._budget = schedule, budget
         self._delays = SwitchDelays(schedule, switch_seconds)
         operations = schedule.operations
-        curves = [profile.curve(each.key).points for each in operations]
+        curves = [curve.points for curve in curves_of(profile, schedule)]
         clocked = [any(point.clock_mhz for point in curve) for curve in curves]
         parts = _parts(schedule) if budget == "free" else [""] * len(operations)
         labels = [
@@ -104,6 +111,9 @@ class GroupedProgramme:
                 for points in self._points
             ]
         )
+        fastest = schedule.makespan([min(p.seconds for p in own) for own in self._points])
+        self._unit = unit_of(fastest, _LEAST_UNITS)
+        self._joules_unit = unit_of(fastest, 2.0)
         self._before = self._delays.before(clocked)
         between = switch_seconds and budget != "free"
         self._pairs = self._switching_pairs() if between else []
@@ -117,23 +127,26 @@ class GroupedProgramme:
         """The plan with the least energy.
 
         Raises:
-            EnergyError: When the budget allows no plan that meets the deadline; says the shortest.
+            DeadlineError: When no plan of the budget meets the deadline; says the shortest.
+            EnergyError: When the search finds none.
         """
         found = self._until_feasible(deadline_seconds)
         if found is None:
             shortest = self._until_feasible(None)
             assert shortest is not None, "without a deadline there is always a plan"
             takes = self._schedule.makespan(self._delays.seconds(shortest.points))
-            raise EnergyError(
+            raise DeadlineError(
                 f"deadline = {deadline_seconds:g} s cannot be met with switches = "
                 f'"{self._budget}": the shortest feasible deadline is {takes:.6g} s; allow it, or '
-                "more switches"
+                "more switches",
+                takes,
             )
         return found
 
     def _until_feasible(self, deadline: float | None) -> Grouped | None:
         # Fractions first: their paths are cheap to find, and most of what the integers need.
         for integral in (False, True):
+            known: set[tuple[int, ...]] = set()
             for _ in range(_ROUNDS):
                 solved = self._solved(deadline, integral)
                 if solved is None:
@@ -143,8 +156,16 @@ class GroupedProgramme:
                 path = self._longest_path(seconds)
                 if sum(seconds[index] for index in path) <= limit * (1 + _TOLERANCE):
                     break
-                self._paths.append(self._row(path))
-                self._path_seconds.append(float(self._fixed_seconds[path].sum()))
+                if tuple(path) in known:
+                    if not integral:
+                        break
+                    raise EnergyError(
+                        f'switches = "{self._budget}": plans take the deadline of '
+                        f"{limit:.9g} s up to errors of rounding: make it 0.01 % longer or shorter"
+                    )
+                known.add(tuple(path))
+                self._paths.append(self._row(path) / self._unit)
+                self._path_seconds.append(float(self._fixed_seconds[path].sum()) / self._unit)
             else:
                 raise EnergyError(
                     f'switches = "{self._budget}": no plan was found in {_ROUNDS} rounds for '
@@ -158,16 +179,17 @@ class GroupedProgramme:
         costs = np.zeros(columns + pairs + 1)
         costs[-1] = deadline is None
         if deadline is not None:
-            costs[:columns] = self._costs
+            costs[:columns] = self._costs / self._joules_unit
         lower, upper = np.zeros(len(costs)), np.ones(len(costs))
         upper[-1] = np.inf
         if deadline is not None:
-            lower[-1] = upper[-1] = deadline
+            lower[-1] = upper[-1] = deadline / self._unit
         whole = np.ones(len(costs))
         whole[-1] = 0
         highs = programme(
             costs, (lower, upper), self._rules(), integral=whole if integral else None
         )
+        highs.setOptionValue("mip_feasibility_tolerance", _WHOLE)
         highs.setOptionValue("mip_rel_gap", RELATIVE_GAP)
         highs.setOptionValue("mip_max_nodes", NODES)
         highs.run()
@@ -182,7 +204,10 @@ class GroupedProgramme:
             )
         found = np.asarray(highs.getSolution().col_value)
         bound = info.mip_dual_bound if integral else info.objective_function_value
-        return found, float(bound), deadline or float(found[-1])
+        limit = deadline or float(found[-1]) * self._unit
+        if integral:
+            found = np.round(found)
+        return found, float(bound) * self._joules_unit, limit
 
     def _rules(self) -> Rows:
         """One clock for each group, paths within the time, and what a switch takes."""

@@ -126,7 +126,8 @@ def predict(
     Args:
         response: Of the operation.
         constants: Of the device.
-        clocks_mhz: Those below half the top clock are left out, since the model does not hold.
+        clocks_mhz: Those below 45 % of the top clock (`LOWEST_CLOCK`) are left out, since the
+            model does not hold there.
 
     Returns:
         The prediction; `Unavailable` when no clock is left.
@@ -168,23 +169,22 @@ def predict(
     )
 
 
-def predicted_profile(
+def predictions(
     probes: Mapping[Key, Sequence[Point]], calibration: Calibration, clocks_mhz: Sequence[int]
-) -> Profile:
-    """A modelled profile, for the planner.
+) -> dict[Key, Prediction]:
+    """A prediction of every operation that a clock changes.
 
     Args:
-        probes: Measured points of every operation; those of clock 0 (transfers) are taken over.
+        probes: Measured points of every operation; those of clock 0 (transfers) are left out.
         calibration: Of the device.
         clocks_mhz: Clocks that a plan may use.
 
     Raises:
         EnergyError: When an operation cannot be predicted; says which and why.
     """
-    curves = {}
+    found = {}
     for key, points in probes.items():
-        if all(point.clock_mhz == 0 for point in points):
-            curves[key] = Curve(tuple(points))
+        if _unclocked(points):
             continue
         response = fit_response(points, calibration, key)
         prediction = (
@@ -197,9 +197,65 @@ def predicted_profile(
                 f"stage {key.stage} {key.phase} cannot be predicted: {prediction.reason}; "
                 f"{prediction.remedy}"
             )
-        curves[key] = prediction.curve
+        found[key] = prediction
+    return found
+
+
+def margin_of(predicted: Mapping[Key, Prediction]) -> float:
+    """The largest relative half-width of the 95 % intervals of time; 0 of no prediction.
+
+    That much longer than planned a step may take, if all of its operations err to one side.
+    """
+    return max(
+        (
+            (high - low) / 2 / point.seconds
+            for each in predicted.values()
+            for point, low, high in zip(
+                each.curve.points, each.low_seconds, each.high_seconds, strict=True
+            )
+        ),
+        default=0.0,
+    )
+
+
+def predicted_profile(
+    probes: Mapping[Key, Sequence[Point]], calibration: Calibration, clocks_mhz: Sequence[int]
+) -> Profile:
+    """A modelled profile, for the planner.
+
+    Args:
+        probes: Measured points of every operation; those of clock 0 (transfers) are taken over.
+        calibration: Of the device.
+        clocks_mhz: Clocks that a plan may use.
+
+    Returns:
+        The profile. Its flags are those of the predictions, each with the operations that it is
+        about, and how wide the intervals are; `predictions` has the intervals themselves.
+
+    Raises:
+        EnergyError: When an operation cannot be predicted; says which and why.
+    """
+    predicted = predictions(probes, calibration, clocks_mhz)
+    curves = {
+        key: predicted[key].curve if key in predicted else Curve(tuple(points))
+        for key, points in probes.items()
+    }
+    about: dict[str, list[str]] = {}
+    for key, each in sorted(predicted.items()):
+        for flag in each.flags:
+            about.setdefault(flag, []).append(f"stage {key.stage} {key.phase}")
+    flags = [f"{', '.join(names)}: {flag}" for flag, names in about.items()]
+    if predicted:
+        margin = margin_of(predicted)
+        flags.append(f"times are modelled, with 95 % intervals of up to {margin:.1%} either way")
     constants = calibration.constants
-    return Profile(curves, constants.blocking_watts, device=constants.name, kind="modelled")
+    return Profile(
+        curves,
+        constants.blocking_watts,
+        device=constants.name,
+        kind="modelled",
+        flags=tuple(flags),
+    )
 
 
 def chosen_clock(curve: Curve, longest_seconds: float) -> int:
@@ -215,6 +271,10 @@ def chosen_clock(curve: Curve, longest_seconds: float) -> int:
             f"longest_seconds = {longest_seconds:g} cannot be met: the shortest is {least:g} s"
         )
     return min(fast, key=lambda point: point.joules).clock_mhz
+
+
+def _unclocked(points: Sequence[Point]) -> bool:
+    return all(point.clock_mhz == 0 for point in points)
 
 
 def _through_probes(

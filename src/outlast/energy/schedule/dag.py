@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,6 +54,56 @@ class Schedule:
     operations: tuple[Operation, ...]
     edges: tuple[tuple[int, int], ...]
     devices: int
+
+    def check(self, where: str = "the schedule") -> None:
+        """Refuse a graph that is no step: nothing that reads schedules looks again.
+
+        The operations of one device must be in one order, given by edges or by paths over other
+        devices. Otherwise they would run at once, and both draw the device's power. Operations on
+        links may overlap.
+
+        Args:
+            where: What to call it in the sentence.
+
+        Raises:
+            EnergyError: Names the first thing that is wrong and what would be right.
+        """
+        for number, each in enumerate(self.operations):
+            if not -1 <= each.device < self.devices:
+                raise EnergyError(
+                    f"{where}: operation {number} ({_name(each)}) is on device {each.device}, but "
+                    f"there are {self.devices}: number devices from 0, and links -1"
+                )
+        for edge in self.edges:
+            if not all(0 <= end < len(self.operations) for end in edge):
+                raise EnergyError(
+                    f"{where}: edge {tuple(edge)} names an operation that is not there: the "
+                    f"operations are 0 to {len(self.operations) - 1}"
+                )
+        own: dict[int, list[int]] = defaultdict(list)
+        for index in self.order:
+            own[self.operations[index].device].append(index)
+        direct = set(self.edges)
+        for device, indices in sorted(own.items()):
+            apart = [pair for pair in itertools.pairwise(indices) if pair not in direct]
+            if device < 0 or not apart:
+                continue
+            # Of each operation, the last one of this device that it waits for, by way of others.
+            last: list[int] = [-1] * len(self.operations)
+            place = {index: number for number, index in enumerate(indices)}
+            for index in self.order:
+                last[index] = max(
+                    (place.get(before, last[before]) for before in self.predecessors[index]),
+                    default=-1,
+                )
+            for one, other in apart:
+                if last[other] != place[one]:
+                    raise EnergyError(
+                        f"{where}: device {device} would run operations {one} "
+                        f"({_name(self.operations[one])}) and {other} "
+                        f"({_name(self.operations[other])}) at once: say by an edge which of them "
+                        "comes first"
+                    )
 
     @cached_property
     def predecessors(self) -> list[list[int]]:
@@ -119,3 +171,7 @@ class Schedule:
         """How long the step takes if operations last so long, in seconds."""
         starts = self.earliest_starts(seconds)
         return max((start + own for start, own in zip(starts, seconds, strict=True)), default=0.0)
+
+
+def _name(operation: Operation) -> str:
+    return f"{operation.phase} {operation.microbatch} of stage {operation.stage}"

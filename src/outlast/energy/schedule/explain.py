@@ -39,7 +39,8 @@ class Explanation:
 
     Attributes:
         profiled: The schedule without them.
-        schedule: The same with them; its operations begin with those of `profiled`.
+        schedule: The same with those that take time; its operations begin with those of
+            `profiled`.
         transfer_seconds: Fitted duration of each transfer.
         tail_seconds: Fitted duration of each device's tail.
         residual: Largest relative error of the step time, over steps not used for the fit that
@@ -144,7 +145,10 @@ def explained(
             "is probably communication-bound, so time transfers and tail and give them as "
             "operations of the schedule, or accept fitted ones with a higher fitted_limit"
         )
-    return Explanation(schedule, whole, transfer, tail, residual, fitted_share)
+    # What takes no time is left out: a profile may not hold operations of 0 s.
+    kept = with_transfers(schedule) if transfer else schedule
+    kept = with_tail(kept) if tail else kept
+    return Explanation(schedule, kept, transfer, tail, residual, fitted_share)
 
 
 @dataclass(frozen=True)

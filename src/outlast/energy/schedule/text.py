@@ -49,7 +49,8 @@ def schedule_from_text(text: str, source: str = "the schedule") -> Schedule:
 
     Raises:
         EnergyError: When it is no JSON, has a wrong field, repeats an operation or an edge, names
-            an operation that is not there, or has a circle.
+            an operation that is not there, has a circle, or does not say in which order a device
+            runs its operations.
     """
     try:
         content = json.loads(text)
@@ -91,7 +92,7 @@ def schedule_from_content(content: object, source: str = "the schedule") -> Sche
             raise EnergyError(f"{source}: edge {index} repeats {list(edge)}; name each once")
         edges[edge] = None
     schedule = Schedule(tuple(operations), tuple(edges), devices)
-    _ = schedule.order
+    schedule.check(source)
     return schedule
 
 

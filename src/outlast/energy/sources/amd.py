@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.energy.sources.optional import UnreadableSource
+from outlast.energy.sources.track import asked
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ class AmdSource:
 
     def joules(self) -> float | Unavailable:
         """Joules since the driver was loaded."""
-        try:
-            found = self._amdsmi.amdsmi_get_energy_count(self._handle)
-        except self._amdsmi.AmdSmiException as error:
-            return Unavailable(f"amdsmi gives no energy of {self.name} ({error})")
-        # The key was "power" before amdsmi 6.2.1; the resolution is in microjoules per count.
+        return asked(f"amdsmi's energy of {self.name}", self._joules)
+
+    def _joules(self) -> float:
+        found = self._amdsmi.amdsmi_get_energy_count(self._handle)
+        # The key was "power" before amdsmi 6.2.1; the resolution is in microjoules per count. Where
+        # the card has no figure, the value is "N/A".
         count = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
         return float(count) * float(found["counter_resolution"]) * 1e-6
 
@@ -53,7 +55,10 @@ class AmdSource:
 def amd_sources(
     amdsmi: Any = None, driver: Path = _DRIVER
 ) -> tuple[list[Source], list[Unavailable]]:
-    """Finds the AMD GPUs that HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES shows.
+    """Finds the AMD GPUs that the environment shows.
+
+    ROCR_VISIBLE_DEVICES selects first; of these, HIP shows what HIP_VISIBLE_DEVICES selects, or
+    CUDA_VISIBLE_DEVICES where that is not set (AMD, "GPU isolation techniques").
 
     Args:
         amdsmi: The module; imported by default.
@@ -92,7 +97,8 @@ def amd_sources(
 def _shown(installed: int) -> list[int] | Unavailable:
     """Indices that the environment shows; only plain numbers can be told apart with certainty."""
     shown = list(range(installed))
-    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    for variable in ("ROCR_VISIBLE_DEVICES", hip):
         setting = os.environ.get(variable)
         if setting is None:
             continue

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from outlast.energy.sources.optional import Interval
+from outlast.energy.sources.track import asked
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -23,11 +25,28 @@ SHORTEST_PERIOD_SECONDS = 0.1
 _SENSOR_ERROR = 0.05
 
 
+class Snapshot(NamedTuple):
+    """What an integral has taken in so far.
+
+    Attributes:
+        joules: Without those of the gaps around failed samples.
+        seconds: Likewise.
+        samples: Those that gave a power.
+        failures: Those that gave none.
+    """
+
+    joules: float
+    seconds: float
+    samples: int
+    failures: int
+
+
 class PowerIntegral:
     """The trapezoid rule over power samples; one sample at each read.
 
     Its interval takes the lower and the higher of two neighbouring samples over each gap, and the
-    sensor's error. What the power does between two samples is not seen.
+    sensor's error. What the power does between two samples is not seen. A failed sample leaves a
+    gap that is not counted; `losses` says how many gaps there are.
 
     Args:
         name: Unique in a meter.
@@ -67,12 +86,16 @@ class PowerIntegral:
         self._longest_gap_seconds = 0.0
         self.sampled_seconds = 0.0
         self.samples = 0
+        self.losses = 0
+        self.failures = 0
         self.failure: Unavailable | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
         """How the figure came about, and gaps between samples."""
-        made = ("power integrated over time: no energy counter",)
+        made: tuple[str, ...] = ("power integrated over time: no energy counter",)
+        if self.failures:
+            made = (*made, f"{self.failures} power samples failed")
         if self._longest_gap_seconds <= 10 * self.poll_seconds:
             return made
         return (*made, f"no power sample for up to {self._longest_gap_seconds:.1f} s")
@@ -85,22 +108,30 @@ class PowerIntegral:
     def interval(self) -> Interval | Unavailable:
         """Takes a sample; joules since the first one with their interval.
 
-        A failed sample is Unavailable from then on, since the power in between is not known.
+        A failed sample is Unavailable: the power around it is not known, and counting goes on with
+        the next one that succeeds.
         """
-        if self.failure is not None:
-            return self.failure
         # Outside the lock, so that nobody waits for the driver in `snapshot`.
-        watts = self._watts()
+        watts = asked(self.name, self._checked_watts)
         with self._lock:
             now = self._clock()
             if isinstance(watts, Unavailable):
-                self.failure = watts
+                if self._last is not None:
+                    self.losses += 1
+                self._last, self.failure = None, watts
+                self.failures += 1
                 return watts
             if self._last is not None:
                 self._add(*self._last, now, watts)
             self._last = (now, watts)
             self.samples += 1
             return self._sum
+
+    def _checked_watts(self) -> float | Unavailable:
+        watts = self._watts()
+        if isinstance(watts, Unavailable) or 0 <= watts < math.inf:
+            return watts
+        return Unavailable(f"the power of {self.name} reads {watts} W")
 
     def _add(self, before: float, before_watts: float, now: float, now_watts: float) -> None:
         gap = now - before
@@ -113,7 +144,7 @@ class PowerIntegral:
         self.sampled_seconds += gap
         self._longest_gap_seconds = max(self._longest_gap_seconds, gap)
 
-    def snapshot(self) -> tuple[float, float, int]:
-        """Joules, seconds and samples so far, without a new sample."""
+    def snapshot(self) -> Snapshot:
+        """What was taken in so far, without a new sample."""
         with self._lock:
-            return self._sum.joules, self.sampled_seconds, self.samples
+            return Snapshot(self._sum.joules, self.sampled_seconds, self.samples, self.failures)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from typing import TYPE_CHECKING
 
+from outlast.energy.sources.track import asked
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -21,8 +21,9 @@ class CallableSource:
 
     Args:
         name: Unique in a meter, e.g. "node (Redfish)".
-        read: Gives joules since any beginning; OSError, ValueError and subprocess errors become
-            Unavailable. It must be quick: every window waits for it.
+        read: Gives joules since any beginning; whatever it raises becomes Unavailable. It must be
+            quick: every window waits for it, and a reset between two reads that ends above the
+            last count goes unseen.
         update_seconds: How often the counter changes.
         part: What it measures; a node's joules are never added to those of its CPUs and GPUs.
         kind: "measured" for a meter; a function that computes says "modelled".
@@ -53,10 +54,9 @@ class CallableSource:
 
     def joules(self) -> float | Unavailable:
         """What the function says now."""
-        try:
-            joules = float(self._read())
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            return Unavailable(f"{self.name} cannot be read ({error})")
+        joules = asked(self.name, lambda: float(self._read()))
+        if isinstance(joules, Unavailable):
+            return joules
         if not 0 <= joules < math.inf:
             return Unavailable(f"{self.name} says {joules} J")
         return joules

@@ -42,6 +42,17 @@ class Polled(Protocol):
 
 
 @runtime_checkable
+class Interruptible(Protocol):
+    """A source that may lose count and then count on: a window over the loss is Unavailable.
+
+    Attributes:
+        losses: How often it lost count. A read that finds a loss is Unavailable with its reason.
+    """
+
+    losses: int
+
+
+@runtime_checkable
 class Flagged(Protocol):
     """A source with something to know before trusting it.
 

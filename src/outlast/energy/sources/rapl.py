@@ -59,30 +59,34 @@ class RaplSource:
         self._lock = threading.Lock()
         self._total_uj = 0
         self._last: tuple[float, int] | None = None
-        self._lost: Unavailable | None = None
+        self.losses = 0
         self._counter_uj()
 
     def joules(self) -> float | Unavailable:
-        """Joules since the first read; Unavailable for good once it may have wrapped unseen."""
+        """Joules since the first read.
+
+        A read that comes so late that the counter may have wrapped unseen is Unavailable, and
+        counting goes on from there, without the joules that were not seen.
+        """
         with self._lock:
             try:
                 counter_uj = self._counter_uj()
             except (OSError, ValueError) as error:
                 return Unavailable(f"the RAPL counter of {self.name} cannot be read ({error})")
             now = self._clock()
-            if self._last is not None:
-                before, before_uj = self._last
+            last, self._last = self._last, (now, counter_uj)
+            if last is not None:
+                before, before_uj = last
                 if now - before >= self._wrap_seconds:
-                    self._lost = Unavailable(
+                    self.losses += 1
+                    return Unavailable(
                         f"{self.name} was not read for {now - before:.0f} s, in which its counter "
                         "may have wrapped around",
-                        f"make a new source and read it every {self.poll_seconds:.0f} s, as an "
-                        "open EnergyMeter does",
+                        f"read it every {self.poll_seconds:.0f} s, as an open EnergyMeter does",
                     )
                 # After the highest value of the range comes 0.
                 self._total_uj += (counter_uj - before_uj) % (self._range_uj + 1)
-            self._last = (now, counter_uj)
-            return self._total_uj * 1e-6 if self._lost is None else self._lost
+            return self._total_uj * 1e-6
 
     def _counter_uj(self) -> int:
         return int(os.pread(self._file, 32, 0))

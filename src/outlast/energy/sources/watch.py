@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from outlast.energy.sources.integral import PowerIntegral
@@ -13,11 +15,13 @@ from outlast.hardware.figure import Unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outlast.energy.sources.protocol import Source
+    from outlast.energy.sources.track import Track
+
+_Seen = dict[tuple[str, str], float]
 
 
 class Task(NamedTuple):
-    """Something to do again and again."""
+    """Something to do again and again; it must not raise."""
 
     period_seconds: float
     run: Callable[[], object]
@@ -26,8 +30,11 @@ class Task(NamedTuple):
 class Watch:
     """One thread for all sources of a meter and of the meters inside it; none if nothing needs it.
 
+    The thread holds no reference to it while it waits, and ends when the last meter that uses it
+    is closed or dropped.
+
     Args:
-        sources: Those of the meter.
+        tracks: Those of the meter.
         check_seconds: How often to sample power and throttle reasons; None for never.
         clock: Monotonic seconds, of the samples.
 
@@ -37,53 +44,57 @@ class Watch:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        tracks: Sequence[Track],
         check_seconds: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._users = 0
-        self._stop = threading.Event()
+        self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
-        self._last_seen: dict[tuple[str, str], float] = {}
+        self._last_seen: _Seen = {}
         self._integrals: dict[str, PowerIntegral] = {}
-        self._tasks: list[Task] = []
-        for source in sources:
-            if isinstance(source, Polled):
-                self._tasks.append(Task(source.poll_seconds, source.joules))
+        self.tasks: list[Task] = []
+        for track in tracks:
+            if isinstance(track.source, Polled):
+                self.tasks.append(Task(track.source.poll_seconds, track.count))
             if check_seconds is not None:
-                self._check(source, check_seconds)
+                self._check(track, check_seconds)
 
-    def _check(self, source: Source, period_seconds: float) -> None:
+    def _check(self, track: Track, period_seconds: float) -> None:
+        source = track.source
         if isinstance(source, WithPower):
             integral = PowerIntegral(
                 source.name,
                 source.part,
-                source.watts,
+                track.watts,
                 period_seconds=period_seconds,
                 clock=self._clock,
             )
             self._integrals[source.name] = integral
-            self._tasks.append(Task(period_seconds, integral.joules))
+            self.tasks.append(Task(period_seconds, integral.joules))
+            if not isinstance(source, Polled):
+                # A reset between two marks is seen only by counts in between.
+                self.tasks.append(Task(period_seconds, track.count))
         if isinstance(source, WithState):
-            self._tasks.append(Task(period_seconds, lambda: self._note_throttling(source)))
-
-    def _note_throttling(self, source: Source) -> None:
-        reasons = source.throttle_reasons() if isinstance(source, WithState) else ()
-        if not isinstance(reasons, Unavailable):
-            now = self._clock()
-            self._last_seen.update({(source.name, reason): now for reason in reasons})
+            # No reference to self: a dropped watch must go at once, without a garbage collection.
+            note = partial(_note_throttling, self._last_seen, self._clock, track)
+            self.tasks.append(Task(period_seconds, note))
 
     def open(self) -> None:
         """Takes the first samples and starts the thread, unless it runs already."""
         with self._lock:
             self._users += 1
-            if self._users == 1 and self._tasks:
+            if self._users == 1 and self.tasks:
                 self.poll()
-                self._stop.clear()
+                self._stop = threading.Event()
+                weakref.finalize(self, self._stop.set).atexit = False
                 self._thread = threading.Thread(
-                    target=self._run, name="outlast-energy", daemon=True
+                    target=_run,
+                    args=(weakref.ref(self), self._stop),
+                    name="outlast-energy",
+                    daemon=True,
                 )
                 self._thread.start()
 
@@ -91,17 +102,16 @@ class Watch:
         """Stops the thread when the last user leaves."""
         with self._lock:
             self._users -= 1
-            thread, self._thread = (
-                (self._thread, None) if self._users == 0 else (None, self._thread)
-            )
-        if thread is not None:
+            if self._users or self._thread is None or self._stop is None:
+                return
+            thread, self._thread = self._thread, None
             self._stop.set()
-            # A hanging driver must not hang the program: the thread is a daemon.
-            thread.join(timeout=5)
+        # A hanging driver must not hang the program: the thread is a daemon.
+        thread.join(timeout=5)
 
     def poll(self) -> None:
         """Takes every sample once, now."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.run()
 
     def integral(self, name: str) -> PowerIntegral | None:
@@ -113,12 +123,30 @@ class Watch:
         seen = list(self._last_seen.items())
         return tuple(why for (whose, why), when in seen if whose == name and when >= begin_seconds)
 
-    def _run(self) -> None:
-        # Real time, not the clock of the samples: the thread must wake where tests stop that one.
-        due = [time.monotonic() + task.period_seconds for task in self._tasks]
-        while not self._stop.wait(max(0.0, min(due) - time.monotonic())):
-            for i, task in enumerate(self._tasks):
-                now = time.monotonic()
-                if now >= due[i]:
-                    task.run()
-                    due[i] = now + task.period_seconds
+
+def _note_throttling(seen: _Seen, clock: Callable[[], float], track: Track) -> None:
+    reasons = track.throttle_reasons()
+    if not isinstance(reasons, Unavailable):
+        now = clock()
+        seen.update({(track.source.name, reason): now for reason in reasons})
+
+
+def _run(watch: weakref.ref[Watch], stop: threading.Event) -> None:
+    # Real time, not the clock of the samples: the thread must wake where tests stop that one.
+    due: list[float] = []
+    while (wait_seconds := _run_due(watch(), due)) is not None and not stop.wait(wait_seconds):
+        pass
+
+
+def _run_due(watch: Watch | None, due: list[float]) -> float | None:
+    """Does what is due; seconds until the next is, or None once there is no watch."""
+    if watch is None:
+        return None
+    if not due:
+        due += [time.monotonic() + task.period_seconds for task in watch.tasks]
+    for i, task in enumerate(watch.tasks):
+        now = time.monotonic()
+        if now >= due[i]:
+            task.run()
+            due[i] = now + task.period_seconds
+    return max(0.0, min(due) - time.monotonic())
