@@ -11,7 +11,6 @@ here) and puts its rows in the place of the same rows of FILE: `here` wants a qu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,11 +43,7 @@ def main() -> None:
         bars += [Bar(**row) for row in plan_reliability.rows(options.quick)]
     if "here" in parts and not (options.quick and not options.part):
         bars += here_bars(options.quick, options.keep)
-    if options.part and options.json and options.json.exists():
-        new = {each.name for each in bars}
-        known = [Bar(**row) for row in json.loads(options.json.read_text())["bars"]]
-        bars = [*(each for each in known if each.name not in new), *bars]
-    publish("plan", bars, options.json)
+    publish("plan", bars, options.json, part=options.part is not None)
 
 
 def _published(data: Path | None, quick: bool) -> Iterator[Bar]:

@@ -34,6 +34,8 @@ from outlast.plan.cases import cases
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""
+PARTS = 10
+"""Of the configurations: widths are learnt from all but one, as many as a calibration has."""
 PROBES = 4
 DRAWS = 10
 VTRAIN = "vtrain_multi"
@@ -96,12 +98,12 @@ def _error_bars(rows: Sequence[Row], errors: np.ndarray, constant: np.ndarray) -
 
 
 def _interval_bars(rows: Sequence[Row], held) -> Iterator[Bar]:  # type: ignore[no-untyped-def]
-    """Coverage of intervals whose widths come from the other half of the configurations."""
+    """Coverage of intervals whose widths come from other configurations than those judged."""
     groups = np.array(interval_groups(rows))
-    half = folds([row.key for row in rows], 2, seed=1)
+    part = folds([row.key for row in rows], PARTS, seed=1)
     widths = np.zeros(len(rows))
-    for number in (0, 1):
-        learn, judge = half != number, half == number
+    for number in range(PARTS):
+        learn, judge = part != number, part == number
         found = conformal(
             held.log_errors[learn],
             held.deviations[learn],

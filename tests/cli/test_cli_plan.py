@@ -148,6 +148,19 @@ def test_a_deadline_gives_a_probability(plan: Plan) -> None:
     assert late["estimate"]["on_time"] > 0.99
 
 
+def test_a_queue_with_a_time_limit_adds_links_waits_and_restarts(plan: Plan) -> None:
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--tokens", "300B", *SMALL)
+    document = plan.json(*asked, "--wall-time", "24h", "--queue-wait", "6h")
+    alone, queue = document["choices"][0]["estimate"], document["queue"]
+    trained = alone["finish_seconds"]["middle"]
+    assert queue["links"] == math.ceil(trained / 86400)
+    assert queue["wait_seconds"] >= queue["links"] * 6 * 3600
+    lost = alone["last_save_seconds"] + alone["resume_seconds"]
+    assert queue["overhead_seconds"] >= queue["links"] * lost > 0
+    whole = trained + queue["wait_seconds"] + queue["overhead_seconds"]
+    assert queue["seconds"] == pytest.approx(whole)
+
+
 def test_prices_give_money_and_a_region_gives_carbon(plan: Plan) -> None:
     asked = ("gpt2", "--cluster", "h100x8", *SMALL, "--top", 1)
     [paid] = plan.json(*asked, "--price", "2.5", "--region", "FR")["choices"]

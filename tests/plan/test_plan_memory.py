@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_runs import LLAMA_8B, MIXTURE
 
 from outlast.errors import PlanError
 from outlast.plan.cases import Cases, cases
@@ -27,31 +28,6 @@ from outlast.plan.memory.texts import MEMORY
 from outlast.plan.transformer import Transformer
 
 GIB = 2**30
-LLAMA_8B = Transformer(
-    name="llama 8B",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_width=128,
-    intermediate=14336,
-    gated=True,
-    vocabulary=128256,
-)
-MIXTRAL = Transformer(
-    name="mixtral 8x7B",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_width=128,
-    intermediate=0,
-    gated=True,
-    vocabulary=32000,
-    experts=8,
-    experts_per_token=2,
-    expert_intermediate=14336,
-)
 
 
 def h100(devices: int, gib: float = 80.0) -> Cluster:
@@ -179,21 +155,21 @@ def test_hybrid_sharding_divides_by_its_group_alone() -> None:
 
 
 def test_experts_are_divided_by_their_own_ranks() -> None:
-    together = part("weights", one(MIXTRAL, data=8))
-    apart = part("weights", one(MIXTRAL, data=8, expert=8))
-    routed = 32 * 8 * MIXTRAL.expert_parameters
+    together = part("weights", one(MIXTURE, data=8))
+    apart = part("weights", one(MIXTURE, data=8, expert=8))
+    routed = 32 * 8 * MIXTURE.expert_parameters
     assert together - apart == pytest.approx(2 * routed * 7 / 8, rel=1e-6)
 
 
 def test_a_mixture_keeps_activations_of_routed_tokens() -> None:
     dense = replace(
-        MIXTRAL,
+        MIXTURE,
         experts=0,
         experts_per_token=0,
         expert_intermediate=0,
-        intermediate=MIXTRAL.expert_intermediate,
+        intermediate=MIXTURE.expert_intermediate,
     )
-    assert part("activations", one(MIXTRAL)) > 1.5 * part("activations", one(dense))
+    assert part("activations", one(MIXTURE)) > 1.5 * part("activations", one(dense))
 
 
 def test_fp32_runs_have_no_second_copy_of_weights() -> None:

@@ -16,7 +16,7 @@ from outlast.plan.memory.constants import (
     MemoryConstants,
     memory_constants,
 )
-from outlast.plan.memory.fit import MemoryRuns, bounded, fit_memory, unbounded
+from outlast.plan.memory.fit import MemoryRuns, fit_memory
 from outlast.plan.memory.limits import (
     first_stage_allocated,
     first_stage_reserved,
@@ -174,9 +174,9 @@ def test_a_process_on_a_cpu_is_fitted_from_its_resident_set() -> None:
 
 def test_bounds_hold_and_scales_are_inverse() -> None:
     for name, prior in MEMORY_PRIORS.items():
-        position = unbounded(prior, prior.median)
-        assert bounded(prior, np.array(position)) == pytest.approx(prior.median), name
-        assert bounded(prior, np.array(position + 50.0)) <= prior.most
+        position = prior.unbounded(np.array(prior.median))
+        assert prior.bounded(position) == pytest.approx(prior.median), name
+        assert prior.bounded(position + 50.0) <= prior.most
 
 
 def test_runs_without_figures_or_of_unequal_length_are_refused(runs: MemoryRuns) -> None:

@@ -180,6 +180,24 @@ def test_plan_probe_muon_adds_products_that_adam_has_not():
     assert parts["orthogonal updates"] == pytest.approx(found)
 
 
+def test_plan_probe_muon_gathers_divided_matrices_in_every_iteration():
+    slow = replace(H100, fast_bytes_per_s=H100.fast_bytes_per_s / 1000.0)
+
+    def seconds(cluster, sharding):
+        run = configuration(optimizer="muon", sharding=sharding, data=8)
+        numbers = cases([(LLAMA_8B, run, cluster)])
+        return orthogonal_seconds(numbers, constants(), numbers.layers)[0]
+
+    assert seconds(slow, "optimizer") == seconds(H100, "optimizer")
+    added = seconds(slow, "parameters") - seconds(H100, "parameters")
+    square, inner, kv = 4096.0, 14336.0, 1024.0
+    values = 4 * square**2 + 2 * square**2 + 4 * kv * square + 2 * kv**2
+    values += 2 * square * inner + square**2
+    rate = slow.fast_bytes_per_s * constants().fast_efficiency[0]
+    expected = 32 * 5 * 2.0 * values * 7 / 8 / rate
+    assert added == pytest.approx(expected, rel=0.01)
+
+
 def test_plan_probe_processors_start_kernels_and_compute_in_turn():
     run = replace(SETTINGS[0].run, data=1, sharding="none", sharding_ranks=0, batch=8)
     row = (SETTINGS[0].model, run, divided(MACHINE, 1))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outlast.cli.plan_advice import WhatIf
     from outlast.cli.plan_ranking import Choice, Ranking
     from outlast.cli.plan_source import Planned
+    from outlast.cluster.cost import Chain
     from outlast.plan.prediction import Estimate
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -23,6 +24,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 def rank(
     asked: Asked,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
+    wall_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="A queue's limit, e.g. 24h: what a chain of such links takes."
+        ),
+    ] = None,
+    queue_wait: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With it, how long each link waits; default: not."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Rank all ways to run a training on a cluster; what `outlast plan SOURCE` does.
@@ -37,11 +48,12 @@ def rank(
     --json: {"planned", "assumed", "searched", "allowed", "within", "front",
     "axes", "knee", "choices": [{"number", "layout", "configuration", "settings",
     "on_front", "knee", "estimate"}], "own", "own_problem", "what_ifs", "advice",
-    "settings"}; an estimate holds figures as {"low", "middle", "high",
+    "settings", "queue"}; an estimate holds figures as {"low", "middle", "high",
     "coverage", "extrapolated"}, totals with their terms, in s, B, J, nats.
     """
     from outlast.cli.figures import output, print_json
     from outlast.cli.plan_advice import advice, own_estimate, what_ifs
+    from outlast.cli.plan_queue import queued
     from outlast.cli.plan_ranking import ranking
     from outlast.cli.plan_source import planned
 
@@ -49,12 +61,13 @@ def rank(
     own = own_estimate(found.planned)
     ifs = what_ifs(found.planned, found.choices[0])
     said = advice(found, own, ifs)
+    chain = queued(wall_time, queue_wait, found.choices[0].estimate)
     if json:
-        print_json(_document(found, own, ifs, said))
+        print_json(_document(found, own, ifs, said, chain))
         return
     console = output()
     print_planned(console, found.planned)
-    _print_answers(console, found, own, said)
+    _print_answers(console, found, own, said, chain)
     _print_choices(console, found)
     _print_searched(console, found)
 
@@ -90,13 +103,18 @@ def print_planned(console: Console, planned: Planned) -> None:
     print_facts(console, "Plan (every figure below is predicted)", facts)
 
 
-def _print_answers(console: Console, found: Ranking, own: Estimate | None, said: str) -> None:
+def _print_answers(
+    console: Console, found: Ranking, own: Estimate | None, said: str, chain: Chain | None
+) -> None:
     from outlast.cli.figures import print_facts
     from outlast.cli.plan_advice import changes_words, job_settings
+    from outlast.cli.plan_queue import queue_words
 
     best, currency = found.choices[0], found.planned.cluster.prices.currency
     flags = [("flag", text) for text in best.estimate.warnings]
     facts = [*answers(best.estimate, currency), *flags, ("change", said)]
+    if chain is not None:
+        facts.insert(2, ("on a queue", queue_words(chain)))
     if settings := job_settings(found.planned, best):
         facts.append(("settings", " ".join(settings)))
     print_facts(console, "The best found (row 1)", facts)
@@ -263,7 +281,11 @@ def _print_searched(console: Console, found: Ranking) -> None:
 
 
 def _document(
-    found: Ranking, own: Estimate | None, ifs: tuple[WhatIf, ...], said: str
+    found: Ranking,
+    own: Estimate | None,
+    ifs: tuple[WhatIf, ...],
+    said: str,
+    chain: Chain | None,
 ) -> dict[str, Any]:
     from outlast.cli.plan_advice import job_settings
     from outlast.cli.plan_words import plain
@@ -303,6 +325,7 @@ def _document(
         ],
         "own": None if own is None else plain(own),
         "own_problem": planned.own_problem,
+        "queue": None if chain is None else plain(chain),
         "what_ifs": [{"change": e.change, "estimate": plain(e.estimate)} for e in ifs],
         "advice": said,
         "settings": list(job_settings(planned, found.choices[0])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,6 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
         planned.mechanisms,
         framework=training.framework,
     )
-    candidates = _expressible(candidates, training.framework)
     nearest = Nearest(evaluator(planned.context), planned.asked.by, _SPARE * top)
     front = search(
         candidates,
@@ -136,31 +135,6 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
         start=datetime.now().astimezone(),
     )
     return front, candidates, nearest
-
-
-def _expressible(space: Space, framework: str) -> Space:
-    """The candidates that a framework's own configuration can say.
-
-    Raises:
-        PlanError: There is none.
-    """
-    from outlast.plan.emit import TARGETS, can_express, problem
-
-    if framework not in TARGETS:
-        return space
-    count = len(space.table["data"])
-    fp16 = space.base.precision == "fp16" and "precision" not in space.table
-    able = np.broadcast_to(can_express(framework, space.layouts, fp16=fp16), (count,))
-    if not able.any():
-        raise PlanError(f"{problem(framework, space.model, space.configuration(0))}")
-    stays = able[space.layout]
-    return replace(
-        space,
-        table={name: column[able] for name, column in space.table.items()},
-        layouts=space.layouts.taken(able),
-        layout=(np.cumsum(able) - 1)[space.layout[stays]],
-        setting=space.setting[stays],
-    )
 
 
 class Nearest:

@@ -23,6 +23,7 @@ from outlast.plan.money import Bill, bill
 from outlast.plan.pareto.objectives import Objectives
 from outlast.plan.power import busy_watts, measured_watts
 from outlast.plan.reliability.finish import Finish, finish
+from outlast.plan.reliability.recovery import HOUR_SECONDS
 from outlast.plan.structured import form_of, operations_ratio, room
 from outlast.plan.survival import Survival, survival
 from outlast.plan.unfit import possible
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from outlast.plan.pareto.space import Block
     from outlast.plan.quality.difference import Differences
 
-HOUR_SECONDS = 3600.0
 JOULES_PER_KWH = 3.6e6
 
 

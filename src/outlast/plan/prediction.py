@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 COMPUTE = ("matrix products", "attention", "structured layers", "lower clocks")
 COMPUTE_SHARE = 0.6
 """Of a step, from which on it is limited by computing."""
-HOUR_SECONDS = 3600.0
-"""Seconds of an hour."""
 ASSUMED_RATE_FACTOR = 2.8
 """Prior: a rate that nobody gave lies between the assumed one over this and times this, as two
 clusters of one owner differ: 6.5 and 2.34 failures per 1,000 node-days of RSC-1 and RSC-2 (Kokolis
@@ -68,6 +66,8 @@ class Estimate:
         on_time: Probability to finish by the deadline; None without one.
         lost_work_seconds: Expected work that is done again.
         checkpoint_seconds: Between saves of the tier that saves most often.
+        last_save_seconds: From a stop until a version is on shared storage.
+        resume_seconds: From a start to the first step, state read from shared storage.
         loss_difference: From the baseline at equal data, nats per token, with its terms. The
             baseline repeats no tokens, has exact gradients of the dense model, and batches of at
             most the critical size.
@@ -98,6 +98,8 @@ class Estimate:
     on_time: float | None
     lost_work_seconds: float
     checkpoint_seconds: float
+    last_save_seconds: float
+    resume_seconds: float
     loss_difference: Total
     money: Interval | Unavailable
     carbon_grams: Interval | Unavailable
@@ -133,6 +135,8 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     beyond = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
     width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
     left_out = () if isinstance(judged.energy, Unavailable) else judged.energy.flags
+    # The last tier is the one that every run has: what a run leaves behind when it ends.
+    shared, restart = judged.survival.run.tiers[-1], judged.survival.run.restart
     return Estimate(
         step_seconds=step,
         tokens_per_s=rate,
@@ -151,6 +155,8 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         on_time=_on_time(context, judged),
         lost_work_seconds=float(judged.finish.lost_work_seconds[0]),
         checkpoint_seconds=float(judged.survival.interval_seconds[0]),
+        last_save_seconds=_first(np.asarray(shared.blocked_seconds + shared.write_seconds)),
+        resume_seconds=_first(np.asarray(restart.restart_seconds + shared.restore_seconds)),
         loss_difference=judged.quality.total(0),
         money=(
             _interval(judged.bill.money, width, beyond)

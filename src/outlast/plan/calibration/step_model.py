@@ -90,8 +90,7 @@ class StepModel:
         features = {name: getattr(cases, name) for name in RANGES}
         away = np.minimum(self.support.distances(features), FARTHEST)
         distances = np.broadcast_to(away, (len(cases),))
-        group = interval_group(whose.framework, whose.chip)
-        return self.widths.half_widths(deviations, [group], distances)
+        return self.widths.half_widths(deviations, _groups_of(cases, whose), distances)
 
     def outside(self, cases: Cases, whose: Belonging) -> tuple[str, ...]:
         """Why the first case is beyond what was calibrated, a phrase each."""
@@ -99,7 +98,7 @@ class StepModel:
         phrases = self.support.outside(features)
         if not self.rows:
             return ("nothing was calibrated: priors alone", *phrases)
-        group = interval_group(whose.framework, whose.chip)
+        group = _groups_of(cases, whose)[0]
         if group in self.widths.quantiles:
             return phrases
         if whose.framework == "any":
@@ -282,6 +281,13 @@ def uncalibrated() -> StepModel:
     blank = Fit(columns, np.zeros(len(columns)), np.diag(deviations**2))
     # 90 % of a normal error, on top of which the formulas themselves are off by about 10 %.
     return StepModel(blank, None, Conformal(quantiles={OTHERS: 1.645}, floor=0.1), Support({}))
+
+
+def _groups_of(cases: Cases, whose: Belonging) -> list[str]:
+    """Interval groups, one for all cases where they are alike."""
+    mixtures = cases.experts > 1.0
+    different = mixtures if mixtures.any() and not mixtures.all() else mixtures[:1]
+    return [interval_group(whose.framework, whose.chip, mixture=bool(each)) for each in different]
 
 
 def _numbers(rows: Sequence[Row]) -> Cases:

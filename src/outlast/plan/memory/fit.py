@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.cases import Array, Cases
-from outlast.plan.constants import Prior
 from outlast.plan.memory.constants import (
     MEMORY_NAMES,
     MEMORY_PRIORS,
@@ -99,9 +97,9 @@ class MemoryFit:
         own: dict[str, float | Array] = dict(self.values)
         for name in {name for name, _ in self.differences}:
             prior = MEMORY_PRIORS[name]
-            position = unbounded(prior, self.values[name])
+            position = prior.unbounded(np.array(self.values[name]))
             offsets = [self.differences.get((name, program), 0.0) for program in software]
-            own[name] = bounded(prior, position + np.array(offsets))
+            own[name] = prior.bounded(position + np.array(offsets))
         return memory_constants(own, moment_bytes=moment_bytes)
 
 
@@ -131,18 +129,6 @@ def fit_memory(
         ftol=1e-6,
     )
     return problem.fit(found.x)
-
-
-def unbounded(prior: Prior, value: float) -> float:
-    """Logit of a constant's share of its bound, or its logarithm."""
-    return math.log(value) if math.isinf(prior.most) else math.log(value / (prior.most - value))
-
-
-def bounded(prior: Prior, position: Array) -> Array:
-    """The inverse of `unbounded`: never above the bound."""
-    if math.isinf(prior.most):
-        return np.exp(position)
-    return prior.most / (1.0 + np.exp(-position))
 
 
 @dataclass(frozen=True)
@@ -183,8 +169,8 @@ class _Problem:
             if program:
                 differences[name, program] = float(distance)
             else:
-                position = np.array(unbounded(prior, prior.median) + distance)
-                values[name] = float(bounded(prior, position))
+                position = prior.unbounded(np.array(prior.median)) + distance
+                values[name] = float(prior.bounded(position))
         blank = MemoryFit(values, differences, 1.0, len(self.runs.software))
         error = self._errors(blank)[1]
         # 1.4826 times the median of absolute errors is a normal's standard deviation.
@@ -200,7 +186,8 @@ class _Problem:
             positions[name] = positions[name] + distance * share
         for name in MEMORY_NAMES:
             prior = MEMORY_PRIORS[name]
-            values[name] = bounded(prior, positions[name] + unbounded(prior, prior.median))
+            median = prior.unbounded(np.array(prior.median))
+            values[name] = prior.bounded(positions[name] + median)
         constants = memory_constants(values, moment_bytes=self.moment_bytes)
         allocated, reserved, beyond = self._compare(constants)
         wrong = np.where(self.runs.out_of_memory, -beyond, beyond)

@@ -9,7 +9,6 @@ import numpy as np
 from outlast.plan.cases import Array, Cases
 from outlast.plan.constants import Constants
 from outlast.plan.terms.block import Block, block, host_seconds, product_seconds
-from outlast.plan.terms.held import most_blocks
 from outlast.plan.terms.links import (
     Group,
     all_reduce_seconds,
@@ -19,7 +18,8 @@ from outlast.plan.terms.links import (
 )
 from outlast.plan.terms.muon import orthogonal_seconds
 from outlast.plan.terms.part import Part
-from outlast.plan.terms.sharding import communication_seconds, held_by, owned
+from outlast.plan.terms.sharding import Held, communication_seconds, held_by, owned
+from outlast.plan.terms.stages import Stages, stages
 from outlast.plan.terms.texts import STEP
 
 OVERLAP_POWER = 4.0
@@ -142,60 +142,22 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
     """
     one = layer(cases, constants)
     head = head_seconds(cases, constants)
-    piped = cases.pipeline > 1.0
-    seconds = one.seconds
-    most = np.where(piped, most_blocks(cases, head / seconds), cases.layers)
-    even = cases.layers / cases.pipeline
+    split = stages(cases, constants, one.seconds, head, one.block.tokens)
+    held = _held(cases, split)
     bandwidth = cases.memory_bytes_per_s * constants.memory_efficiency
     embedding = 8.0 * one.block.tokens * cases.hidden * cases.value_bytes / bandwidth
 
-    # In the steady state all wait for the slowest stage: that with most blocks or that with the
-    # head. The mean stage has `even` blocks and its share of the head.
-    with_head = np.where(
-        cases.by_cost > 0.0,
-        np.maximum(head, most * seconds),
-        np.maximum(np.floor(even) * seconds + head, most * seconds),
-    )
-    slowest = np.where(piped, with_head, cases.layers * seconds + head)
-    mean = even * seconds + head / cases.pipeline
-    uneven = np.maximum(slowest - mean, 0.0)
-
-    batches = cases.micro_batches
-    zero_bubble = np.where(cases.zero_bubble > 0.0, 1.0 / 3.0, 1.0)
-    bubble = (cases.pipeline - 1.0) / cases.stages_per_rank * zero_bubble * mean
-
-    stride = cases.tensor * cases.context * cases.data
-    transfer_group = group(cases, constants, cases.pipeline, stride)
-    along = np.where(cases.sequence_parallel > 0.0, cases.tensor, 1.0)
-    handed = 2.0 * one.block.tokens * cases.hidden * cases.value_bytes / along
-    hop = np.where(piped, hop_seconds(cases, constants, transfer_group, handed), 0.0)
-    transfers = (
-        constants.transfer_exposed * hop * (batches * cases.stages_per_rank + cases.pipeline - 1.0)
-    )
-
-    ends = np.where(piped, 1.0, np.where(cases.tied > 0.0, 1.0, 2.0))
-    held = held_by(cases, np.where(piped, most, cases.layers), ends)
     # Transfers hide behind kernels and their starts, not behind other transfers, nor behind the
     # half of attention that hides the context ranks' keys and values.
     free = one.attention * np.where(cases.context > 1.0, 0.5, 1.0)
-    kernels = even * (one.products + free + one.elementwise + one.host)
+    kernels = split.even * (one.products + free + one.elementwise + one.host)
     kernels = kernels + head / cases.pipeline
+    batches = cases.micro_batches
     gradients, gathers = communication_seconds(cases, constants, held, batches * kernels)
-    # Adam reads weight, gradient and two moments and writes three of them, in fp32.
-    optimizer = (
-        owned(cases, held)
-        * (28.0 + 2.0 * cases.half)
-        / (cases.memory_bytes_per_s * constants.optimizer_efficiency)
-    )
-    optimizer = optimizer + UPDATE_KERNELS * constants.kernel_seconds * cases.processor * most
-    summed = np.where(cases.sharding > 1.0, owned(cases, held), held.all)
-    added = (
-        2.0 * cases.gradient_bytes + cases.value_bytes + CAST_BYTES * cases.processor * cases.half
-    )
-    accumulation = batches * summed * added / bandwidth
+    optimizer = _optimizer_seconds(cases, constants, held, split)
     passing = PASS_KERNELS * constants.kernel_seconds * cases.processor
     fixed = constants.step_seconds * np.ones_like(optimizer) + batches * passing
-    passes = batches * even
+    passes = batches * split.even
     plain = (
         ("matrix products", passes * one.products),
         ("attention", passes * one.attention),
@@ -205,14 +167,14 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
         ("context-parallel transfers", passes * one.context),
         ("expert all-to-all", passes * one.expert),
         ("head and loss", batches * head / cases.pipeline),
-        ("gradient accumulation", accumulation),
-        ("uneven stages", batches * uneven),
-        ("pipeline bubble", bubble),
-        ("pipeline transfers", transfers),
+        ("gradient accumulation", _accumulation_seconds(cases, held, bandwidth)),
+        ("uneven stages", batches * split.uneven),
+        ("pipeline bubble", split.bubble),
+        ("pipeline transfers", split.transfers),
         ("gradient sum", gradients),
         ("gathering of weights", gathers),
         ("optimizer", optimizer),
-        ("orthogonal updates", orthogonal_seconds(cases, constants, most)),
+        ("orthogonal updates", orthogonal_seconds(cases, constants, split.most)),
         ("fixed", fixed),
     )
     total = np.zeros(1)
@@ -220,12 +182,11 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
         total = total + values
     nodes = np.maximum(cases.devices / cases.devices_per_node, 1.0)
     tail = total * constants.tail_per_doubling * np.log2(nodes)
-    parts = [*plain, ("slowest node", tail)]
     inputs = {
         "micro-batches": batches,
-        "blocks per stage": even,
+        "blocks per stage": split.even,
         "tokens": one.block.tokens,
-        "block seconds": seconds,
+        "block seconds": one.seconds,
         "head seconds": head,
         "parameters per rank": held.all,
         "tensor": cases.tensor,
@@ -234,8 +195,34 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
     }
     return tuple(
         Part(name, values, STEP[name].formula, inputs, STEP[name].constants, STEP[name].source)
-        for name, values in parts
+        for name, values in (*plain, ("slowest node", tail))
     )
+
+
+def _held(cases: Cases, split: Stages) -> Held:
+    """What the rank that holds most has of the parameters."""
+    piped = cases.pipeline > 1.0
+    ends = np.where(piped, 1.0, np.where(cases.tied > 0.0, 1.0, 2.0))
+    return held_by(cases, np.where(piped, split.most, cases.layers), ends)
+
+
+def _optimizer_seconds(cases: Cases, constants: Constants, held: Held, split: Stages) -> Array:
+    # Adam reads weight, gradient and two moments and writes three of them, in fp32.
+    seconds = (
+        owned(cases, held)
+        * (28.0 + 2.0 * cases.half)
+        / (cases.memory_bytes_per_s * constants.optimizer_efficiency)
+    )
+    return seconds + UPDATE_KERNELS * constants.kernel_seconds * cases.processor * split.most
+
+
+def _accumulation_seconds(cases: Cases, held: Held, bandwidth: Array) -> Array:
+    """Of adding the gradients of all micro-batches up."""
+    summed = np.where(cases.sharding > 1.0, owned(cases, held), held.all)
+    added = (
+        2.0 * cases.gradient_bytes + cases.value_bytes + CAST_BYTES * cases.processor * cases.half
+    )
+    return cases.micro_batches * summed * added / bandwidth
 
 
 def step_seconds(cases: Cases, constants: Constants) -> Array:

@@ -90,9 +90,9 @@ STEP: dict[str, Text] = {
     ),
     "orthogonal updates": Text(
         "blocks * sum over matrices of 5 ((4 k^2 l + 2 k^3) (1 + s_half / k) / F_bf16 + bytes / B) "
-        "+ kernels * t_kernel",
-        (*RATES, "kernel_seconds"),
-        "Muon: Jordan et al. 2024, Newton-Schulz",
+        "+ kernels * t_kernel; of matrices in shards also 5 gatherings of 2 k l + k^2 values",
+        (*RATES, "kernel_seconds", *NETWORK),
+        "Muon: Jordan et al. 2024, Newton-Schulz; own for shards",
     ),
     "fixed": Text(
         "once per step; on processors, also batches * 150 kernels * t_kernel",

@@ -80,7 +80,7 @@ const picture = (() => {
 
   function axis(at, colour) {
     const { words, unit, log } = figures[at];
-    const values = points.map((point) => point.figures[at][middle]);
+    const values = points.flatMap(({ figures: own }) => (state.bars ? own[at] : [own[at][middle]]));
     const wide = Math.max(...values) / Math.min(...values) > 20;
     return {
       title: { text: `${words}${unit ? ` (${unit})` : ""}`, standoff: 8 },
@@ -96,14 +96,14 @@ const picture = (() => {
     const from = Math.min(...values) * factor, to = Math.max(...values) * factor;
     if (to > 3 * from) {
       const powers = [-1, 0, 1, 2].map((shift) => 10 ** (Math.floor(Math.log10(from)) + shift));
-      const round = powers.flatMap((power) => [1, 1.5, 2, 3, 5, 7].map((m) => m * power));
+      const round = powers.flatMap((power) => [1, 1.5, 2, 3, 4, 5, 6, 8].map((m) => m * power));
       return { tickvals: round, ticktext: round.map((value) => number(value, 3)) };
     }
     const rough = (to - from) / 6 || from;
     const unit = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((m) => m * unit).find((each) => each >= rough);
     const places = [];
-    for (let value = Math.max(step, Math.floor(from / step - 3) * step); value <= to + 3 * step; value += step) {
+    for (let value = Math.max(step, Math.floor(from / step - 1) * step); value <= to + step; value += step) {
       places.push(value);
     }
     return { tickvals: places, ticktext: places.map((value) => number(value, 4)) };
