@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.format import codec, values
+from outlast.checkpoint.format import codec
 from outlast.checkpoint.format.codec import Coder, Compression
 from outlast.errors import CheckpointError
+from outlast.state import values
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 

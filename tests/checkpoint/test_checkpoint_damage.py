@@ -216,8 +216,8 @@ def test_the_base_of_a_delta_is_checked_too(tmp_path: Path) -> None:
 def test_a_listing_that_lags_hides_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_checkpoint_encoder import Case, encoders_for, random_array, write
 
-    from outlast.checkpoint.format.geometry import Box
     from outlast.checkpoint.format.manifest import TensorFacts
+    from outlast.state.box import Box
 
     facts = TensorFacts.of("float32", (6,))
     case = Case(facts, random_array((6,), 4, 1), [[Box((0,), (3,))], [Box((3,), (3,))]])

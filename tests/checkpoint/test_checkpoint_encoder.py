@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Version, load, storage_of
 from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.geometry import Box, grid, tiles, whole
+from outlast.checkpoint.format.geometry import grid, tiles
 from outlast.checkpoint.format.job import AbandonedError, PartJob, StagedPiece, Written
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, whole
 
 TYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8, "complex128": 16}
 

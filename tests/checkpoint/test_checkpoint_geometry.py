@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.format import geometry
-from outlast.checkpoint.format.geometry import Box, covers, grid, tiles, tiles_within, whole
+from outlast.checkpoint.format.geometry import grid, tiles, tiles_within
+from outlast.state.box import Box, covers, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 

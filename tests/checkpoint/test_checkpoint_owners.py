@@ -22,11 +22,11 @@ from checkpoint_states import (
 
 from outlast.checkpoint import Reduction, Version, load, storage_of
 from outlast.checkpoint.format import storage as storage_module
-from outlast.checkpoint.format.geometry import whole
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.errors import CheckpointError
+from outlast.state.box import whole
 
 
 def state_of(value: int) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from checkpoint_states import Holder, open_store, save_once
 
 from outlast.checkpoint import load, storage_of
 from outlast.checkpoint.format import reader as reading
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.manifest import TensorFacts
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import Version
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, whole
 
 
 def read(reader: VersionReader, name: str, box: Box) -> torch.Tensor:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.geometry import Box, covers
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.staging import place_of
-from outlast.checkpoint.state import dtype_name, local_box
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, covers
+from outlast.state.live import local_box
+from outlast.state.tensors import dtype_name, place_of
 
 if TYPE_CHECKING:
     import torch
 
-    from outlast.checkpoint.state import Live
+    from outlast.state.live import Live
 
 
 @dataclass(frozen=True)

@@ -1,260 +1,28 @@
-"""Putting a version into the live objects of this rank: what fits where, then the reads."""
+"""Reading a version into live tensors, one batch of host memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint.format import values
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.staging import is_dense
-from outlast.checkpoint.state import (
-    State,
-    dtype_name,
-    dtype_of,
-    has_extra_state,
-    local_box,
-    module_tensors,
-    name_of,
-    optimizers_of,
-    parameter_names,
-    plain_modules,
-    reshard,
-)
-from outlast.errors import CheckpointError
+from outlast.state.box import whole
+from outlast.state.filling import Filling
+from outlast.state.install import Saved, Targets
+from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
-    from outlast.checkpoint.format.manifest import TensorFacts
     from outlast.checkpoint.format.version import Contents
 
-Misfit = Literal["missing", "unexpected", "reshaped", "retyped"]
-MISFITS: tuple[Misfit, ...] = ("missing", "unexpected", "reshaped", "retyped")
-_NAMED = 5
-_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COPIED_BYTES = 256 << 20
 
 
-@dataclass
-class Targets:
-    """Where everything of a version goes on this rank.
-
-    Attributes:
-        tensors: Name to live tensor, filled in place.
-        values: Names of the JSON values that are used.
-        missing: Live names that the version has not.
-        asked: Keys of the state, as given to `restore`.
-        states: Optimizer, parameter and the state that it is given, once all is read.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    values: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]] = field(
-        default_factory=list
-    )
-
-
-def find_targets(state: State, contents: Contents) -> Targets:
-    """Match the live objects of `state` with the entries of a version.
-
-    Optimizer states that do not exist yet are made, beside the live ones; see `install`.
-    """
-    reshard(state)
-    targets = Targets(asked=list(state))
-    saved = _Saved(contents)
-    for key, value in state.items():
-        if isinstance(value, nn.Module):
-            for name, tensor in module_tensors(value):
-                targets.tensors[f"{key}.{name}"] = tensor
-            for name, module in plain_modules(value):
-                if has_extra_state(module):
-                    _want_value(targets, saved, f"{key}.{name}._extra_state")
-        elif (optimizers := optimizers_of(value)) is not None:
-            names = parameter_names(state, key)
-            for optimizer in optimizers:
-                _find_optimizer(targets, saved, key, optimizer, names)
-        else:
-            _want_value(targets, saved, key)
-    targets.missing += [name for name in targets.tensors if name not in saved.tensors]
-    return targets
-
-
-class _Saved:
-    """Quick look-ups in a version."""
-
-    def __init__(self, contents: Contents) -> None:
-        self.tensors = contents.catalogue.tensors
-        self.values = contents.values
-        self._states: dict[str, list[str]] = {}
-        for name in self.tensors:
-            owner, _, part_name = name.rpartition(".")
-            self._states.setdefault(owner, []).append(part_name)
-
-    def states(self, path: str) -> list[str]:
-        """Names of the tensors directly below `path`."""
-        return self._states.get(path, [])
-
-
-def _want_value(targets: Targets, saved: _Saved, name: str) -> None:
-    if name not in saved.values:
-        targets.missing.append(name)
-        return
-    targets.values.add(name)
-    for tensor in _tensors_in(saved.values[name]):
-        facts = saved.tensors[tensor]
-        targets.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
-
-
-def _tensors_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if "!tensor" in value:
-            yield value["!tensor"]
-        else:
-            for each in value.values():
-                yield from _tensors_in(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _tensors_in(each)
-
-
-def _find_optimizer(
-    targets: Targets,
-    saved: _Saved,
-    key: str,
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-) -> None:
-    for group in optimizer.param_groups:
-        _check_group(saved, key, [name_of(each, names, key) for each in group["params"]])
-        for parameter in group["params"]:
-            name = name_of(parameter, names, key)
-            _want_value(targets, saved, f"{key}.groups.{name}")
-            if f"{key}.other.{name}" in saved.values:
-                _want_value(targets, saved, f"{key}.other.{name}")
-            live = optimizer.state.get(parameter, {})
-            parts = saved.states(f"{key}.state.{name}")
-            state: dict[str, Any] = {}
-            for part in parts:
-                tensor = live.get(part)
-                if not isinstance(tensor, torch.Tensor):
-                    facts = saved.tensors[f"{key}.state.{name}.{part}"]
-                    saved_group = saved.values.get(f"{key}.groups.{name}", group)
-                    tensor = _state_tensor(parameter, part, facts, saved_group)
-                state[part] = targets.tensors[f"{key}.state.{name}.{part}"] = tensor
-            if parts:
-                # A parameter without a saved state had none: it is given none.
-                targets.missing += [
-                    f"{key}.state.{name}.{part}"
-                    for part, tensor in live.items()
-                    if isinstance(tensor, torch.Tensor) and part not in parts
-                ]
-            targets.states.append((optimizer, parameter, state))
-
-
-def _check_group(saved: _Saved, key: str, names: list[str]) -> None:
-    """Refuse to give parameters with different settings one group."""
-    found = {
-        name: saved.values[f"{key}.groups.{name}"]
-        for name in names
-        if f"{key}.groups.{name}" in saved.values
-    }
-    first = next(iter(found), "")
-    for name, settings in found.items():
-        if settings != found[first]:
-            differ = [each for each in settings if settings[each] != found[first].get(each)]
-            raise CheckpointError(
-                f"`{first}` and `{name}` are in one group of `{key}`, but were saved with "
-                f"different {', '.join(differ)}; make the groups as they were"
-            )
-
-
-def _state_tensor(
-    parameter: torch.Tensor, part: str, facts: TensorFacts, group: dict[str, Any]
-) -> torch.Tensor:
-    """An empty tensor for an optimizer state, sharded and placed as its parameter."""
-    if isinstance(parameter, DTensor) and facts.shape == tuple(parameter.shape):
-        local = torch.empty_like(parameter.to_local(), dtype=dtype_of(facts))
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    # As in Optimizer.load_state_dict: step counters stay on the host unless a kernel reads them.
-    on_host = part == "step" and not (group.get("capturable") or group.get("fused"))
-    device = torch.device("cpu") if on_host else parameter.device
-    if facts.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype_of(facts), device=device).detach()
-    return torch.empty(facts.shape, dtype=dtype_of(facts), device=device)
-
-
-def check_fit(
-    targets: Targets, contents: Contents, taken: set[str], allow: Collection[Misfit]
-) -> str:
-    """Why the version does not fit the live state; empty when it does.
-
-    Args:
-        targets: Of this rank.
-        contents: The version.
-        taken: Names that any rank uses.
-        allow: Kinds of misfit that are all right.
-    """
-    facts = contents.catalogue.tensors
-    everything = [*facts, *contents.catalogue.values]
-    found: dict[Misfit, list[str]] = {each: [] for each in MISFITS}
-    found["missing"] = [f"`{name}`" for name in targets.missing]
-    found["unexpected"] = [
-        f"`{name}`"
-        for name in everything
-        if name not in taken
-        and any(name == key or name.startswith(f"{key}.") for key in targets.asked)
-    ]
-    for name, tensor in targets.tensors.items():
-        if name in facts:
-            shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-            if facts[name].shape != shape:
-                found["reshaped"].append(
-                    f"`{name}` has the shape {facts[name].shape} there and {shape} in the model"
-                )
-            if facts[name].dtype != dtype:
-                found["retyped"].append(
-                    f"`{name}` is {facts[name].dtype} there and {dtype} in the model"
-                )
-    words = {
-        "missing": "it has no {}",
-        "unexpected": "the model has no {}",
-        "reshaped": "{}",
-        "retyped": "{}",
-    }
-    sentences = [
-        words[kind].format(_listed(names))
-        for kind, names in found.items()
-        if names and kind not in allow
-    ]
-    refused = [kind for kind, names in found.items() if names and kind not in allow]
-    if not sentences:
-        return ""
-    allowed = ", ".join(f'"{kind}"' for kind in refused)
-    return f"{'; '.join(sentences)}; to restore the rest all the same, say allow=[{allowed}]"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(sorted(names)[:_NAMED]) + more
+def saved_in(contents: Contents) -> Saved:
+    """What a version holds."""
+    return Saved(contents.catalogue.tensors, contents.values, contents.catalogue.values)
 
 
 def read_into(
@@ -266,14 +34,14 @@ def read_into(
         CheckpointError: When a tile is missing or damaged; tensors read before it are filled.
     """
     facts = reader.contents.catalogue.tensors
-    batch: list[_Filling] = []
+    batch: list[Filling] = []
     size = 0
     seen: set[int] = set()
     for name, tensor in targets.tensors.items():
         if name not in facts or facts[name].shape != tuple(tensor.shape) or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        filling = _Filling(name, tensor, facts[name])
+        filling = Filling(name, tensor, facts[name])
         batch.append(filling)
         size += filling.extra_bytes
         if size > _COPIED_BYTES:
@@ -282,110 +50,10 @@ def read_into(
     _fill(batch, reader, done)
 
 
-def _fill(batch: list[_Filling], reader: VersionReader, done: Callable[[int], None] | None) -> None:
-    reader.read([filling.wanted for filling in batch], done)
+def _fill(batch: list[Filling], reader: VersionReader, done: Callable[[int], None] | None) -> None:
+    reader.read([Wanted(each.name, each.box, each.out) for each in batch], done)
     for filling in batch:
         filling.finish()
-
-
-class _Filling:
-    """A live tensor and the host memory that it is read into: its own, where that is possible."""
-
-    def __init__(self, name: str, tensor: torch.Tensor, facts: TensorFacts) -> None:
-        box, self._local = local_box(tensor)
-        dtype = dtype_of(facts)
-        direct = (
-            self._local.device.type == "cpu"
-            and self._local.dtype == dtype
-            and is_dense(self._local)
-            and not (self._local.is_conj() or self._local.is_neg())
-        )
-        self._host = self._local if direct else torch.empty(tuple(self._local.shape), dtype=dtype)
-        self.extra_bytes = 0 if direct else self._host.numel() * self._host.element_size()
-        self.wanted = Wanted(name, box, _array(self._host, box))
-
-    def finish(self) -> None:
-        """Move what was read to where it belongs."""
-        if self._host is self._local:
-            return
-        target, source = self._local, self._host
-        for dimension, stride in enumerate(self._local.stride()):
-            # All along an expanded dimension is one and the same memory.
-            if stride == 0 and target.shape[dimension] > 1:
-                target = target.narrow(dimension, 0, 1)
-                source = source.narrow(dimension, 0, 1)
-        with torch.no_grad():
-            target.copy_(source)
-
-
-def _array(tensor: torch.Tensor, box: Box) -> NDArray[Any]:
-    """The memory of a contiguous host tensor as an array of opaque elements."""
-    itemsize = tensor.element_size()
-    if tensor.numel() == 0:
-        return np.empty(box.shape, f"V{itemsize}")
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    kind = "u" if itemsize in _UNSIGNED else "V"
-    return flat.view(f"{kind}{itemsize}").reshape(box.shape)
-
-
-def install(state: State, targets: Targets, contents: Contents) -> None:
-    """Hand over what are no live tensors: optimizer states and settings, other objects."""
-    saved = _Saved(contents)
-
-    def tensor(name: str, kind: str) -> Any:
-        found = targets.tensors[name]
-        return found.numpy() if kind == "numpy" else found
-
-    for optimizer, parameter, entries in targets.states:
-        if entries:
-            optimizer.state[parameter] = entries
-        else:
-            optimizer.state.pop(parameter, None)
-    for key, value in state.items():
-        if isinstance(value, nn.Module):
-            for name, module in plain_modules(value):
-                path = f"{key}.{name}._extra_state"
-                if path in targets.values:
-                    module.set_extra_state(values.decode(saved.values[path], tensor))
-        elif (optimizers := optimizers_of(value)) is not None:
-
-            def decoded(what: str, name: str, key: str = key) -> Any:
-                path = f"{key}.{what}.{name}"
-                if path not in targets.values:
-                    return None
-                return values.decode(saved.values[path], tensor)
-
-            for optimizer in optimizers:
-                _install_settings(optimizer, parameter_names(state, key), decoded)
-        elif key in targets.values:
-            value.load_state_dict(values.decode(saved.values[key], tensor))
-
-
-def _install_settings(
-    optimizer: torch.optim.Optimizer,
-    paths: dict[int, str],
-    decoded: Callable[[str, str], Any],
-) -> None:
-    """Settings of the groups and states that are no tensors.
-
-    Args:
-        optimizer: Whose.
-        paths: Parameter's identity to its plain name.
-        decoded: The saved value of (what, plain name), or None.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            others = decoded("other", paths[id(parameter)])
-            if others is not None:
-                optimizer.state[parameter].update(others)
-        found = (decoded("groups", paths[id(parameter)]) for parameter in group["params"])
-        # All parameters of a group share its settings.
-        settings: dict[str, Any] = next((each for each in found if each is not None), {})
-        for name, value in settings.items():
-            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
 
 
 def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
@@ -393,5 +61,5 @@ def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
     facts = reader.contents.catalogue.tensors[name]
     tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
     box = whole(facts.shape)
-    reader.read([Wanted(name, box, _array(tensor, box))])
+    reader.read([Wanted(name, box, opaque_array(tensor, box))])
     return tensor

@@ -14,11 +14,12 @@ from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
 from outlast.checkpoint.replay import has_optimizer, logs_after, replay
-from outlast.checkpoint.restore import Misfit, check_fit, find_targets, install, read_into
-from outlast.checkpoint.state import State, local_box
+from outlast.checkpoint.restore import read_into, saved_in
 from outlast.checkpoint.tiers import Place, Tiers, not_held
 from outlast.checkpoint.tiers.place import words_of
 from outlast.errors import CheckpointError
+from outlast.state.install import Misfit, check_fit, find_targets, install
+from outlast.state.live import State, local_box
 
 if TYPE_CHECKING:
     from outlast.checkpoint.agreement import Ranks
@@ -249,21 +250,21 @@ class Restorer:
         skipped: list[str],
     ) -> tuple[Restored | None, str]:
         step, location = contents.version.step, place.storage.location
-        problem, targets = "", None
+        problem, targets, saved = "", None, saved_in(contents)
         try:
-            targets = find_targets(wish.state, contents)
+            targets = find_targets(wish.state, saved)
         except Exception as error:
             problem = str(error)
         names = {*targets.tensors, *targets.values} if targets is not None else set()
         taken = set().union(*self._ranks.gather(names))
-        saved = {*contents.catalogue.tensors, *contents.catalogue.values}
+        held = {*contents.catalogue.tensors, *contents.catalogue.values}
         if place.private:
-            saved = set().union(*self._ranks.gather(saved))
+            held = set().union(*self._ranks.gather(held))
         if targets is not None:
-            problem = check_fit(targets, contents, taken, wish.allow)
+            problem = check_fit(targets, saved, taken, wish.allow)
             if place.private and not problem:
                 boxes = {name: local_box(each)[0] for name, each in targets.tensors.items()}
-                elsewhere = [name for name in targets.missing if name in saved]
+                elsewhere = [name for name in targets.missing if name in held]
                 lacking = next(iter(elsewhere), "") or not_held(contents, boxes)
                 if lacking:
                     problem = f"rank {self._ranks.rank} did not save its part of `{lacking}`"
@@ -291,6 +292,6 @@ class Restorer:
         if problem:
             return None, problem
         assert counters is not None
-        install(wish.state, targets, contents)
+        install(wish.state, targets, saved)
         read, needed = counters.read_bytes, counters.needed_bytes
         return Restored(step, skipped, read, needed, location), ""

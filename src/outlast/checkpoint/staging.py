@@ -12,9 +12,10 @@ import torch
 from outlast.checkpoint.arena import Arena, aligned
 from outlast.checkpoint.format.job import StagedPiece
 from outlast.errors import CheckpointError
+from outlast.state.tensors import is_dense, place_of
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.geometry import Box
+    from outlast.state.box import Box
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,6 @@ def plan_staging(
             start = places[same]
         pieces.append(StagedPiece(name, box, start))
     return StagingPlan(pieces, copies, size)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in row-major order without gaps, so that they are bytes in a row."""
-    # One element counts as contiguous whatever its stride is.
-    return tensor.is_contiguous() and tensor.reshape(-1).stride() == (1,)
-
-
-def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common if and only if they are the same memory read alike."""
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 class StagingMemory:

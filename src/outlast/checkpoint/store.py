@@ -26,19 +26,19 @@ from outlast.checkpoint.format.storage import LocalStorage, make_directory, sent
 from outlast.checkpoint.format.version import Version
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.plan import holding
-from outlast.checkpoint.restore import Misfit
 from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.state import State, collect, mesh_of
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock
+from outlast.state.install import Misfit
+from outlast.state.live import State, collect, mesh_of
 
 if TYPE_CHECKING:
     import os
 
     from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.plan import Holding
-    from outlast.checkpoint.state import Live
+    from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]
 

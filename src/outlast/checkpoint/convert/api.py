@@ -21,13 +21,13 @@ from outlast.checkpoint.convert.formats import open_source
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
 from outlast.checkpoint.dcp.content import DCP_FILE, DCP_NOTE, DcpContent
 from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.geometry import Box
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.format.version import Version, list_versions, seal
 from outlast.errors import CheckpointError
+from outlast.state.box import Box
 
 if TYPE_CHECKING:
     from outlast.checkpoint.convert.source import Source

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.convert.source import Entry, Source, entry_of, load_restricted, slices_of
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, whole
 
 MASTER = "master."
 """Stands before the names of DeepSpeed's float32 copies of the weights."""

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from outlast.checkpoint.convert.formats import SAFETENSORS_NAMES
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
 from outlast.checkpoint.dcp.content import DcpContent, newest_contents, read_dcp_content
-from outlast.checkpoint.format import values
-from outlast.checkpoint.format.geometry import whole
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.restore import whole_tensor
-from outlast.checkpoint.state import dtype_of
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import sync_directory
+from outlast.state import values
+from outlast.state.box import whole
+from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from outlast.checkpoint.convert.deepspeed import open_deepspeed
 from outlast.checkpoint.convert.source import Entry, Source, entry_of, load_restricted, slices_of
 from outlast.checkpoint.dcp.content import DcpContent
-from outlast.checkpoint.format import values
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

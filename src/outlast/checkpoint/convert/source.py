@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from outlast.checkpoint.format import values
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.manifest import FORMAT, STATE, sealed, unsealed
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import list_versions, load
-from outlast.checkpoint.state import dtype_of
 from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.box import Box, whole
+from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
     from outlast.checkpoint.format.storage import Storage

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from outlast.checkpoint.arena import Arena, aligned
 from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
 from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import own
@@ -27,6 +26,7 @@ from outlast.checkpoint.format.version import Version, list_versions
 from outlast.checkpoint.plan import add_facts
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock
+from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem

@@ -29,14 +29,14 @@ from torch.futures import Future
 
 from outlast.checkpoint.dcp.content import DCP_FILE, metadata_file, newest_contents
 from outlast.checkpoint.dcp.engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
 from outlast.checkpoint.format.version import Version, seal
-from outlast.checkpoint.state import dtype_of
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, whole
+from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,12 +15,13 @@ import xxhash
 
 from outlast.checkpoint.format import codec
 from outlast.checkpoint.format.codec import DELTAS, Coder
-from outlast.checkpoint.format.geometry import Box, tiles
+from outlast.checkpoint.format.geometry import tiles
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece, Written
 from outlast.checkpoint.format.lossy import Bound, round_to_bound
 from outlast.checkpoint.format.manifest import STATE, Chunk, Part, Piece, root_of
 from outlast.checkpoint.format.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
+from outlast.state.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable

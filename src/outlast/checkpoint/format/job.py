@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.format.codec import Compression
-from outlast.checkpoint.format.geometry import Box
 from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound
 from outlast.checkpoint.format.manifest import STATE, Catalogue
 from outlast.checkpoint.format.version import Version
 from outlast.errors import CheckpointError
+from outlast.state.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import blake3
 
-from outlast.checkpoint.format.geometry import Box, grid, tiles
+from outlast.checkpoint.format.geometry import grid, tiles
 from outlast.errors import CheckpointError
+from outlast.state.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from outlast.checkpoint.format.codec import Bytes
-    from outlast.checkpoint.format.geometry import Box
     from outlast.checkpoint.format.manifest import Chunk, Part
     from outlast.checkpoint.format.storage import RangeReader, Storage
     from outlast.checkpoint.format.version import Contents
+    from outlast.state.box import Box
 
 _BATCH_BYTES = 4 << 20
 # Of a version with more files than this, only those that are read are opened.

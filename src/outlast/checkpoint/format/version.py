@@ -20,10 +20,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.format.geometry import covers
 from outlast.checkpoint.format.manifest import FORMAT, Catalogue, Part, root_of, sealed, unsealed
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
+from outlast.state.box import covers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from outlast.checkpoint.format.geometry import Box, tiles, whole
+from outlast.checkpoint.format.geometry import tiles
 from outlast.checkpoint.format.manifest import Catalogue, Piece
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.inspection.description import group_of, optimizer_keys, values_of
 from outlast.checkpoint.inspection.elements import Distance
+from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.checkpoint.format.geometry import whole
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import TEMPORARY, sentence_of
 from outlast.checkpoint.inspection.description import values_of
 from outlast.errors import CheckpointError
 from outlast.records import sync_directory
+from outlast.state.box import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from outlast.checkpoint.format import values
 from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.replay.trained import (
     DIGEST,
@@ -32,7 +31,9 @@ from outlast.checkpoint.replay.trained import (
     Changes,
     Trained,
 )
-from outlast.checkpoint.state import (
+from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.live import (
     Live,
     State,
     has_extra_state,
@@ -40,7 +41,6 @@ from outlast.checkpoint.state import (
     plain_modules,
     put_into,
 )
-from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

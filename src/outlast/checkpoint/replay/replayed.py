@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.checkpoint.format import values
 from outlast.checkpoint.format.logs import leading_on
 from outlast.checkpoint.format.manifest import REPLAY
 from outlast.checkpoint.format.reader import VersionReader
@@ -23,9 +22,11 @@ from outlast.checkpoint.replay.trained import (
     Trained,
     add_digest,
 )
-from outlast.checkpoint.restore import Targets, read_into, whole_tensor
-from outlast.checkpoint.state import State, module_tensors, optimizers_of, plain_modules
+from outlast.checkpoint.restore import read_into, whole_tensor
 from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.install import Targets
+from outlast.state.live import State, module_tensors, optimizers_of, plain_modules
 
 if TYPE_CHECKING:
     from outlast.checkpoint.agreement import Ranks

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint.format import values
-from outlast.checkpoint.state import (
+from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.live import (
     Live,
     State,
     local_box,
@@ -19,7 +20,6 @@ from outlast.checkpoint.state import (
     parameter_names,
     put_into,
 )
-from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,97 @@
+"""Boxes of global tensors: which part of a tensor a rank holds, and whether parts are the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from operator import add, sub
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A rectangular part of a global tensor; both tuples have one entry per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a box without dimensions."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common part of two boxes of one tensor; None when they share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(map(sub, map(min, self.end, other.end), offset))
+        return Box(offset, shape) if min(shape, default=1) > 0 else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that pick this box out of an array that holds `outer`."""
+        first = tuple(map(sub, self.offset, outer.offset))
+        return tuple(map(slice, first, map(add, first, self.shape)))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The first index behind the box in every dimension."""
+        return tuple(map(add, self.offset, self.shape))
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is the whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether `boxes` together hold every element of a tensor of `shape`.
+
+    Shards along one dimension after the other are decided in the time of sorting them; only boxes
+    that overlap in part, in every dimension, are compared with each other.
+    """
+    boxes = [box for box in boxes if box.elements]
+    if math.prod(shape) == 0 or any(box.shape == shape for box in boxes):
+        return True
+    return _fills(shape, boxes, tuple(range(len(shape))))
+
+
+def _fills(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]) -> bool:
+    """Whether `boxes`, which agree in the other dimensions, hold all that there is in these."""
+    if not dimensions:
+        return bool(boxes)
+    for dimension in dimensions:
+        spans: dict[tuple[int, int], list[Box]] = {}
+        for box in boxes:
+            first = box.offset[dimension]
+            spans.setdefault((first, first + box.shape[dimension]), []).append(box)
+        reached, overlapping = 0, False
+        for first, last in sorted(spans):
+            if first > reached:
+                return False
+            overlapping = overlapping or first < reached
+            reached = max(reached, last)
+        if reached < shape[dimension]:
+            return False
+        if not overlapping:
+            # Each slab has owners of its own, and is decided alone.
+            rest = tuple(each for each in dimensions if each != dimension)
+            return all(_fills(shape, slab, rest) for slab in spans.values())
+    return len(dimensions) == 1 or _fills_cells(shape, boxes, dimensions)
+
+
+def _fills_cells(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]) -> bool:
+    """As `_fills`, by a look at each cell between neighbouring borders: it has the same owners."""
+    spans = [[(box.offset[d], box.offset[d] + box.shape[d]) for d in dimensions] for box in boxes]
+    borders = [
+        sorted({0, shape[d], *(border for span in spans for border in span[number])})
+        for number, d in enumerate(dimensions)
+    ]
+    cells = itertools.product(*(itertools.pairwise(line) for line in borders))
+    return all(
+        any(
+            all(
+                first >= start and last <= end
+                for (first, last), (start, end) in zip(cell, span, strict=True)
+            )
+            for span in spans
+        )
+        for cell in cells
+    )

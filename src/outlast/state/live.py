@@ -1,0 +1,301 @@
+"""From live objects to named tensors and values, and back.
+
+A tensor's name is its fully qualified name in the plain model, whatever wraps or shards it; that
+is what makes a checkpoint independent of the number of ranks. Optimizer states are named after
+their parameters. Other objects give their ``state_dict()``, whose tensors get the path that leads
+to them as names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from outlast.errors import CheckpointError
+from outlast.state import values
+from outlast.state.box import Box, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+State = Mapping[str, Any]
+"""Name -> nn.Module, Optimizer (or a sequence of them) or an object with a ``state_dict``."""
+
+# What wrappers put in front of a module's own name; "module" is also a name that a model may use.
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state of its own, e.g. a data sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state over."""
+
+
+@dataclass
+class Live:
+    """The state as it lies in this process.
+
+    Attributes:
+        tensors: Name to tensor; names of tied tensors lead to the same object.
+        values: Name to JSON value.
+        objects: Names of the tensors that belong to values.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor.
+
+        Raises:
+            CheckpointError: When another one has this name.
+        """
+        if self.tensors.setdefault(name, tensor) is not tensor:
+            raise CheckpointError(
+                f"two tensors of the state have the name `{name}`; give the state keys of which "
+                "none begins with another one and a dot"
+            )
+
+
+def collect(state: State) -> Live:
+    """Name every tensor and value of `state`; nothing is copied.
+
+    Raises:
+        CheckpointError: When something cannot be saved.
+    """
+    live = Live()
+    reshard(state)
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            for name, tensor in module_tensors(value):
+                live.put(f"{key}.{name}", tensor)
+            for name, module in plain_modules(value):
+                if has_extra_state(module):
+                    path = f"{key}.{name}._extra_state"
+                    live.values[path] = values.encode(
+                        module.get_extra_state(), path, put_into(live)
+                    )
+        elif (optimizers := optimizers_of(value)) is not None:
+            names = parameter_names(state, key)
+            for optimizer in optimizers:
+                _collect_optimizer(live, key, optimizer, names)
+        else:
+            live.values[key] = values.encode(value.state_dict(), key, put_into(live))
+    return live
+
+
+def reshard(state: State) -> None:
+    """Make FSDP2 show the sharded parameters, which a forward pass without backward hides."""
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+                elif isinstance(module, FullyShardedDataParallel):
+                    raise CheckpointError(
+                        "FSDP1 (FullyShardedDataParallel) hides its parameters in flat ones, which "
+                        "cannot be named; shard the model with FSDP2's fully_shard"
+                    )
+
+
+def _collect_optimizer(
+    live: Live, key: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> None:
+    parameters = {each for group in optimizer.param_groups for each in group["params"]}
+    for owner in optimizer.state:
+        if owner not in parameters:
+            raise CheckpointError(
+                f"the optimizer `{key}` keeps a state under {str(owner)[:60]!r}, which is no "
+                "parameter of it; give it a state_dict() of its own in the state"
+            )
+    for group in optimizer.param_groups:
+        settings: Any = None
+        for parameter in group["params"]:
+            name = name_of(parameter, names, key)
+            path = f"{key}.groups.{name}"
+            if settings is None:
+                settings = {name: each for name, each in group.items() if name != "params"}
+                settings = values.encode(settings, path, put_into(live))
+            live.values[path] = settings
+            others = {}
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    live.put(f"{key}.state.{name}.{part}", value)
+                else:
+                    others[part] = value
+            path = f"{key}.other.{name}"
+            if others:
+                live.values[path] = values.encode(others, path, put_into(live))
+
+
+def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of `module` with their plain names."""
+    for name, each in plain_modules(module):
+        prefix = f"{name}." if name else ""
+        for own, parameter in each._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{own}", parameter
+        for own, buffer in each._buffers.items():
+            if buffer is not None and own not in each._non_persistent_buffers_set:
+                yield f"{prefix}{own}", buffer
+
+
+def plain_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `module` under the name that it has without wrappers."""
+    plain = {"": ""}
+    wrappers = {"": isinstance(module, _WRAPPERS)}
+    yield "", module
+    for path, each in module.named_modules(remove_duplicate=False):
+        if path:
+            parent, _, own = path.rpartition(".")
+            inside = (wrappers[parent] and own == "module") or own in _WRAPPED
+            plain[path] = plain[parent] if inside else f"{plain[parent]}.{own}".lstrip(".")
+            wrappers[path] = isinstance(each, _WRAPPERS)
+            yield plain[path], each
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether `module` has a state beside its parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def parameter_names(state: State, key: str) -> dict[int, str]:
+    """Plain name of every parameter of the state's module, by the parameter's identity."""
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    if len(modules) > 1:
+        raise CheckpointError(
+            f"the state holds {len(modules)} modules; wrap them in one module, so that the "
+            "optimizer's owner is clear"
+        )
+    if not modules:
+        raise CheckpointError(
+            f"the optimizer `{key}` needs its model in the same state: its tensors are named "
+            "after the model's parameters"
+        )
+    names: dict[int, str] = {}
+    for name, tensor in module_tensors(modules[0]):
+        # Of tied parameters the first name counts, as in named_parameters().
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def name_of(parameter: torch.Tensor, names: dict[int, str], key: str) -> str:
+    """Plain name of a parameter of the optimizer `key`; raises CheckpointError without one."""
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer `{key}` has a parameter of shape {tuple(parameter.shape)} that is none "
+            "of the model's; make the optimizer after the model is sharded or moved"
+        )
+    return names[id(parameter)]
+
+
+def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
+    """`value` as a list of optimizers, or None when it is another object with a state."""
+    if isinstance(value, torch.optim.Optimizer):
+        return [value]
+    if isinstance(value, Sequence) and all(isinstance(v, torch.optim.Optimizer) for v in value):
+        return list(value)
+    if isinstance(value, Stateful):
+        return None
+    raise CheckpointError(
+        f"a state of type {type(value).__name__} cannot be saved: it is neither a module, nor an "
+        "optimizer, nor has it state_dict() and load_state_dict()"
+    )
+
+
+def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | None]:
+    """Makes tensors and arrays within values entries of `live`, as `values.encode` asks.
+
+    Args:
+        live: Where they go.
+        copied: Take copies, for what may be changed in place before it is staged.
+    """
+
+    def put(path: str, value: Any) -> str | None:
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
+                "parameter or buffer of the module"
+            )
+        if isinstance(value, torch.Tensor):
+            live.put(path, value.detach().clone() if copied else value)
+        elif isinstance(value, np.ndarray):
+            try:
+                found = np.array(value, order="C") if copied else np.ascontiguousarray(value)
+                content = torch.from_numpy(found)
+            except (TypeError, ValueError):
+                # Objects, texts, dates, the other byte order.
+                return None
+            live.put(path, content.reshape(value.shape))
+        else:
+            return None
+        live.objects.add(path)
+        return "torch" if isinstance(value, torch.Tensor) else "numpy"
+
+    return put
+
+
+def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """Which box of the global tensor this rank holds, and its memory.
+
+    Raises:
+        CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
+    """
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(
+                "a partial sum cannot be saved: redistribute it to Shard or Replicate first"
+            )
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        local = tensor.to_local()
+        _refuse_wrapped(local)
+        return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        what = "quantised" if tensor.is_quantized else str(tensor.layout).replace("torch.", "")
+        what = "nested" if tensor.is_nested else what
+        what = "meta" if tensor.device.type == "meta" else what
+        raise CheckpointError(
+            f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
+        )
+    _refuse_wrapped(tensor)
+    return whole(tuple(tensor.shape)), tensor.detach()
+
+
+def _refuse_wrapped(tensor: torch.Tensor) -> None:
+    """Tensors that are made of several others have more content than their own memory."""
+    wrapped: bool = is_traceable_wrapper_subclass(tensor)
+    if wrapped:
+        raise CheckpointError(
+            f"a {type(tensor).__name__} cannot be saved: it consists of other tensors; give those"
+        )
+
+
+def mesh_of(live: Live) -> dict[str, int]:
+    """Name to size of the axes of the mesh that the state is sharded on; empty without shards."""
+    for tensor in live.tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+            return dict(zip(names, mesh.shape, strict=True))
+    return {}

@@ -1,0 +1,71 @@
+"""Element types and memory of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from outlast.state.box import Box
+
+_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Facts(Protocol):
+    """What is known of a saved tensor: its element type, without ``torch.``, and global shape."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the element type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Torch's name of the element type, without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_of(facts: Facts) -> torch.dtype:
+    """The element type of a stored tensor; raises CheckpointError when this torch has none."""
+    dtype = getattr(torch, facts.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"this torch has no type {facts.dtype}; use the one that saved it")
+    return dtype
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order without gaps, so that they are bytes in a row."""
+    # One element counts as contiguous whatever its stride is.
+    return tensor.is_contiguous() and tensor.reshape(-1).stride() == (1,)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if and only if they are the same memory read alike."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def opaque_array(tensor: torch.Tensor, box: Box) -> NDArray[Any]:
+    """The memory of a contiguous host tensor as an array of opaque elements."""
+    itemsize = tensor.element_size()
+    if tensor.numel() == 0:
+        return np.empty(box.shape, f"V{itemsize}")
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    kind = "u" if itemsize in _UNSIGNED else "V"
+    return flat.view(f"{kind}{itemsize}").reshape(box.shape)
