@@ -36,11 +36,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outlast.checkpoint import CheckpointStore, IntervalEstimator, Reduction, storage_of
 from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.geometry import Box, whole
 from outlast.checkpoint.format.job import PartJob, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.version import Version, load
+from outlast.state.box import Box, whole
 
 MEGABYTE = 1e6
 CHAIN = 1

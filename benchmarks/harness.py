@@ -58,8 +58,19 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def publish(area: str, bars: list[Bar], file: Path | None) -> None:
-    """Print the table of `bars` and write them to `file`."""
+def publish(area: str, bars: list[Bar], file: Path | None, *, part: bool = False) -> None:
+    """Print the table of `bars` and write them to `file`.
+
+    Args:
+        area: Of the benchmark.
+        bars: Its rows.
+        file: JSON; None to print only.
+        part: Only some of the area's rows were run: the others of an existing file stay.
+    """
+    if part and file is not None and file.exists():
+        new = {each.name for each in bars}
+        known = [Bar(**row) for row in json.loads(file.read_text())["bars"]]
+        bars = [*(each for each in known if each.name not in new), *bars]
     machine = this_machine()
     table = Table(title=f"{area} on {machine.summary()}", title_justify="left")
     for column in ("figure", "value", "unit", "bar", "holds", "against", "kind"):

@@ -10,6 +10,7 @@ EXIT_CRASHED = 1
 EXIT_BAD_INPUT = 2
 EXIT_TO_BE_CONTINUED = 3
 EXIT_WRONG_NUMBERS = 4
+EXIT_GIVE_UP = 5
 
 
 class OutlastError(Exception):
@@ -47,6 +48,10 @@ class RunError(OutlastError):
 
 class HardwareError(OutlastError):
     """A hardware fact is missing or a device cannot be read."""
+
+
+class RecoverError(OutlastError):
+    """A run cannot go on from what is still in memory, or a group may not rejoin it."""
 
 
 class GuardError(OutlastError):
@@ -90,3 +95,7 @@ class EnergyError(OutlastError):
 
 class PlanError(OutlastError):
     """A run cannot be predicted, searched, calibrated or written out as asked."""
+
+
+class ClusterError(OutlastError):
+    """A chain of jobs, a queue, a schedule or a transfer cannot be made as asked."""

@@ -11,7 +11,7 @@ from outlast import __version__
 from outlast.cli.main import main
 from outlast.job import Job, load_job
 
-COMMANDS = ("train", "init", "export", "report", "doctor", "convert")
+COMMANDS = ("train", "submit", "init", "export", "report", "doctor", "convert")
 
 
 @pytest.fixture

@@ -31,7 +31,19 @@ COMMAND = re.compile(r"(?<![\w./-])outlast ([a-z]+)")
 SECTIONS = "|".join(Job.model_fields)
 SETTING = re.compile(rf"(?<![\w./\"-])({SECTIONS})\.([a-z_]+)(?:\.[a-z]\w*)*(?=\s*(?:=|$))")
 # `train.bin` is a file.
-FILE_ENDINGS = {"bin", "html", "json", "jsonl", "md", "npy", "py", "safetensors", "toml", "txt"}
+FILE_ENDINGS = {
+    "bin",
+    "html",
+    "json",
+    "jsonl",
+    "md",
+    "npy",
+    "py",
+    "safetensors",
+    "swf",
+    "toml",
+    "txt",
+}
 
 # Checks and sites of the guard, and what every optimizer has.
 NOT_SETTINGS = {*OPERATIONS, *SITES, "optimizer.step"}

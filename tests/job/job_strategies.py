@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outlast.job import Job
 from outlast.job.checks import impossible_combinations
+from outlast.job.slurm import WALL_TIME
 
 ATOMS = (
     st.booleans()
@@ -40,6 +41,16 @@ KEYS_OF_THEIR_OWN = {
         | st.text(min_size=1).map("file:{}".format),
         min_size=1,
         max_size=3,
+    ),
+    "slurm.nodes": st.lists(st.integers(1), min_size=1, max_size=4),
+    "slurm.sizes": st.lists(st.integers(1), max_size=4),
+    "slurm.filler_nodes": st.lists(st.integers(1), max_size=4),
+    "slurm.wall_time": st.from_regex(WALL_TIME.removesuffix("$"), fullmatch=True),
+    "slurm.partition": st.from_regex(r"[A-Za-z0-9_.,-]*", fullmatch=True),
+    "slurm.account": st.from_regex(r"[A-Za-z0-9_.,-]*", fullmatch=True),
+    "slurm.qos": st.from_regex(r"[A-Za-z0-9_.,-]*", fullmatch=True),
+    "staging.burst_buffer_lines": st.lists(
+        st.text().map(lambda text: "#BB " + "".join(filter(str.isprintable, text))), max_size=3
     ),
     "model.config": st.none(),
     "model.directory": st.none(),
@@ -88,10 +99,14 @@ def _possible(tables: dict[str, dict[str, Any]]) -> Job:
         "data",
         "parallel",
         "train",
+        "checkpoint",
         "guard",
+        "recover",
         "coding",
         "tensorize",
         "energy",
+        "slurm",
+        "staging",
     ):
         if impossible_combinations(job):
             job = Job.model_validate(tables := {**tables, section: {}})

@@ -224,3 +224,59 @@ def test_the_guard_drops_no_gradient_out_of_a_code(scheme: str) -> None:
 def test_several_impossible_combinations_are_listed_together() -> None:
     settings = ("train.steps = 5", "schedule.warmup_steps = 5", "train.micro_batch_size = 99")
     assert len(check(*settings)) == 2
+
+
+@pytest.mark.parametrize("chain", ["presubmitted", "array"])
+def test_links_that_are_submitted_at_once_are_counted(chain: str) -> None:
+    assert check(f'slurm.chain = "{chain}"') == [
+        f'slurm.chain = "{chain}" needs slurm.links, the number of jobs that are submitted at once'
+    ]
+    assert check(f'slurm.chain = "{chain}"', "slurm.links = 3") == []
+
+
+def test_fillers_need_a_chain_that_grows() -> None:
+    (problem,) = check('slurm.chain = "array"', "slurm.links = 3", "slurm.filler_nodes = [2]")
+    assert problem.startswith("slurm.filler_nodes = [2] cannot be combined with slurm.chain")
+    assert check("slurm.filler_nodes = [2]") == []
+
+
+def test_places_of_an_array_are_alike() -> None:
+    array = ('slurm.chain = "array"', "slurm.links = 3")
+    (problem,) = check(*array, "slurm.nodes = [4, 2]")
+    assert problem.startswith('slurm.nodes = [4, 2] cannot be combined with slurm.chain = "array"')
+    assert check(*array, "slurm.nodes = [4, 4]") == []
+
+
+def test_a_wall_time_is_a_time() -> None:
+    (problem,) = check('slurm.wall_time = "eight hours"')
+    assert "it should be a time such as 8:00:00, 2-00:00:00, 90min or 8h" in problem
+    for time in ("", "30", "8:00:00", "1-0", "2-00:00:00", "90min", "8h", "1.5d"):
+        assert check(f'slurm.wall_time = "{time}"') == []
+
+
+def test_a_url_needs_tokens_and_a_place_on_each_node() -> None:
+    url = 'data.train = ["s3://bucket/train.bin"]'
+    tokens, place = 'data.source = "tokens"', 'staging.directory = "/local"'
+    assert check(tokens, url) == [
+        "s3://bucket/train.bin is a URL and needs staging.directory, where each node keeps a copy"
+    ]
+    (problem,) = check('data.source = "text"', url, place)
+    assert 's3://bucket/train.bin is a URL, which only data.source = "tokens" can read' in problem
+    assert check(tokens, url, place) == []
+
+
+def test_a_burst_buffer_has_a_place_files_and_directives() -> None:
+    files = ('data.source = "tokens"', 'data.train = ["a.bin"]')
+    place, line = 'staging.directory = "/bb"', 'staging.burst_buffer_lines = ["#BB x"]'
+    assert "needs staging.directory" in check(*files, 'staging.burst_buffer = "datawarp"')[0]
+    assert check(*files, place, 'staging.burst_buffer = "datawarp"') == []
+    assert "need each other" in check(*files, place, 'staging.burst_buffer = "lines"')[0]
+    assert "need each other" in check(*files, place, line)[0]
+    assert check(*files, place, line, 'staging.burst_buffer = "lines"') == []
+    assert 'use "tokens"' in check(place, 'staging.burst_buffer = "rabbit"')[0]
+
+
+@pytest.mark.parametrize("line", ["DW jobdw", "#SBATCH -N 9", "#!/bin/sh", "#BB a\\nrm -rf b"])
+def test_what_is_no_directive_is_refused(line: str) -> None:
+    (problem,) = check(f'staging.burst_buffer_lines = ["{line}"]')
+    assert "one line that begins with the site's directive" in problem

@@ -110,7 +110,7 @@ def report(
 ) -> None:
     """Say what a run's energy was spent on, with cost, carbon and joules per token.
 
-    Prices are those of the run's [energy] section where no option says otherwise.
+    Prices are those of the run's section energy where no option says otherwise.
     ``outlast report RUN`` draws it.
     """
     from outlast.records import read_run

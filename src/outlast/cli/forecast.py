@@ -33,11 +33,12 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         job: Checked.
         processes: That will train.
     """
+    from outlast.cli.plan_place import HERE, place_of
     from outlast.plan.entry import predict, training_of
 
     home = calibration_home()
     try:
-        cluster = _machine(home, processes)
+        cluster = place_of(HERE, processes)
         file = home / "calibration.toml"
         known = file if file.exists() else None
         training = training_of(job, processes, cluster, calibration=known)
@@ -107,14 +108,3 @@ def _resident(
     middle = float(found.bytes(numbers)[0])
     factor = float(np.exp(found.half_widths(numbers)[0]))
     return middle / factor, middle, middle * factor
-
-
-def _machine(home: Path, processes: int) -> Cluster:
-    """This machine as it was measured, or as the catalogue knows its GPUs."""
-    from outlast.plan.calibration.here import divided
-    from outlast.plan.cluster_file import read_cluster, this_cluster
-
-    file = home / "cluster.toml"
-    if file.exists():
-        return divided(read_cluster(file), processes)
-    return this_cluster(processes)

@@ -14,6 +14,7 @@ import typer
 
 from outlast import __version__
 from outlast.cli.ckpt import ckpt
+from outlast.cli.cluster import cluster
 from outlast.cli.coding import coding
 from outlast.cli.convert import convert
 from outlast.cli.doctor import doctor
@@ -23,6 +24,7 @@ from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.plan import plan
 from outlast.cli.report import report
+from outlast.cli.submit import submit
 from outlast.cli.train import TrainCommand, train
 from outlast.errors import (
     EXIT_BAD_INPUT,
@@ -40,9 +42,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-for command in (init, export, convert, report, doctor, drill):
+for command in (submit, init, export, convert, report, doctor, drill):
     app.command()(command)
 app.add_typer(ckpt)
+app.add_typer(cluster)
 app.add_typer(coding)
 app.add_typer(energy)
 app.add_typer(plan)

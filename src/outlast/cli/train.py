@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,10 +77,21 @@ def jobs_arguments(
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
     from outlast.cli.forecast import prediction_for
+    from outlast.cluster.chain.stopping import stop_when_of
+    from outlast.cluster.staging import stager_for
+    from outlast.cluster.storage import ask
     from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work
 
-    start = Start(job, fresh=fresh, process_faults=process_faults)
+    start = Start(
+        job,
+        fresh=fresh,
+        process_faults=process_faults,
+        # A link of a chain has a clock of its own; see `outlast submit`.
+        stop_when=stop_when_of(os.environ),
+        stager=stager_for(job.staging),
+        ask_turn=partial(ask, job.checkpoint.turns) if job.checkpoint.turns else None,
+    )
     directory = run_directory(job)
     if launched_by(os.environ) != "alone":
         ranks = ranks_from(os.environ)

@@ -25,12 +25,15 @@ from outlast.data.corpus import (
     whole_files,
 )
 from outlast.data.durable import publish_json, read_json
+from outlast.data.header import header_path, read_header
 from outlast.data.tokenizer import Tokenizer, load_tokenizer
 from outlast.data.tokens import TokenFile, write_tokens
 from outlast.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    Stager = Callable[[str, tuple[str, ...], str | None], Path]
 
 MARKER = "prepared.json"
 VERSION = 1
@@ -70,6 +73,7 @@ def prepare(
     token_dtype: str | None = None,
     base: Path = Path(),
     progress: Callable[[int, int], None] | None = None,
+    stage: Stager | None = None,
 ) -> Prepared:
     """Makes or opens the token files that a job asks for.
 
@@ -88,6 +92,9 @@ def prepare(
         token_dtype: Element type of a bare .bin file.
         base: Folder that relative paths start from.
         progress: Called with (bytes done, bytes in all) while tokenising, once per document.
+        stage: Gives the path of this node's own copy of a token file, which is opened in place of
+            it. Called with the file's path or URL, the names beside it that belong to it, and the
+            xxh3-128 that it must have, where that is known. URLs need it.
 
     Raises:
         DataError: A setting is wrong, a file is missing or damaged, the cache belongs to other
@@ -108,10 +115,10 @@ def prepare(
         )
     loaded = load_tokenizer(tokenizer, base)
     if source == "tokens":
-        train = _open_one("data.train", train_patterns, base, token_dtype)
+        train = _open_one("data.train", train_patterns, base, token_dtype, stage)
         validation = None
         if validation_patterns:
-            validation = _open_one("data.validation", validation_patterns, base, token_dtype)
+            validation = _open_one("data.validation", validation_patterns, base, token_dtype, stage)
         elif validation_fraction > 0.0:
             train, validation = train.split_tail(validation_fraction)
         return _given_tokens(train, validation, loaded)
@@ -123,7 +130,7 @@ def prepare(
         "tokenizer": loaded.name,
     }
     if (cache / MARKER).is_file():
-        return _reuse(cache, recipe, loaded, base)
+        return _reuse(cache, recipe, loaded, base, stage)
     corpora = _corpora(recipe, base)
     for name, corpus in corpora.items():
         write_tokens(cache / f"{name}.bin", corpus, loaded, progress)
@@ -131,7 +138,7 @@ def prepare(
         cache / MARKER,
         {"format": "outlast-prepared", "version": VERSION, **recipe, "files": list(corpora)},
     )
-    files = {name: TokenFile.open(cache / f"{name}.bin") for name in corpora}
+    files = {name: TokenFile.open(_here(cache / f"{name}.bin", stage)) for name in corpora}
     return Prepared(files["train"], files.get("validation"), loaded, reused=False, note=None)
 
 
@@ -175,7 +182,9 @@ def _corpora(recipe: dict[str, Any], base: Path) -> dict[str, Corpus]:
     return {"train": train} if validation is None else {"train": train, "validation": validation}
 
 
-def _reuse(cache: Path, recipe: dict[str, Any], tokenizer: Tokenizer, base: Path) -> Prepared:
+def _reuse(
+    cache: Path, recipe: dict[str, Any], tokenizer: Tokenizer, base: Path, stage: Stager | None
+) -> Prepared:
     marker = read_json(cache / MARKER)
     if marker.get("version") != VERSION:
         raise DataError(
@@ -188,7 +197,10 @@ def _reuse(cache: Path, recipe: dict[str, Any], tokenizer: Tokenizer, base: Path
                 f"the tokens in {cache} were made with data.{setting} = {marker.get(setting)!r}, "
                 f"the job now has {value!r}; set it back, use another folder, or delete this one"
             )
-    files = {name: TokenFile.open(cache / f"{name}.bin") for name in marker.get("files", ["train"])}
+    files = {
+        name: TokenFile.open(_here(cache / f"{name}.bin", stage))
+        for name in marker.get("files", ["train"])
+    }
     for file in files.values():
         if file.header is None:
             raise DataError(
@@ -224,14 +236,42 @@ def _change_since(
 
 
 def _open_one(
-    setting: str, patterns: Sequence[str], base: Path, token_dtype: str | None
+    setting: str,
+    patterns: Sequence[str],
+    base: Path,
+    token_dtype: str | None,
+    stage: Stager | None,
 ) -> TokenFile:
-    files = text_files(patterns, base)
-    if len(files) > 1:
+    remote = [pattern for pattern in patterns if "://" in pattern]
+    files = [] if remote else text_files(patterns, base)
+    if len(files) > 1 or (remote and len(patterns) > 1):
         raise DataError(
-            f'{setting} names {len(files)} files; data.source = "tokens" takes one .bin or .npy'
+            f'{setting} names {max(len(files), len(patterns))} files; data.source = "tokens" takes '
+            "one .bin or .npy"
         )
-    return TokenFile.open(files[0], token_dtype)
+    if not remote:
+        return TokenFile.open(_here(files[0], stage), token_dtype)
+    if stage is None:
+        raise DataError(
+            f"{setting} = {remote[0]!r} is a URL: it is read from a copy on each node, whose place "
+            "staging.directory names"
+        )
+    header = remote[0].rpartition(".")[0] + ".json"
+    beside = (header.rpartition("/")[2],) if remote[0].endswith(".bin") else ()
+    file = TokenFile.open(stage(remote[0], beside, None), token_dtype)
+    if file.tokens.nbytes <= VERIFY_BYTES:
+        file.verify()
+    return file
+
+
+def _here(path: Path, stage: Stager | None) -> Path:
+    """This node's own copy of a token file, or the file itself where nothing is staged."""
+    if stage is None:
+        return path
+    if path.suffix != ".bin":
+        return stage(str(path), (), None)
+    header = read_header(path)
+    return stage(str(path), (header_path(path).name,), None if header is None else header.file_hash)
 
 
 def _given_tokens(train: TokenFile, validation: TokenFile | None, tokenizer: Tokenizer) -> Prepared:

@@ -5,10 +5,11 @@ job = load_job(Path("job.toml"), ["train.steps=500"])   # JobError lists every p
 job.train.steps                                         # 500
 """
 
+from outlast.job.checkpoint import CheckpointSection
 from outlast.job.identity import differences, fingerprint, identity
 from outlast.job.load import DEFAULT_JOB, default_job_text, job_from_text, load_job
+from outlast.job.section import Section
 from outlast.job.sections import (
-    CheckpointSection,
     CodingSection,
     DataSection,
     EnergySection,
@@ -24,10 +25,11 @@ from outlast.job.sections import (
     RunSection,
     SampleSection,
     ScheduleSection,
-    Section,
     TensorizeSection,
     TrainSection,
 )
+from outlast.job.slurm import SlurmSection
+from outlast.job.staging import StagingSection
 from outlast.job.template import to_toml
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "SampleSection",
     "ScheduleSection",
     "Section",
+    "SlurmSection",
+    "StagingSection",
     "TensorizeSection",
     "TrainSection",
     "default_job_text",

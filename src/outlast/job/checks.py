@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outlast.job.slurm import CHOSEN
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
@@ -21,11 +23,14 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_data, {"data"}),
         (_schedule, {"schedule", "train"}),
         (_parallel, {"parallel", "train"}),
+        (_checkpoint, {"checkpoint", "staging"}),
         (_guard, {"guard"}),
         (_coding, {"coding", "parallel"}),
         (_coded_guard, {"coding", "guard"}),
         (_energy, {"energy"}),
         (_tensorize, {"tensorize", "parallel", "train"}),
+        (_slurm, {"slurm"}),
+        (_staging, {"staging", "data"}),
         (_factor_rules, {"tensorize", "optimizer"}),
     )
     return [
@@ -114,6 +119,30 @@ def _parallel(job: Job) -> Iterator[str]:
         )
 
 
+def _checkpoint(job: Job) -> Iterator[str]:
+    settings = job.checkpoint
+    limits = {
+        "drain_megabytes_per_s": (settings.fast, settings.drain_megabytes_per_s),
+        "mirror_megabytes_per_s": (settings.mirror, settings.mirror_megabytes_per_s),
+    }
+    if settings.back_off and not (settings.fast or settings.mirror):
+        yield (
+            "checkpoint.back_off = true has no copies to slow down; give checkpoint.fast or "
+            "checkpoint.mirror, or leave it out"
+        )
+    for name, (place, limit) in limits.items():
+        if settings.back_off and place and not limit:
+            yield (
+                f"checkpoint.back_off = true needs checkpoint.{name}, about what a process gets "
+                "there when it is alone"
+            )
+    if settings.transfer_plan and not (settings.fast or settings.mirror or job.staging.directory):
+        yield (
+            f'checkpoint.transfer_plan = "{settings.transfer_plan}" has no copies to plan; give '
+            "checkpoint.fast, checkpoint.mirror or staging.directory, or leave it out"
+        )
+
+
 def _guard(job: Job) -> Iterator[str]:
     if job.guard.policy == "off" and job.guard.modules:
         yield (
@@ -179,6 +208,59 @@ def _energy(job: Job) -> Iterator[str]:
                 f"energy.{name} = {said} needs energy, but energy.measure = false measures "
                 "none; set it to true or remove the other"
             )
+
+
+def _slurm(job: Job) -> Iterator[str]:
+    slurm = job.slurm
+    if slurm.chain == "dependent":
+        return
+    if slurm.wall_time == CHOSEN:
+        yield (
+            f'slurm.wall_time = "{CHOSEN}" chooses whenever a link is submitted, and slurm.chain = '
+            f'"{slurm.chain}" submits all at once; use "dependent", or give a time'
+        )
+    if slurm.filler_nodes:
+        yield (
+            f"slurm.filler_nodes = {slurm.filler_nodes} cannot be combined with slurm.chain = "
+            f'"{slurm.chain}"; use "dependent", or leave fillers out'
+        )
+    if not slurm.links:
+        yield (
+            f'slurm.chain = "{slurm.chain}" needs slurm.links, the number of jobs that are '
+            "submitted at once"
+        )
+    if slurm.chain == "array" and len(set(slurm.nodes)) > 1:
+        yield (
+            f'slurm.nodes = {slurm.nodes} cannot be combined with slurm.chain = "array", whose '
+            'places are all alike; use "presubmitted" or "dependent"'
+        )
+
+
+def _staging(job: Job) -> Iterator[str]:
+    staging, data = job.staging, job.data
+    remote = [each for each in (*data.train, *data.validation) if "://" in each]
+    if remote and data.source != "tokens":
+        yield (
+            f'{remote[0]} is a URL, which only data.source = "tokens" can read; copy the text to '
+            "a file system first"
+        )
+    elif remote and not staging.directory:
+        yield f"{remote[0]} is a URL and needs staging.directory, where each node keeps a copy"
+    if staging.burst_buffer != "off" and not staging.directory:
+        yield (
+            f'staging.burst_buffer = "{staging.burst_buffer}" needs staging.directory, where the '
+            "site's copies appear, e.g. $DW_JOB_STRIPED"
+        )
+    if staging.burst_buffer != "off" and data.source != "tokens":
+        yield (
+            f'staging.burst_buffer = "{staging.burst_buffer}" copies files of tokens before the '
+            f'job starts, which data.source = "{data.source}" does not name; use "tokens"'
+        )
+    if (staging.burst_buffer == "lines") != bool(staging.burst_buffer_lines):
+        yield (
+            'staging.burst_buffer = "lines" and staging.burst_buffer_lines need each other; give '
+            "both or neither"
+        )
 
 
 TWO_FACTORS = ("low_rank", "cola", "lax")

@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from outlast.job.sections import Job, Section
+from outlast.job.section import Section
+from outlast.job.sections import Job
 
 
 def identity(job: Job) -> dict[str, Any]:

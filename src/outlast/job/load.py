@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from outlast.errors import JobError
 from outlast.job.checks import impossible_combinations
-from outlast.job.sections import Job, Section
+from outlast.job.section import Section
+from outlast.job.sections import Job
 from outlast.job.template import toml_value
 
 if TYPE_CHECKING:

@@ -13,18 +13,17 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
+
+from outlast.job.checkpoint import CheckpointSection
+from outlast.job.recover import RecoverSection
+from outlast.job.section import Count, Fraction, Positive, Section, setting
+from outlast.job.slurm import SlurmSection
+from outlast.job.staging import StagingSection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from pydantic.config import JsonDict
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-
 
 GuardLevel = Literal["off", "light", "linear", "full"]
 CodingScheme = Literal[
@@ -36,17 +35,6 @@ TensorForm = Literal[
 ]
 
 TOML_VALUES = "text, a number, true, false, a list or a table of these"
-
-
-def setting(
-    default: Any, description: str, *, identity: bool = True, form: str = "", **limits: Any
-) -> Any:
-    """A field with its description and whether it is part of the run's identity.
-
-    `form` says in words what a `pattern` among the `limits` asks for.
-    """
-    extra: JsonDict = {"identity": identity, "form": form}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def _only_toml(table: dict[str, Any]) -> dict[str, Any]:
@@ -107,17 +95,6 @@ def _is_share(text: str) -> bool:
 Rank = Annotated[int | float | str, PlainValidator(_rank)]
 
 
-class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused, no value converted to another type.
-
-    TOML has types, so `steps = "5"`, `steps = true` and `compile = "no"` are mistakes.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
-
-
 class RunSection(Section):
     """Where the run lives and what makes it repeatable."""
 
@@ -169,8 +146,12 @@ class DataSection(Section):
         "stdlib: the source text of Python's standard library; text: files or globs; "
         "tokens: .bin or .npy files",
     )
-    train: list[str] = setting([], "files or globs to train on (one file for tokens)")
-    validation: list[str] = setting([], "files or globs to validate on (one file for tokens)")
+    train: list[str] = setting(
+        [], "files or globs to train on (for tokens one file, or a URL with [staging])"
+    )
+    validation: list[str] = setting(
+        [], "files or globs to validate on (for tokens one file, or a URL with [staging])"
+    )
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
         0.05, "share of text files kept for validation, chosen by a hash of the file's name"
     )
@@ -316,93 +297,6 @@ class ParallelSection(Section):
     )
     pipeline_stages_per_rank: Positive = setting(
         2, "stages per process of the interleaved schedule", identity=False
-    )
-
-
-class CheckpointSection(Section):
-    """When to save, and how much to keep."""
-
-    every_steps: Count | Literal["auto"] = setting(
-        100,
-        'steps between checkpoints; 0: only at the end; "auto": as often as is best, from the '
-        "measured cost of a save and the expected failures",
-        identity=False,
-    )
-    mtbf_hours: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        'for "auto": mean time between failures of the whole job; 0: a published figure per node',
-        identity=False,
-    )
-    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
-        0.035, 'for "auto": largest share of the time that saves may cost', identity=False
-    )
-    longest_minutes: Annotated[float, Field(gt=0.0)] = setting(
-        30.0, 'for "auto": longest time between checkpoints', identity=False
-    )
-    keep: Positive = setting(3, "newest checkpoints kept", identity=False)
-    keep_every: Count = setting(
-        0, "also keep the checkpoints of all multiples of this step; 0: none", identity=False
-    )
-    keep_best: Count = setting(
-        0, "also keep this many with the lowest validation loss; 0: none", identity=False
-    )
-    asynchronous: bool = setting(
-        True, "write in the background; training goes on after the state is copied", identity=False
-    )
-    writer: Literal["process", "thread"] = setting(
-        "process",
-        "who codes and writes: a process of its own, or a thread, which starts at once but "
-        "disturbs training a little",
-        identity=False,
-    )
-    when_busy: Literal["wait", "skip", "replace"] = setting(
-        "wait",
-        "when a checkpoint is due while the one before is still being written: wait for that, "
-        "skip the new one, or give up the old one",
-        identity=False,
-    )
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = setting(
-        1800.0, "longest wait for the storage or another process", identity=False
-    )
-    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = setting(
-        "auto", "lossless codec; auto: the smallest measured, lz4: fast", identity=False
-    )
-    replay: Literal["off", "bf16", "exact"] = setting(
-        "off",
-        'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
-        '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
-    )
-    delta_chain: Count = setting(
-        0,
-        "checkpoints in a row stored as differences to the one before: smaller, slower to "
-        "restore, a second copy of the state in host memory; 0: each in full",
-        identity=False,
-    )
-
-    fast: str = setting(
-        "",
-        "a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints "
-        "are then copied on to the run's directory in the background",
-        identity=False,
-    )
-    fast_private: bool = setting(
-        False, "whether nodes do not see each other's files in checkpoint.fast", identity=False
-    )
-    fast_keep: Positive = setting(1, "newest checkpoints kept in checkpoint.fast", identity=False)
-    drain_every: Positive = setting(
-        5, "with checkpoint.fast: every how many-th checkpoint is copied on", identity=False
-    )
-    mirror: str = setting(
-        "",
-        "a safer place that checkpoints are copied on to, a directory or any fsspec URL such as "
-        "s3://bucket/runs",
-        identity=False,
-    )
-    mirror_every: Positive = setting(
-        10, "with checkpoint.mirror: every how many-th checkpoint is copied on", identity=False
-    )
-    mirror_megabytes_per_s: Annotated[float, Field(ge=0.0)] = setting(
-        0.0, "most that a process writes to checkpoint.mirror; 0: no limit", identity=False
     )
 
 
@@ -599,6 +493,7 @@ class Job(Section):
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
+    recover: RecoverSection = RecoverSection()
     coding: CodingSection = CodingSection()
     energy: EnergySection = EnergySection()
     evaluate: EvaluateSection = EvaluateSection()
@@ -606,3 +501,5 @@ class Job(Section):
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+    slurm: SlurmSection = SlurmSection()
+    staging: StagingSection = StagingSection()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.job.sections import Job, Section
+    from outlast.job.section import Section
+    from outlast.job.sections import Job
 
 _COMMENT_WIDTH = 96
 

@@ -23,8 +23,11 @@ from outlast.records.events import (
     Event,
     GradientsCoded,
     Guarded,
+    MemberLost,
+    MembershipChanged,
     Ready,
     Sampled,
+    StateRecovered,
     StepsDone,
     StopRequested,
     Tensorized,
@@ -38,6 +41,7 @@ from outlast.records.lock import OwnerLock
 from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
+from outlast.records.staged import DataStaged
 from outlast.records.stopwatch import Stopwatch
 from outlast.records.writer import RecordWriter, event_file
 
@@ -55,6 +59,7 @@ __all__ = [
     "CodedStep",
     "CodingTotals",
     "Compared",
+    "DataStaged",
     "DeviceEnergy",
     "EnergyMeasured",
     "EnergyTotals",
@@ -66,6 +71,8 @@ __all__ = [
     "GuardTotals",
     "Guarded",
     "Measured",
+    "MemberLost",
+    "MembershipChanged",
     "MemoryMeasured",
     "OperationChecks",
     "OwnerLock",
@@ -78,6 +85,7 @@ __all__ = [
     "Sampled",
     "Sink",
     "Slowness",
+    "StateRecovered",
     "StepsDone",
     "StopRequested",
     "Stopwatch",

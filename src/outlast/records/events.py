@@ -365,6 +365,68 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True)
+class StateRecovered(Event):
+    """The state came from another place than a file checkpoint, or was chosen among several.
+
+    Attributes:
+        step: The step that was restored.
+        source: ``peer``, ``parity``, ``memory``, ``disk``, ``shared`` or ``approximate``.
+        seconds: From the choice to the last byte in place.
+        lost_steps: Steps that are done again, as far as is known; -1 where it is not.
+        bytes: Moved on all ranks together.
+        passed_over: One sentence for each better source that could not be used.
+    """
+
+    kind: ClassVar[str] = "state_recovered"
+    step: int
+    source: str
+    seconds: float
+    lost_steps: int
+    bytes: int
+    passed_over: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MemberLost(Event):
+    """A process, a node or a replica group is gone, hangs, or computes wrong numbers.
+
+    Attributes:
+        step: The steps done when it was noticed.
+        member: Which, e.g. ``rank 2`` or ``group 1``.
+        cause: ``dead``, ``hung``, ``stopped``, ``slow``, ``corrupt`` or ``coordinator``.
+        seconds: From its last sign of life to the finding.
+        note: In words, e.g. where the stacks are.
+    """
+
+    kind: ClassVar[str] = "member_lost"
+    step: int
+    member: str
+    cause: str
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MembershipChanged(Event):
+    """From this step on, other processes or replica groups do the work.
+
+    Attributes:
+        step: The first step that they do.
+        before: Number of them before.
+        after: Number of them now.
+        reason: ``lost``, ``joined`` or ``resized``.
+        seconds: For which no step was done.
+    """
+
+    kind: ClassVar[str] = "membership_changed"
+    step: int
+    before: int
+    after: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Warned(Event):
     """Something that a person should know, in one sentence."""
 

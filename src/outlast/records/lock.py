@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from outlast.errors import RunError
+from outlast.records.process import boot_identity, started_seconds
 
 # A lock has no content for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
@@ -140,22 +141,10 @@ def _this_process() -> dict[str, Any]:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
-        "boot": _boot_id(),
+        "boot": boot_identity(),
         "pid": pid,
-        "started": _started_seconds(psutil.Process(pid)),
+        "started": started_seconds(psutil.Process(pid)),
     }
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _started_seconds(process: psutil.Process) -> float:
-    # psutil adds the boot time, which moves when the clock is set; the difference does not.
-    return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def _is_file(path: Path, opened: os.stat_result) -> bool:
@@ -176,11 +165,11 @@ def _parse_owner(content: bytes) -> dict[str, Any]:
 
 
 def _alive(owner: dict[str, Any], age_seconds: float, stale_after_seconds: float) -> bool:
-    if (owner["host"], owner["boot"]) != (socket.gethostname(), _boot_id()):
+    if (owner["host"], owner["boot"]) != (socket.gethostname(), boot_identity()):
         return age_seconds < stale_after_seconds
     try:
         process = psutil.Process(owner["pid"])
-        same = abs(_started_seconds(process) - owner["started"]) < _SAME_START_SECONDS
+        same = abs(started_seconds(process) - owner["started"]) < _SAME_START_SECONDS
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from outlast.train.coding import CodingNotes
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
+    from outlast.train.staging import NodeFiles
+    from outlast.train.turns import AskTurn
 
 _GRACE_SECONDS = 1.0
 
@@ -89,6 +91,7 @@ class SetUp:
     directory: RunDirectory
     stop: StopFlag
     parts: dict[str, float] = field(default_factory=dict)
+    ask_turn: AskTurn | None = None
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -115,8 +118,11 @@ def configure_torch(job: Job, ranks: Ranks) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def load_data(setup: SetUp) -> Prepared:
-    """Tokenise the job's corpus, or open the tokens that are there already."""
+def load_data(setup: SetUp, stage: NodeFiles | None = None) -> Prepared:
+    """Tokenise the job's corpus, or open the tokens that are there already.
+
+    With `stage`, what is opened are this node's own copies.
+    """
     begun = time.perf_counter()
     data = setup.job.data
     prepared = prepare(
@@ -127,6 +133,7 @@ def load_data(setup: SetUp) -> Prepared:
         validation_fraction=data.validation_fraction,
         tokenizer=data.tokenizer,
         token_dtype=data.token_dtype,
+        stage=stage,
     )
     vocabulary_size = setup.plan.facts.vocabulary_size
     if vocabulary_size is not None:
@@ -201,7 +208,14 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         replay=replay,
         coding=notes,
         guard=guard,
-        cadence=cadence_of(job, setup.ranks, setup.directory),
+        cadence=cadence_of(
+            job,
+            setup.ranks,
+            setup.directory,
+            setup.ask_turn,
+            # Weights and both moments of Adam, in fp32.
+            state_bytes=12.0 * sum(each.numel() for each in model.parameters()),
+        ),
         stop=setup.stop,
         records=records,
         # Only DDP reorders its sums, and two summands have no order.

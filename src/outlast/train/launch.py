@@ -7,11 +7,14 @@ use, which takes a tenth of a second because torch is loaded already.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _MONITOR_SECONDS = 0.1
+_FORKED_SECONDS = 5.0
+_LOOK_SECONDS = 0.005
 _interrupts: list[int] = []
 
 
@@ -73,6 +78,7 @@ def launch_group(start: Start) -> int:
 def _worker(start: Start) -> tuple[int, str | None]:
     """One worker: its exit code, and the sentence of a wrong input (no reason to restart)."""
     os.environ["OUTLAST_LAUNCH"] = "nproc"
+    _await_siblings(int(os.environ["LOCAL_WORLD_SIZE"]))
     try:
         return work(start, ranks_from(os.environ)), None
     except WrongNumbersError:
@@ -80,6 +86,33 @@ def _worker(start: Start) -> tuple[int, str | None]:
         raise
     except OutlastError as error:
         return EXIT_BAD_INPUT, str(error)
+
+
+def _await_siblings(count: int) -> None:
+    """Wait until all workers of the group are forked, before any of them uses the network.
+
+    The launcher's store answers from a thread of its own, which looks names up. A worker that is
+    forked at that moment inherits the lock of glibc's resolver held, and hangs at its own look-up.
+    """
+    with contextlib.suppress(psutil.Error):
+        own = psutil.Process()
+        launcher, command = own.parent(), own.cmdline()
+        if launcher is None or launcher.cmdline() != command:
+            # Spawned, or an orphan: nothing was inherited, or nobody forks any more.
+            return
+        deadline = time.monotonic() + _FORKED_SECONDS
+        while time.monotonic() < deadline:
+            if sum(_command(each) == command for each in launcher.children()) >= count:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """A forked process has the command line of its parent; other helpers of the launcher do not."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

@@ -83,7 +83,8 @@ class Trainer:
     """All parts of a run on this rank, put together by `outlast.train.build`.
 
     `records` is None on ranks other than 0. `before_step` is called with the number of steps done
-    (a drill lets processes die there).
+    (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
+    stop, or an empty text.
     """
 
     job: Job
@@ -108,6 +109,7 @@ class Trainer:
     spikes: SpikeWatch | None = None
     energy: RunMeter | None = None
     before_step: Callable[[int], None] | None = None
+    stop_when: Callable[[], str] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -202,6 +204,8 @@ class Trainer:
                 done = step + 1
                 if last_stop and done - first_step >= last_stop:
                     self.stop.reason = self.stop.reason or "train.stop_after_steps"
+                if self.stop_when is not None:
+                    self.stop.reason = self.stop.reason or self.stop_when() or None
                 stopping, saving, grown = self._agree(loss, interval, done)
                 interval.step_seconds.append(time.perf_counter() - begun)
                 self.cadence.observe_step(
@@ -334,6 +338,7 @@ class Trainer:
             try:
                 handle = self.store.save_async(step, state, metrics=metrics)
             except CheckpointError as error:
+                self.cadence.ended()
                 self._record(CheckpointFailed(step, str(error)))
                 return str(error)
             # The store has waited for the save before, and counted that as blocked.
@@ -362,6 +367,7 @@ class Trainer:
             return None
         result = self._pending.result()
         self._pending = None
+        self.cadence.ended()
         if result.error is None:
             self._published = result.step
             self._record(

@@ -77,9 +77,10 @@ def _data_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
                 "tokenizer or raise its vocab_size"
             )
     for patterns in (job.data.train, job.data.validation):
-        if patterns:
+        # What a URL names is looked at when it is staged.
+        if local := [pattern for pattern in patterns if "://" not in pattern]:
             try:
-                text_files(patterns, Path())
+                text_files(local, Path())
             except OutlastError as error:
                 yield str(error)
 

@@ -37,6 +37,7 @@ from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
 from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
+from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from outlast.train.drill import Drill
     from outlast.train.loop import Outcome, Trainer
     from outlast.train.model import ModelSize
+    from outlast.train.staging import Stager
+    from outlast.train.turns import AskTurn
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class Start:
         process_faults: What happens to processes on purpose; see `outlast.guard.inject`.
         prediction: What the job is expected to need; recorded and printed before the first step,
             and beside the measured figures when the attempt has ended.
+        stop_when: Asked by every rank after each step: why to save and stop now, or an empty text.
+            One rank that says so is enough. Must survive pickling.
+        stager: Gets token files to each node before they are opened; None: read in place.
+        ask_turn: Asks for a turn among the jobs that save to one file system; None: save when due.
     """
 
     job: Job
@@ -67,6 +74,9 @@ class Start:
     drill: Drill | None = None
     process_faults: tuple[str, ...] = ()
     prediction: Predicted | None = None
+    stop_when: Callable[[], str] | None = None
+    stager: Stager | None = None
+    ask_turn: AskTurn | None = None
 
 
 def run_directory(job: Job) -> RunDirectory:
@@ -156,6 +166,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 run_directory(start.job),
                 stop,
                 parts,
+                start.ask_turn,
             )
             if start.drill is not None:
                 return start.drill.run(setup)
@@ -167,15 +178,13 @@ def work(start: Start, ranks: Ranks) -> int:
 
 
 def _train(setup: SetUp, start: Start, began: float) -> int:
-    job, ranks = setup.job, setup.ranks
+    ranks = setup.ranks
     records = None
     try:
-        # Rank 0 alone tokenises, which may take long; then every rank opens what is there.
-        group = patient_group(job.data.prepare_timeout_seconds)
         records = together(lambda: _open_records(setup) if ranks.is_first else None)
-        together(lambda: load_data(setup) if ranks.is_first else None, group)
-        data = together(lambda: load_data(setup))
+        data = _load_data(setup, start.stager, records)
         trainer, size = build(setup, data, records)
+        trainer.stop_when = start.stop_when
         if start.process_faults:
             trainer.before_step = _process_faults(setup, start)
         if records is not None:
@@ -196,6 +205,21 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         if records is not None:
             records.close()
     return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+
+
+def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None) -> Prepared:
+    job, is_first = setup.job, setup.ranks.is_first
+    files = None if stager is None else NodeFiles(stager)
+    # Copying may take long as well, for each of two files and for whoever waits.
+    seconds = 0.0 if stager is None else 2 * stager.timeout_seconds
+    group = patient_group(max(job.data.prepare_timeout_seconds, seconds))
+    if files is None or job.data.source != "tokens":
+        # Rank 0 alone tokenises, which may take long; then every rank opens what is there.
+        together(lambda: load_data(setup) if is_first else None, group)
+    data = together(lambda: load_data(setup, files), group if files is not None else None)
+    if files is not None:
+        files.record(records)
+    return data
 
 
 def _process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:

@@ -7,8 +7,10 @@ import json
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint import IntervalEstimator
+from outlast.checkpoint.cost import NODE_MTBF_SECONDS
 from outlast.errors import OutlastError
 from outlast.records import read_run, replace_file
+from outlast.train.turns import SaveTurns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.train.ranks import Ranks
+    from outlast.train.turns import AskTurn
 
 _WORTH_TELLING = 0.1
 
@@ -32,6 +35,7 @@ class SaveCadence:
         every_steps: A fixed number of steps, or None for the best.
         estimator: Of the best number, on rank 0.
         memory: File that keeps what the estimator has learnt for the next attempt.
+        turns: Taken with other jobs of one file system, on rank 0; None for saves at once.
     """
 
     def __init__(
@@ -39,10 +43,12 @@ class SaveCadence:
         every_steps: int | None,
         estimator: IntervalEstimator | None = None,
         memory: Path | None = None,
+        turns: SaveTurns | None = None,
     ) -> None:
         self._every_steps = every_steps
         self._estimator = estimator
         self._memory = memory
+        self._turns = turns
         self._saved_at = 0
         self._told = 0
 
@@ -52,15 +58,27 @@ class SaveCadence:
 
     def wants(self, done: int) -> bool:
         """Whether this rank asks for a save after `done` steps; one that asks is enough."""
+        return self._due(done) and (self._turns is None or self._turns.may_save())
+
+    def _due(self, done: int) -> bool:
         if self._every_steps is not None:
-            return self._every_steps > 0 and done % self._every_steps == 0
+            every = self._every_steps
+            # A save that waits for its turn stays due.
+            return every > 0 and done // every > self._saved_at // every
         if self._estimator is None:
             return False
         return done - self._saved_at >= self._estimator.next_interval_steps()
 
     def saved(self, step: int) -> None:
-        """A save was made at `step`."""
+        """A save begins at `step`."""
         self._saved_at = step
+        if self._turns is not None:
+            self._turns.saving()
+
+    def ended(self) -> None:
+        """The save under way has ended, well or not."""
+        if self._turns is not None:
+            self._turns.release()
 
     def observe_step(self, seconds: float, *, saving: bool) -> None:
         """A step took `seconds`, without what a save blocked; `saving`: while one was written."""
@@ -69,6 +87,8 @@ class SaveCadence:
 
     def observe_save(self, result: SaveResult) -> None:
         """A save was published."""
+        if self._turns is not None:
+            self._turns.size_bytes = result.bytes
         if self._estimator is not None:
             self._estimator.observe_save(result.blocked_seconds, result.seconds)
             if self._memory is not None:
@@ -87,15 +107,34 @@ class SaveCadence:
         return steps, self._estimator.explain()
 
 
-def cadence_of(job: Job, ranks: Ranks, directory: RunDirectory) -> SaveCadence:
-    """The cadence that the job asks for, with what earlier attempts have learnt and suffered."""
+def cadence_of(
+    job: Job,
+    ranks: Ranks,
+    directory: RunDirectory,
+    ask_turn: AskTurn | None = None,
+    state_bytes: float = 1.0,
+) -> SaveCadence:
+    """The cadence that the job asks for, with what earlier attempts have learnt and suffered.
+
+    Args:
+        job: Checked.
+        ranks: This process among the others.
+        directory: Of the run.
+        ask_turn: Asks for a turn among the jobs of a file system; None for saves at once.
+        state_bytes: Of model and optimizer, about what a first save writes.
+    """
     settings = job.checkpoint
+    turns = None
+    if ask_turn is not None and ranks.is_first:
+        turns = _turns(job, ranks, ask_turn, state_bytes)
     if settings.every_steps != "auto":
-        return SaveCadence(settings.every_steps)
+        # One rank that asks is enough: where turns are taken, the one that takes them.
+        every = settings.every_steps if turns is not None or ask_turn is None else 0
+        return SaveCadence(every, turns=turns)
     if not ranks.is_first:
         return SaveCadence(None)
     estimator = IntervalEstimator(
-        nodes=-(-ranks.world_size // ranks.local_world_size),
+        nodes=_nodes(ranks),
         mtbf_seconds=settings.mtbf_hours * 3600.0 if settings.mtbf_hours else None,
         budget=settings.slowdown_budget,
         longest_seconds=settings.longest_minutes * 60.0,
@@ -106,4 +145,19 @@ def cadence_of(job: Job, ranks: Ranks, directory: RunDirectory) -> SaveCadence:
         before = read_run(directory.path).attempts[:-1]
         if before and before[-1].outcome == "died":
             estimator.observe_failure()
-    return SaveCadence(None, estimator, memory)
+    return SaveCadence(None, estimator, memory, turns)
+
+
+def _turns(job: Job, ranks: Ranks, ask_turn: AskTurn, state_bytes: float) -> SaveTurns:
+    settings = job.checkpoint
+    return SaveTurns(
+        ask_turn,
+        size_bytes=state_bytes,
+        nodes=_nodes(ranks),
+        mtbf_seconds=3600.0 * settings.mtbf_hours or NODE_MTBF_SECONDS / _nodes(ranks),
+        longest_seconds=settings.turn_seconds,
+    )
+
+
+def _nodes(ranks: Ranks) -> int:
+    return -(-ranks.world_size // ranks.local_world_size)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -18,39 +17,15 @@ from outlast.checkpoint.format.version import SEAL
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterable, Iterator
 
     from outlast.checkpoint.format.manifest import Chunk
     from outlast.checkpoint.format.storage import Storage
     from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.tiers.pace import Pace
     from outlast.checkpoint.tiers.place import Place
 
-_BLOCK_BYTES = 4 << 20
-_SMALLEST_BLOCK_BYTES = 16 << 10
-# With a bandwidth cap, blocks are as small as this time allows, so that the flow is even.
-_BLOCK_SECONDS = 0.1
 _PART = re.compile(r"rank-\d{5,}-of-(\d{5,})\.json", re.ASCII)
-
-
-class Pace:
-    """Keeps a rate: after each block, waits until the rate allows for it."""
-
-    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._rate = bytes_per_second
-        self._stop = stop
-        self._free_at = 0.0
-        even = _BLOCK_BYTES if bytes_per_second is None else int(bytes_per_second * _BLOCK_SECONDS)
-        self.block_bytes = min(max(even, _SMALLEST_BLOCK_BYTES), _BLOCK_BYTES)
-
-    def take(self, size: int) -> None:
-        """Count `size` bytes; raises CheckpointError when the store was closed."""
-        if self._rate is not None:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + size / self._rate
-            self._stop.wait(self._free_at - now)
-        if self._stop.is_set():
-            raise CheckpointError("the store was closed")
 
 
 class Copy:

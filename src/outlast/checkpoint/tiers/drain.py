@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.agreement import Signals
     from outlast.checkpoint.format.version import Version
-    from outlast.checkpoint.tiers.copying import Pace
+    from outlast.checkpoint.tiers.pace import Pace
     from outlast.checkpoint.tiers.place import Place
 
 
@@ -61,7 +61,12 @@ class Drain:
         elif dropped := self.signals.hear(f"{key}/start", ""):
             return DrainResult(target.storage.location, job.version.step, skipped=dropped)
         begun = time.perf_counter()
-        problem = _attempt(copy.run)
+
+        def paced() -> None:
+            with pace:
+                copy.run()
+
+        problem = _attempt(paced)
         if self.leads:
             problem = self._gathered(f"{key}/done", problem)
             if not problem and not target.private and self._seals(target):

@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.geometry import Box, covers
 from outlast.checkpoint.format.manifest import Part, root_of
 from outlast.checkpoint.format.retention import Known, Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
@@ -26,6 +25,7 @@ from outlast.checkpoint.format.version import (
     write_seal,
 )
 from outlast.errors import CheckpointError
+from outlast.state.box import Box, covers
 
 if TYPE_CHECKING:
     import os

@@ -25,6 +25,8 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     import os
 
+    from outlast.checkpoint.tiers.pace import Pacing
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -37,6 +39,7 @@ class Tier:
         keep: Newest versions kept here, or a `Retention`.
         bytes_per_second: Most that each rank writes here; None: no limit.
         private: Whether ranks do not see each other's files here, as on a node's own disk.
+        pacing: What else decides how fast each copy is, e.g. a share of what others leave.
     """
 
     place: str | os.PathLike[str]
@@ -44,6 +47,7 @@ class Tier:
     keep: int | Retention = 3
     bytes_per_second: float | None = None
     private: bool = False
+    pacing: Pacing | None = None
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""

@@ -15,8 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.version import list_versions
-from outlast.checkpoint.tiers.copying import Pace
 from outlast.checkpoint.tiers.drain import Drain, Job, failed
+from outlast.checkpoint.tiers.pace import Pace
 from outlast.checkpoint.tiers.place import Place, words_of
 from outlast.checkpoint.tiers.tier import DrainResult
 from outlast.errors import CheckpointError
@@ -65,9 +65,7 @@ class Tiers:
         self._coordinated = False
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._pace = [Pace(None, self._stop)] + [
-            Pace(each.bytes_per_second, self._stop) for each in lower
-        ]
+        self._lower = tuple(lower)
         self._waiting: list[list[Job]] = [[] for _ in range(count)]
         self._current: list[Job | None] = [None] * count
         # Copied, and not told yet: who waits for results waits for these too.
@@ -275,6 +273,11 @@ class Tiers:
             return None
         return self._waiting[index].pop(0)
 
+    def _pace(self, index: int, job: Job) -> Pace:
+        tier = self._lower[index - 1]
+        rate = None if tier.pacing is None else tier.pacing(job.version.step)
+        return Pace(tier.bytes_per_second, self._stop, rate)
+
     def _serve(self, index: int) -> None:
         """The thread of one tier."""
         assert self._signals is not None
@@ -287,7 +290,7 @@ class Tiers:
                     self._changed.wait()
                 self._current[index] = job
             try:
-                result = drain.run(index, job, self._pace[index])
+                result = drain.run(index, job, self._pace(index, job))
             except Exception as error:
                 result = failed(self.places[index], job.version, words_of(error))
             done = result.error is None and not result.skipped

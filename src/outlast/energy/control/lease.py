@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from outlast.errors import EnergyError
+from outlast.records.process import boot_identity, started_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,9 +83,9 @@ class Lease:
             raise EnergyError(f"lasts_seconds = {lasts_seconds} must be above 0 and finite")
         return cls(
             host=socket.gethostname(),
-            boot=_boot(),
+            boot=boot_identity(),
             pid=os.getpid(),
-            started_seconds=_started_seconds(psutil.Process()),
+            started_seconds=started_seconds(psutil.Process()),
             expires_unix_seconds=time.time() + lasts_seconds,
             devices=devices,
         )
@@ -99,11 +100,11 @@ class Lease:
         """Whether its process lives. On another host that cannot be known: it counts as alive."""
         if self.host != socket.gethostname():
             return True
-        if self.boot != _boot():
+        if self.boot != boot_identity():
             return False
         try:
             process = psutil.Process(self.pid)
-            same = abs(_started_seconds(process) - self.started_seconds) < _SAME_START_SECONDS
+            same = abs(started_seconds(process) - self.started_seconds) < _SAME_START_SECONDS
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
@@ -283,18 +284,6 @@ def _taken(path: Path) -> str:
         f"the lease {path} of a process that has ended or of a time that is over is still there: "
         f"run outlast energy restore {path} first"
     )
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _started_seconds(process: psutil.Process) -> float:
-    # psutil adds the boot time, which moves when the clock is set; the difference does not.
-    return round(process.create_time() - psutil.boot_time(), 2)
 
 
 def _sync_directory(directory: Path) -> None:

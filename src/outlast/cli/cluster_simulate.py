@@ -1,0 +1,265 @@
+"""``outlast cluster simulate``: what each policy would have done on a cluster's own log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast.errors import ClusterError
+
+if TYPE_CHECKING:
+    from outlast.cluster.policies.decision import Policy
+    from outlast.cluster.policies.holes import Backfill
+    from outlast.cluster.policies.job import Limits, MalleableJob
+    from outlast.cluster.policies.replay import Row
+    from outlast.cluster.workload.jobs import Workload
+
+POLICIES = ("long", "links", "filler", "planned", "automatic")
+HOUR = 3600.0
+_GENERATED_JOBS = 3000
+
+
+def simulate(
+    *,
+    swf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A log in the Standard Workload Format.")
+    ] = None,
+    sacct: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Output of sacct --allusers --parsable2, or --json."),
+    ] = None,
+    generated: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="NODES", help="Without a log: generated jobs on a machine."),
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="Of sacct's text: only this partition's jobs.")
+    ] = None,
+    machine_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the log's machine; default: as it shows.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Of the run; default: an eighth of the machine.")
+    ] = None,
+    hours: Annotated[float, typer.Option(min=0.01, help="Of the run on these nodes.")] = 24.0,
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Other node counts it can run on; default: 1/4 to 4 times."),
+    ] = None,
+    exponent: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Speed grows as nodes to this power.")
+    ] = 0.9,
+    restart: Annotated[float, typer.Option(min=0.0, help="Seconds to a link's first step.")] = 300,
+    save: Annotated[float, typer.Option(min=0.0, help="Seconds of a link's last save.")] = 60.0,
+    max_time: Annotated[
+        str, typer.Option(help="Longest wall time, as Slurm writes it: 24:00:00, 2-00:00:00.")
+    ] = "UNLIMITED",
+    links: Annotated[float, typer.Option(min=0.1, help="Hours of a link of policy links.")] = 8.0,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(POLICIES)}; default: all.")
+    ] = None,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, help="Stretch the arrivals to this load; default: the log's own."),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Moments at which the run is submitted.")] = 10,
+    backfill: Annotated[
+        str, typer.Option(help="easy, or conservative: as Slurm's with a deep queue.")
+    ] = "easy",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
+    ] = False,
+) -> None:
+    """Say what each policy would have done on a cluster's own log.
+
+    The log's jobs run on a simulated scheduler; one run of yours is added at several moments of it,
+    under one policy after the other. All figures are simulated. The log's users appear nowhere.
+
+    Example: outlast cluster simulate --swf log.swf --nodes 16 --hours 48 --load 0.85
+
+    Example: sacct --allusers --parsable2 --starttime now-60days
+    --format JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State,Partition > log.txt;
+    outlast cluster simulate --sacct log.txt --partition gpu
+
+    --json: {"log", "jobs", "machine_nodes", "run", "notes", "rows"}, times in seconds.
+    """
+    from outlast.cluster.policies.replay import replay
+
+    log = _log(
+        swf, sacct, generated=generated, partition=partition, machine_nodes=machine_nodes, seed=seed
+    )
+    job, limits = _run(
+        log,
+        hours,
+        nodes=nodes,
+        sizes=size,
+        exponent=exponent,
+        restart=restart,
+        save=save,
+        max_time=max_time,
+    )
+    kind = _backfill(backfill)
+    chosen = _policies(policy, links * HOUR, kind)
+    loads = load or [log.load]
+    rows: list[Row] = []
+    for each in loads:
+        stretched = log.at_load(each) if load else log
+        rows += replay(stretched, chosen, job, limits, runs=runs, seed=seed, backfill=kind)
+    if json:
+        _print_json(log, job, rows)
+    else:
+        _print(log, job, rows)
+
+
+def _log(
+    swf: Path | None,
+    sacct: Path | None,
+    *,
+    generated: int | None,
+    partition: str | None,
+    machine_nodes: int | None,
+    seed: int,
+) -> Workload:
+    from outlast.cluster.workload.lublin import lublin
+    from outlast.cluster.workload.sacct import read_sacct
+    from outlast.cluster.workload.swf import read_swf
+
+    if sum(each is not None for each in (swf, sacct, generated)) != 1:
+        raise ClusterError("give one of --swf FILE, --sacct FILE and --generated NODES")
+    if partition is not None and sacct is None:
+        raise ClusterError("--partition belongs to --sacct: other logs are read whole")
+    if swf is not None:
+        return read_swf(swf, nodes=machine_nodes)
+    if sacct is not None:
+        return read_sacct(sacct, nodes=machine_nodes, partition=partition)
+    return lublin(_GENERATED_JOBS, generated or 0, load=0.85, seed=seed)
+
+
+def _run(
+    log: Workload,
+    hours: float,
+    *,
+    nodes: int | None,
+    sizes: list[int] | None,
+    exponent: float,
+    restart: float,
+    save: float,
+    max_time: str,
+) -> tuple[MalleableJob, Limits]:
+    """The run that is submitted, and what it may ask for."""
+    from outlast.cluster.durations import limit_seconds
+    from outlast.cluster.policies.job import Limits, MalleableJob, PowerSpeed
+
+    reference = nodes or max(log.machine_nodes // 8, 1)
+    if reference > log.machine_nodes:
+        raise ClusterError(
+            f"--nodes {reference}: the log's machine has {log.machine_nodes} nodes; give fewer"
+        )
+    others = sizes or [reference // 4, reference // 2, 2 * reference, 4 * reference]
+    possible = {each for each in others if 1 <= each <= log.machine_nodes}
+    job = MalleableJob(
+        work_seconds=hours * HOUR,
+        reference_nodes=reference,
+        sizes=tuple(sorted({reference, *possible})),
+        speed=PowerSpeed(reference, exponent),
+        restart_seconds=restart,
+        save_seconds=save,
+    )
+    longest = limit_seconds(max_time)
+    if job.progress(reference, longest) <= 0.0:
+        raise ClusterError(
+            f"--max-time {max_time}: restart and last save alone take "
+            f"{job.overhead(reference):g} s; give more"
+        )
+    return job, Limits(max_wall_seconds=longest, max_nodes=log.machine_nodes)
+
+
+def _backfill(name: str) -> Backfill:
+    if name not in ("easy", "conservative"):
+        raise ClusterError(f'--backfill = "{name}" is neither easy nor conservative')
+    return name  # type: ignore[return-value]
+
+
+def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) -> list[Policy]:
+    """One long job, which the others are compared with, and those that were asked for."""
+    from outlast.cluster.policies.anchor_filler import AnchorFiller
+    from outlast.cluster.policies.automatic import Automatic
+    from outlast.cluster.policies.chains import FixedLinks, OneLongJob
+    from outlast.cluster.policies.planned import Planned
+
+    known: dict[str, Policy] = {
+        "links": FixedLinks(link_seconds),
+        "filler": AnchorFiller(backfill=backfill),
+        "planned": Planned(backfill=backfill),
+        "automatic": Automatic(fillers=AnchorFiller(backfill=backfill)),
+    }
+    for name in names or []:
+        if name not in POLICIES:
+            raise ClusterError(f'--policy = "{name}" is none of {", ".join(POLICIES)}')
+    wanted = [name for name in POLICIES if name in (names or POLICIES) and name in known]
+    return [OneLongJob(), *(known[name] for name in wanted)]
+
+
+def _print(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
+    from outlast.cli.figures import Column, output, print_table
+    from outlast.cluster.policies.words import hours
+
+    console = output()
+    heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
+    columns = [Column(head, number=head != "policy") for head in (*heads, "jobs", "waste")]
+    cells = [
+        [
+            f"{row.load:.2f}",
+            row.policy,
+            str(row.runs),
+            f"{row.turnaround_seconds / HOUR:.1f}",
+            f"{row.ratio:.3f}",
+            f"{row.worst:.2f}",
+            f"{row.node_ratio:.3f}",
+            f"{row.links:.1f}",
+            f"{row.waste:.1%}",
+        ]
+        for row in rows
+    ]
+    title = (
+        f"{len(log):,} jobs on {log.machine_nodes:,} nodes; a run of {hours(job.work_seconds)} on "
+        f"{job.reference_nodes} nodes is added; simulated"
+    )
+    print_table(console, columns, cells, title)
+    for note in log.notes:
+        console.print(note, style="dim", soft_wrap=True, markup=False)
+    best = min(rows, key=lambda row: row.ratio)
+    if best.ratio > 0.98:
+        sentence = "Just submit one long job: no policy gains 2 % on this log."
+    else:
+        sentence = (
+            f"Best: {best.policy}, {1.0 - best.ratio:.0%} sooner than one long job on average at "
+            f"load {best.load:.2f}, with {best.node_ratio:.2f} of its node hours."
+        )
+    console.print(sentence, soft_wrap=True, markup=False)
+
+
+def _print_json(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
+    from outlast.cli.figures import print_json
+
+    print_json(
+        {
+            "log": log.name,
+            "jobs": len(log),
+            "machine_nodes": log.machine_nodes,
+            "kind": "simulated",
+            "run": {
+                "nodes": job.reference_nodes,
+                "seconds": job.work_seconds,
+                "sizes": job.sizes,
+                "restart_seconds": job.restart_seconds,
+                "save_seconds": job.save_seconds,
+            },
+            "notes": log.notes,
+            "rows": [asdict(row) for row in rows],
+        }
+    )

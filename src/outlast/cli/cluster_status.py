@@ -1,0 +1,89 @@
+"""``outlast cluster status``: a chain's links, progress, waste by cause and time left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from outlast.cluster.chain.plan import ChainFiles
+    from outlast.cluster.chain.status import ChainStatus
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/quickstart; or a job file.")
+]
+
+
+def chain_of(run: Path) -> ChainFiles:
+    """The chain of a run directory, or of the run that a job file names.
+
+    Raises:
+        JobError: The job file is wrong.
+    """
+    from outlast.cluster.chain.plan import chain_files
+    from outlast.cluster.chain.planning import files_of
+
+    if run.suffix == ".toml":
+        from outlast.job import load_job
+
+        return files_of(load_job(run))
+    return chain_files(run.resolve())
+
+
+def status(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how a chain is doing: links, progress, where the time went, when it will be done."""
+    from outlast.cluster.chain.status import as_json as plain
+    from outlast.cluster.chain.status import status_of
+
+    found = status_of(chain_of(run))
+    if as_json:
+        print(json.dumps(plain(found), indent=1))
+    else:
+        print_status(found)
+
+
+def print_status(found: ChainStatus) -> None:
+    """The status as text."""
+    from outlast.cli.figures import Column, output, print_table
+    from outlast.cluster.durations import duration_text
+
+    console = output()
+    why = f": {found.reason}" if found.reason else ""
+    of = f" of {found.steps} ({found.step / found.steps:.1%})" if found.steps else ""
+    print(f"chain {found.chain} of run {found.name}: {found.outcome}{why}")
+    print(f"saved up to step {found.step}{of}")
+    if found.goodput is not None:
+        print(f"goodput {found.goodput:.1%} of the links' time, measured")
+        total = sum(found.seconds.values())
+        for name, seconds in sorted(found.seconds.items(), key=lambda each: -each[1]):
+            print(f"  {name:<26} {duration_text(seconds):>12}  {seconds / total:6.1%}")
+    elif found.links:
+        print("goodput not known: the run has kept no records of its time yet")
+    if gaps := found.gaps_seconds:
+        print(f"between links {sum(gaps) / len(gaps):.1f} s on average, {max(gaps):.1f} s at most")
+    if found.left_seconds:
+        print(f"about {duration_text(found.left_seconds)} left, predicted from the links so far")
+    for job, state in found.jobs.items():
+        print(f"job {job}: {state.lower()}")
+    if found.links:
+        rows = [
+            [
+                f"{each.number} filler" if each.role == "filler" else str(each.number),
+                each.job,
+                f"{each.nodes} x {each.processes // max(each.nodes, 1)}",
+                "" if each.wait_seconds is None else f"{each.wait_seconds:.1f} s",
+                "" if each.seconds is None else duration_text(each.seconds),
+                f"{each.first_step} to {each.last_step}",
+                each.verdict,
+                each.reason,
+            ]
+            for each in found.links
+        ]
+        heads = ("link", "job", "nodes", "waited", "ran", "steps", "then", "why")
+        print_table(console, [Column(head) for head in heads], rows, "")

@@ -1,0 +1,1 @@
+"""The links of a run on a queue with a time limit."""

@@ -1,0 +1,283 @@
+"""The fence: of all links of a chain, one may write its run.
+
+A file names the holder: job, host, boot, process and when that was started. It is made by linking a
+complete file to the name, so it is never seen half written. Another link takes it over when the
+holder is dead:
+
+- a process of this host that is gone;
+- a job that Slurm says has ended (or an earlier start of this very job, after a requeue);
+- where Slurm cannot be asked, a holder whose heartbeat has not moved for `STALE_SECONDS` of this
+  process's own clock, which no difference between hosts' clocks can shorten.
+
+Of several links that find the same dead holder one gets the fence: whoever removes a fence locks
+that very file first (flock) and looks at it again, so that a newer one is never removed by mistake.
+A holder that was believed dead and is not (a node that was cut off) finds at its next heartbeat
+that the fence names another, and ends its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from outlast.cluster.slurm.commands import SlurmUnreachableError
+from outlast.cluster.slurm.states import has_ended, is_waiting
+from outlast.errors import ClusterError
+from outlast.records.process import boot_identity, started_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+WAIT_SECONDS = 90.0
+_LOOK_SECONDS = 1.0
+_SAME_START_SECONDS = 0.05
+# A dead holder's file is removed at once, unless somebody else is at it.
+_REMOVAL_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a fence.
+
+    Attributes:
+        job: Slurm's number of the link's job.
+        host: Where its supervising process runs.
+        boot: That machine's boot.
+        process: Its number there.
+        started: Seconds after the boot when it was started.
+        token: Unlike that of any other holder.
+    """
+
+    job: str
+    host: str
+    boot: str
+    process: int
+    started: float
+    token: str
+
+
+class FenceHeldError(ClusterError):
+    """Another link is alive.
+
+    Attributes:
+        holder: Who it is.
+    """
+
+    def __init__(self, message: str, holder: Holder) -> None:
+        self.holder = holder
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (FenceHeldError, (str(self), self.holder))
+
+
+class Fence:
+    """The right to write a run; see the module.
+
+    Args:
+        path: The fence file; its folder exists.
+        job: Slurm's number of this link's job.
+        job_state: The state of another job as one word, None where nobody knows it; raises
+            SlurmUnreachableError where Slurm gives no answer. A job that is being taken down is
+            COMPLETING.
+        wait_seconds: How long a live holder is waited for, which may be about to end; a function
+            is called with it at each look.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        job: str,
+        job_state: Callable[[str], str | None],
+        *,
+        wait_seconds: float | Callable[[Holder], float] = WAIT_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
+        self._path = path
+        self._job_state = job_state
+        self._wait_seconds = wait_seconds
+        self._stale_seconds = stale_seconds
+        self.holder = this_process(job)
+        self._beaten = 0.0
+
+    def acquire(self) -> Holder | None:
+        """Take the fence.
+
+        Returns:
+            The dead holder from whom it was taken, or None where nobody held it.
+
+        Raises:
+            FenceHeldError: A live link holds it, and went on to do so for `wait_seconds`.
+            ClusterError: The file cannot be written.
+        """
+        begun, watched = time.monotonic(), _Watched()
+        dead: Holder | None = None
+        try:
+            while True:
+                if self._create():
+                    return dead
+                holder = read_holder(self._path)
+                passed = time.monotonic() - begun
+                if holder is None or not self._alive(holder, watched):
+                    dead = holder or dead
+                    if self._remove(holder):
+                        continue
+                    if passed > _REMOVAL_SECONDS:
+                        raise ClusterError(
+                            f"{self._path} of a dead link could not be removed in "
+                            f"{_REMOVAL_SECONDS:g} s, since another process has locked it"
+                        )
+                elif passed > self._patience(holder):
+                    raise FenceHeldError(
+                        f"job {holder.job} on {holder.host} is writing this run; a second link "
+                        "does not",
+                        holder,
+                    )
+                time.sleep(_LOOK_SECONDS)
+        except OSError as error:
+            raise ClusterError(f"{self._path} cannot be written: {error.strerror}") from None
+
+    def held(self) -> bool:
+        """Whether this link still holds the fence; also shows others that it is alive.
+
+        A file system that does not answer for a moment is no reason to give up.
+        """
+        now = time.monotonic()
+        if now - self._beaten < HEARTBEAT_SECONDS:
+            return True
+        self._beaten = now
+        try:
+            content = self._path.read_bytes()
+            os.utime(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        holder = _parsed(content)
+        return holder is None or holder == self.holder
+
+    def release(self) -> None:
+        """Give it back, if this link still holds it."""
+        with contextlib.suppress(OSError):
+            if read_holder(self._path) == self.holder:
+                self._remove(self.holder)
+
+    def _patience(self, holder: Holder) -> float:
+        wait = self._wait_seconds
+        return wait(holder) if callable(wait) else wait
+
+    def _create(self) -> bool:
+        temporary = self._path.with_name(f".{self._path.name}.{self.holder.token}")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(self.holder.__dict__, file)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._beaten = time.monotonic()
+        return True
+
+    def _remove(self, holder: Holder | None) -> bool:
+        """Remove the file if it still names `holder`; False where somebody else is at it."""
+        try:
+            file = self._path.open("r+b")
+        except FileNotFoundError:
+            return True
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # a file system without flock: the few microseconds' risk is taken
+            with contextlib.suppress(FileNotFoundError):
+                same = os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+                if same and _parsed(file.read()) == holder:
+                    self._path.unlink()
+        return True
+
+    def _alive(self, holder: Holder, watched: _Watched) -> bool:
+        if (holder.host, holder.boot) == (self.holder.host, self.holder.boot):
+            return _process_lives(holder)
+        if holder.job == self.holder.job:
+            # An earlier start of this job: Slurm starts it again only after its end.
+            return False
+        unknown = False
+        try:
+            state = self._job_state(holder.job)
+        except (SlurmUnreachableError, ClusterError):
+            state, unknown = None, True
+        if state is not None and not unknown:
+            return not (has_ended(state) or is_waiting(state))
+        return watched.unchanged_seconds(self._path) < self._stale_seconds
+
+
+class _Watched:
+    """For how long a file has not changed, by this process's own clock."""
+
+    def __init__(self) -> None:
+        self._seen: int | None = None
+        self._since = time.monotonic()
+
+    def unchanged_seconds(self, path: Path) -> float:
+        try:
+            changed = path.stat().st_mtime_ns
+        except OSError:
+            return 0.0
+        if changed != self._seen:
+            self._seen, self._since = changed, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Who a fence file names; None where there is none, or it is damaged."""
+    try:
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def this_process(job: str) -> Holder:
+    """This process as a holder."""
+    process = psutil.Process()
+    return Holder(
+        job,
+        socket.gethostname(),
+        boot_identity(),
+        process.pid,
+        started_seconds(process),
+        uuid.uuid4().hex,
+    )
+
+
+def _process_lives(holder: Holder) -> bool:
+    try:
+        process = psutil.Process(holder.process)
+        same = abs(started_seconds(process) - holder.started) < _SAME_START_SECONDS
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _parsed(content: bytes) -> Holder | None:
+    try:
+        fields: dict[str, Any] = json.loads(content)
+        return Holder(**fields)
+    except (ValueError, TypeError):
+        return None

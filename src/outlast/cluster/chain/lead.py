@@ -1,0 +1,123 @@
+"""When the last save of a link has to begin, from how long saves have taken.
+
+A link of remaining time ``W`` that begins its last save ``x`` before the end keeps ``W - x``
+seconds of work with probability ``F(x)``, the share of saves that take at most ``x``. The best lead
+maximises ``(W - x) F(x)``, that is ``F(x) / f(x) = W - x`` (Barbut, Benoit, Herault, Robert and
+Vivien, "When to checkpoint at the end of a fixed-length reservation?", FTXS 2023).
+
+``F`` is not known but seen: the logarithms of save times are taken as normal with unknown mean and
+spread, and ``F`` is what they predict of one more save, a Student distribution. With few saves it
+is wide; what is believed of the spread before any was seen (`PRIOR_SPREAD`, as if from
+`PRIOR_SAVES` saves) keeps it from being absurdly so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PRIOR_SPREAD = 0.25
+"""Standard deviation of the logarithm of save times, before any was seen."""
+PRIOR_SAVES = 6.0
+"""As how many saves that belief counts."""
+MISSED_AT_MOST = 0.005
+"""A lead that more saves than this share outlast is never chosen, however short the link."""
+NEWEST_SAVES = 200
+"""Older saves than so many say little of today's file system."""
+_STEPS = 60
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """What saves are believed to take: a log-Student distribution.
+
+    Attributes:
+        centre: Mean of the logarithms of seconds.
+        spread: Scale of the logarithm of the next save.
+        freedom: Degrees of freedom.
+        saves: How many were seen.
+    """
+
+    centre: float
+    spread: float
+    freedom: float
+    saves: int
+
+    def share_within(self, seconds: float) -> float:
+        """Probability that the next save takes at most `seconds`."""
+        from scipy.special import stdtr
+
+        if seconds <= 0.0:
+            return 0.0
+        return float(stdtr(self.freedom, (math.log(seconds) - self.centre) / self.spread))
+
+    def quantile_seconds(self, share: float) -> float:
+        """Seconds within which this share of saves ends."""
+        from scipy.special import stdtrit
+
+        return math.exp(self.centre + self.spread * float(stdtrit(self.freedom, share)))
+
+
+def save_times(seconds: Sequence[float]) -> SaveTimes:
+    """What `seconds` of earlier saves say about the next.
+
+    Args:
+        seconds: Of each save from its request to its publication, oldest first; at least one.
+
+    Raises:
+        ClusterError: No save, or one that took no time or less.
+    """
+    if not seconds or not all(0.0 < each < math.inf for each in seconds):
+        raise ClusterError("save times must be above 0 s, and one at least must have been measured")
+    logarithms = [math.log(each) for each in seconds[-NEWEST_SAVES:]]
+    count = len(logarithms)
+    centre = math.fsum(logarithms) / count
+    squares = math.fsum((each - centre) ** 2 for each in logarithms)
+    # One degree of freedom is spent on the centre, which the prior says nothing about.
+    freedom = PRIOR_SAVES + count - 1
+    variance = (PRIOR_SAVES * PRIOR_SPREAD**2 + squares) / freedom
+    return SaveTimes(centre, math.sqrt(variance * (1.0 + 1.0 / count)), freedom, count)
+
+
+def best_lead_seconds(times: SaveTimes, at_risk_seconds: float) -> float:
+    """How long before the end the last save should begin.
+
+    Args:
+        times: What a save takes.
+        at_risk_seconds: Work that is lost if the save is not done in time: the length of the link,
+            or what has passed since its last checkpoint.
+
+    Returns:
+        The lead ``x`` that maximises ``(at_risk_seconds - x) F(x)``, but no less than what all but
+        `MISSED_AT_MOST` of saves take; at most half of `at_risk_seconds`.
+    """
+    least = times.quantile_seconds(1.0 - MISSED_AT_MOST)
+    longest = times.quantile_seconds(1.0 - 1e-7)
+    if math.isinf(at_risk_seconds):
+        return longest
+    best = _maximum(
+        lambda lead: (at_risk_seconds - lead) * times.share_within(lead),
+        times.quantile_seconds(0.5),
+        max(min(longest, at_risk_seconds), times.quantile_seconds(0.6)),
+    )
+    return min(max(best, least), 0.5 * at_risk_seconds)
+
+
+def _maximum(worth: object, low: float, high: float) -> float:
+    """Where a function with one peak is largest, by golden sections of the logarithm."""
+    assert callable(worth)
+    left, right = math.log(low), math.log(high)
+    for _ in range(_STEPS):
+        first, second = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+        if worth(math.exp(first)) < worth(math.exp(second)):
+            left = first
+        else:
+            right = second
+    return math.exp(0.5 * (left + right))

@@ -1,0 +1,340 @@
+"""One link of a chain: what the batch script turns into, from its start to its exit code.
+
+It takes the fence, submits the link that follows, starts the run's processes with srun, tells them
+when to save and stop, and says in the journal how it went. It needs neither torch nor the command
+line, so it is ready in half a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outlast.cluster.chain.clock import (
+    LinkClock,
+    asking,
+    known_left_seconds,
+)
+from outlast.cluster.chain.ending import (
+    Ending,
+    is_last,
+    other_jobs,
+    submit_again,
+)
+from outlast.cluster.chain.fence import WAIT_SECONDS, Fence, FenceHeldError
+from outlast.cluster.chain.filling import filler_plan
+from outlast.cluster.chain.journal import (
+    entries,
+    finished,
+    is_filler,
+    note_or_print,
+    of_kind,
+)
+from outlast.cluster.chain.judging import TERMINATED, judge_previous
+from outlast.cluster.chain.plan import read_plan
+from outlast.cluster.chain.progress import run_log
+from outlast.cluster.chain.submission import cancel, submit_link
+from outlast.cluster.chain.verdict import (
+    Verdict,
+    fruitless_links,
+    verdict_of,
+)
+from outlast.cluster.chain.watching import HANDOVER_SECONDS, Watch
+from outlast.cluster.slurm.commands import IMPATIENT, Patience
+from outlast.cluster.slurm.history import state_now
+from outlast.cluster.slurm.nodes import hosts_in
+from outlast.cluster.slurm.queue import left_seconds_now
+from outlast.cluster.slurm.script import BEGAN
+from outlast.errors import (
+    EXIT_DONE,
+    EXIT_GIVE_UP,
+    EXIT_TO_BE_CONTINUED,
+    ClusterError,
+)
+from outlast.records.directory import replace_file
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from outlast.cluster.chain.fence import Holder
+    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+
+_SIGNAL_DELAY_SECONDS = 1.0
+_SUBMIT_PATIENCE = Patience(total_seconds=600.0)
+
+
+def run_link(
+    files: ChainFiles, number: int, shape: tuple[int, float] | None = None, *, filler: bool = False
+) -> int:
+    """Be link `number` of a chain, or the place of an array that this job is.
+
+    Args:
+        files: Of the chain.
+        number: From 1.
+        shape: Nodes and time limit in seconds that it was submitted with; None: as in the plan.
+        filler: Whether it is a job that trains while link `number` waits.
+
+    Returns:
+        Exit code of the job: 0 all done, 3 to be continued by the next link, 5 the chain gives up
+        or was cancelled.
+
+    Raises:
+        ClusterError: The chain cannot be read, or this is no Slurm job.
+    """
+    plan = read_plan(files)
+    if shape is not None:
+        plan = filler_plan(plan, *shape) if filler else plan.shaped(*shape)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job:
+        raise ClusterError("a link is started by Slurm: submit it with `outlast submit job.toml`")
+    # The numbers of a chain's jobs as they were submitted: of an array, with the place in it.
+    place = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if place is not None:
+        job = f"{os.environ.get('SLURM_ARRAY_JOB_ID', job)}_{place}"
+        number += int(place)
+    link = Link(files, plan, number, job)
+    previous = {each: signal.signal(each, link.signalled) for each in _SIGNALS}
+    try:
+        return link.run()
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass
+class Link:
+    """A running link."""
+
+    files: ChainFiles
+    plan: ChainPlan
+    number: int
+    job: str
+    signals: list[str] = field(default_factory=list)
+    _successor: str = ""
+    _problem: str = ""
+    _fenced: bool = False
+    _told_to_stop: bool = False
+    _lead_seconds: float = 0.0
+    _changed: threading.Event = field(default_factory=threading.Event)
+    _submitting: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Note when the batch script began, so that set-up lines count as part of the link."""
+        try:
+            self.began = float(os.environ.get(BEGAN, ""))
+        except ValueError:
+            self.began = time.time()
+
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """Handle Slurm's warning (USR1) and its request to end (TERM): only remember it."""
+        self.signals.append(signal.Signals(number).name)
+        self._changed.set()
+
+    def run(self) -> int:
+        """From the fence to the exit code."""
+        if (code := self._ended_before()) is not None:
+            return code
+        fence = Fence(self.files.fence, self.job, self._job_state, wait_seconds=self._patience)
+        try:
+            fence.acquire()
+        except FenceHeldError as error:
+            return self._fenced_out(error)
+        try:
+            # The holder before may have ended the chain, as a filler that has done all steps.
+            if (code := self._ended_before()) is not None:
+                return code
+            before = judge_previous(self.files, self.plan, self.job)
+            verdict = self._work(fence) if before is None else before
+            if self._fenced:
+                return EXIT_TO_BE_CONTINUED
+            # Under the fence, so that who gets it next knows whether the chain has ended.
+            last = Ending(self.files, self.plan, self.number, self.job)
+            verdict = last.conclude(verdict, self._next_job, told_to_stop=self._told_to_stop)
+        finally:
+            fence.release()
+        print(f"link {self.number}: {verdict.outcome}: {verdict.reason}", flush=True)
+        return verdict.code
+
+    def _ended_before(self) -> int | None:
+        """Exit code of a link whose chain has ended; None where that goes on."""
+        journal = entries(self.files)
+        if (ending := finished(journal)) is None:
+            return None
+        print(f"the chain has ended: {ending['reason']}", flush=True)
+        cancel(other_jobs(self.plan, self.number, self.job, journal))
+        return EXIT_DONE if ending["outcome"] == "done" else EXIT_GIVE_UP
+
+    def _fenced_out(self, error: FenceHeldError) -> int:
+        """Another link is alive, and this one goes away; where no link follows, it comes again."""
+        holder = error.holder.job
+        note_or_print(self.files, "fenced", job=self.job, holder=holder)
+        print(error, flush=True)
+        if (code := self._ended_before()) is not None:
+            return code
+        try:
+            again = submit_again(self.files, self.plan, self.number, self.job, holder)
+        except ClusterError as problem:
+            reason = f"job {holder} goes on writing the run, and no link follows: {problem}"
+            print(reason, flush=True)
+            note_or_print(self.files, "finished", outcome="stopped", reason=reason)
+            return EXIT_TO_BE_CONTINUED
+        if again:
+            print(f"job {again} goes on when job {holder} has ended", flush=True)
+        return EXIT_TO_BE_CONTINUED
+
+    def _next_job(self) -> tuple[str, str]:
+        """The next link that this one has submitted, or why that was not possible."""
+        self._submit_next()
+        return self._successor, self._problem
+
+    def _patience(self, holder: Holder) -> float:
+        """How long a live holder of the fence is waited for; a filler is asked to save and end."""
+        if self.plan.kind == "filler":
+            return 0.0
+        submitted = of_kind(entries(self.files), "submitted")
+        if holder.job not in {str(each["job"]) for each in submitted if is_filler(each)}:
+            return WAIT_SECONDS
+        if not self.files.handover.exists():
+            with contextlib.suppress(OSError):
+                replace_file(self.files.handover, self.job.encode())
+        return HANDOVER_SECONDS
+
+    @property
+    def _own_number(self) -> str:
+        return self.job.partition("_")[0]
+
+    def _job_state(self, job: str) -> str | None:
+        return state_now(job, IMPATIENT, of_processes=True)
+
+    def _work(self, fence: Fence) -> Verdict:
+        log = run_log(self.files)
+        first = log.step
+        fruitless = fruitless_links(entries(self.files), first)
+        attempts = self.plan.attempts_without_progress
+        if fruitless >= attempts:
+            return verdict_of(
+                1,
+                progressed=False,
+                saved=first > 0,
+                fruitless=fruitless - 1,
+                attempts=attempts,
+                signal="",
+            )
+        clock = self._clock()
+        note_or_print(
+            self.files,
+            "started",
+            job=self.job,
+            number=self.number,
+            began=self.began,
+            step=first,
+            nodes=self.plan.nodes_of(self.number),
+            processes=self.plan.processes_of(self.number),
+            hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
+            **({"role": "filler"} if self.plan.kind == "filler" else {}),
+        )
+        if self.plan.kind != "filler":
+            with contextlib.suppress(OSError):
+                self.files.handover.unlink()
+        watch = Watch(
+            self.files,
+            self.plan,
+            self.number,
+            self.job,
+            self.began,
+            fence,
+            clock,
+            log,
+            self.signals,
+        )
+        self._lead_seconds = watch.measure_lead()
+        submission = None
+        if self.plan.kind == "dependent" and not is_last(self.plan, self.number):
+            # sbatch may have to wait for the controller; the training need not.
+            submission = threading.Thread(target=self._submit_next, daemon=True)
+            submission.start()
+        code = watch.train()
+        if code in TERMINATED and not self.signals:
+            # What has ended the program is on its way to this process, too.
+            self._changed.wait(_SIGNAL_DELAY_SECONDS)
+        watch.note_signals()
+        self._lead_seconds = watch.lead_seconds
+        self._told_to_stop, self._fenced = bool(watch.stop), watch.fenced
+        last = run_log(self.files).step
+        if submission is not None:
+            submission.join(timeout=30.0)
+        verdict = verdict_of(
+            code,
+            progressed=last > first,
+            saved=last > 0,
+            fruitless=fruitless,
+            attempts=attempts,
+            state=watch.state,
+            signal=self.signals[-1] if self.signals else "",
+            stop_asked=self.files.stop.exists(),
+        )
+        if self._fenced:
+            verdict = Verdict("continue", "another link holds the fence")
+        note_or_print(
+            self.files,
+            "ended",
+            job=self.job,
+            number=self.number,
+            code=code,
+            verdict=verdict.outcome,
+            reason=verdict.reason,
+            step=last,
+            left=clock.limit_left_seconds(),
+            seconds=time.time() - self.began,
+        )
+        return verdict
+
+    def _clock(self) -> LinkClock:
+        known = known_left_seconds(os.environ, self.plan.limit_seconds, self.began)
+        passed = max(time.time() - self.began, 0.0)
+        longest = self.plan.link_seconds - passed if self.plan.link_seconds else math.inf
+        number = os.environ["SLURM_JOB_ID"]
+        clock = LinkClock(
+            asking(number, left_seconds_now), known_seconds=known, longest_seconds=longest
+        )
+        clock.refresh()
+        return clock
+
+    def _submit_next(self) -> None:
+        # The thread that does so first may still be waiting for the controller.
+        with self._submitting:
+            if self._successor:
+                return
+            try:
+                self._successor = self._submitted_next()
+            except ClusterError as error:
+                self._problem = str(error)
+                print(f"the next link could not be submitted: {error}", flush=True)
+
+    def _submitted_next(self) -> str:
+        number, after = self.number + 1, self._own_number
+        if not self.plan.chooses:
+            return submit_link(
+                self.files,
+                self.plan,
+                number,
+                after=after,
+                lead_seconds=self._lead_seconds,
+                patience=_SUBMIT_PATIENCE,
+            )
+        # Needs NumPy, which other links do not wait for.
+        from outlast.cluster.chain.choosing import choose_next, submit_chosen
+
+        chosen = choose_next(self.files, self.plan, number, after)
+        job = submit_chosen(self.files, chosen, number, after=after, patience=_SUBMIT_PATIENCE)
+        print(f"link {number} is job {job}: {chosen.reason}", flush=True)
+        return job

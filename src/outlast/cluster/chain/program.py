@@ -1,0 +1,45 @@
+"""What a link runs."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+from outlast.cluster.slurm.commands import installed
+
+if TYPE_CHECKING:
+    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+
+
+def program_of(files: ChainFiles, plan: ChainPlan, number: int) -> list[str]:
+    """Name and arguments of the program of link `number`.
+
+    ``outlast train`` as a step of all processes, or the job's own shell line. One process needs no
+    srun, which containers may lack.
+    """
+    if plan.command:
+        return ["bash", "-c", plan.command]
+    train = [plan.python, "-m", "outlast", "train", str(files.job)]
+    nodes, processes = plan.nodes_of(number), plan.processes_of(number)
+    if processes == 1 and not installed("srun"):
+        return train
+    # Ranks that end with 3 do so one after the other: the first must not end the rest.
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={processes}",
+        "--kill-on-bad-exit=0",
+        *train,
+    ]
+
+
+def end_program(process: subprocess.Popen[bytes], patience_seconds: float) -> None:
+    """Ask a program that runs to save and end, and wait for it; kill it where that is in vain."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=patience_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=patience_seconds)

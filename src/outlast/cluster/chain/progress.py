@@ -1,0 +1,108 @@
+"""How far a run is, and what its saves and starts take, from what it has written down.
+
+Logs of long runs have millions of lines; only those of the few kinds that matter are parsed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outlast.records.directory import replace_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from outlast.cluster.chain.plan import ChainFiles
+
+_SAVED = b'"kind": "checkpoint_saved"'
+_READY = b'"kind": "ready"'
+_STARTED = b'"kind": "attempt_started"'
+_STOPPING = b'"kind": "stop_requested"'
+# A line begins with its envelope, the kind in it.
+_HEAD_BYTES = 60
+_WANTED = (_SAVED, _READY, _STARTED, _STOPPING)
+
+
+@dataclass
+class RunLog:
+    """Reads the event log of a run as it grows.
+
+    Attributes:
+        step: Of the newest checkpoint that is complete; 0 before the first.
+        save_seconds: Of each save, from its request to its publication.
+        restart_seconds: Of each start, to its first step.
+        steps: Of the whole run; 0 where not known.
+        stops: How often its ranks have agreed to stop.
+    """
+
+    path: Path
+    step: int = 0
+    steps: int = 0
+    stops: int = 0
+    save_seconds: list[float] = field(default_factory=list)
+    restart_seconds: list[float] = field(default_factory=list)
+    _offset: int = 0
+
+    def read(self) -> bool:
+        """Take in what was written since the last call; whether there was a save or a start."""
+        found = False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    if any(kind in line[:_HEAD_BYTES] for kind in _WANTED):
+                        self._take(line)
+                        found = True
+        except OSError:
+            return found
+        return found
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event: dict[str, Any] = json.loads(line)
+            match event["kind"]:
+                case "checkpoint_saved":
+                    self.step = int(event["step"])
+                    if float(event["seconds"]) > 0.0:
+                        self.save_seconds.append(float(event["seconds"]))
+                case "ready":
+                    self.restart_seconds.append(float(event["seconds"]))
+                case "stop_requested":
+                    self.stops += 1
+                case "attempt_started":
+                    self.steps = int(event["total_steps"])
+        except (ValueError, KeyError, TypeError):
+            return
+
+
+def run_log(files: ChainFiles) -> RunLog:
+    """The log of the chain's run, read once, with what another program has reported."""
+    log = RunLog(files.run / "events.jsonl")
+    log.read()
+    reported = reported_progress(files)
+    log.step = max(log.step, int(reported.get("step", 0)))
+    log.steps = log.steps or int(reported.get("steps", 0))
+    log.save_seconds += [float(each) for each in reported.get("save_seconds", []) if each > 0.0]
+    return log
+
+
+def reported_progress(files: ChainFiles) -> dict[str, Any]:
+    """What `report_progress` has written; empty where it was never called."""
+    try:
+        found = json.loads(files.progress.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_progress(files: ChainFiles, step: int, steps: int, save_seconds: float | None) -> None:
+    """Publish that all up to `step` is saved."""
+    before = reported_progress(files)
+    times = [*before.get("save_seconds", []), *([save_seconds] if save_seconds else [])]
+    content = {"step": step, "steps": steps or before.get("steps", 0), "save_seconds": times[-200:]}
+    replace_file(files.progress, json.dumps(content).encode())

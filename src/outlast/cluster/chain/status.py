@@ -1,0 +1,290 @@
+"""How a chain is doing: links, progress, where the time went, and when it will be done.
+
+All figures are measured, from the journal and the run's records, but the time that is left, which
+is predicted from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outlast.cluster.chain.fence import read_holder
+from outlast.cluster.chain.journal import entries, finished, is_filler, of_kind
+from outlast.cluster.chain.plan import read_plan
+from outlast.cluster.chain.progress import run_log
+from outlast.cluster.chain.submission import live_jobs
+from outlast.cluster.slurm.history import history_of
+from outlast.errors import ClusterError, OutlastError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from outlast.cluster.chain.journal import Entry
+    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+
+_USEFUL = ("compute", "data", "communication", "evaluation", "other")
+"""Purposes of `outlast.records` that a run without interruptions has as well."""
+_NOT_KNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """One link.
+
+    Attributes:
+        number: From 1.
+        job: Slurm's number.
+        nodes: That it had.
+        processes: That it trained on.
+        wait_seconds: From the end of the link before (of the first: from its submission) to the
+            beginning of its script; None where the link before left no word.
+        seconds: That its script has run, until now or as it or accounting says; None where it died
+            without a word and there is no accounting.
+        first_step: Steps done at its start.
+        last_step: At its end, or now.
+        verdict: What it ended with; ``running``, or ``lost`` without a word.
+        reason: See `outlast.cluster.chain.verdict`.
+        role: ``link``, or ``filler`` that trained while link `number` waited.
+    """
+
+    number: int
+    job: str
+    nodes: int
+    processes: int
+    wait_seconds: float | None
+    seconds: float | None
+    first_step: int
+    last_step: int
+    verdict: str
+    reason: str
+    role: str = "link"
+
+
+@dataclass(frozen=True)
+class ChainStatus:
+    """A chain.
+
+    Attributes:
+        chain: Its eight characters.
+        name: Of the run.
+        outcome: ``running``, ``waiting``, ``stalled`` (nothing in the queue), or as it ended.
+        reason: Why it ended, or why Slurm could not be asked.
+        step: Of the newest complete checkpoint.
+        steps: Of the whole run; 0: not known.
+        links: Oldest first.
+        jobs: State by number of those in the queue.
+        seconds: What the links' time went to; "useful" is training, "not known" all of a program
+            that keeps no records.
+        goodput: Useful share of the links' time; None where it is not known.
+        left_seconds: Predicted until all steps are done, waits included; None: not known.
+        save_seconds: Median of the saves; None before the first.
+    """
+
+    chain: str
+    name: str
+    outcome: str
+    reason: str
+    step: int
+    steps: int
+    links: list[LinkStatus]
+    jobs: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    goodput: float | None = None
+    left_seconds: float | None = None
+    save_seconds: float | None = None
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        """From the end of each link to the beginning of the next."""
+        return [each.wait_seconds for each in self.links[1:] if each.wait_seconds is not None]
+
+
+def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
+    """How the chain is doing now.
+
+    Raises:
+        ClusterError: There is no chain.
+    """
+    plan = read_plan(files)
+    journal = entries(files)
+    log = run_log(files)
+    live: dict[str, str] = {}
+    problem = ""
+    if ask_slurm:
+        try:
+            live = live_jobs(journal)
+        except ClusterError as error:
+            problem = str(error)
+    holder = read_holder(files.fence)
+    links = links_of(plan, journal, log.step, holder.job if holder else "", live)
+    if ask_slurm:
+        links = _with_elapsed(links)
+    outcome, reason = _outcome(journal, links, live, problem, asked=ask_slurm and not problem)
+    seconds = spent_seconds(files, links)
+    total = sum(seconds.values())
+    known = total > 0.0 and _NOT_KNOWN not in seconds
+    goodput = seconds.get("useful", 0.0) / total if known else None
+    steps = log.steps or plan.steps
+    return ChainStatus(
+        chain=plan.chain,
+        name=plan.name,
+        outcome=outcome,
+        reason=reason,
+        step=log.step,
+        steps=steps,
+        links=links,
+        jobs=live,
+        seconds=seconds,
+        goodput=goodput,
+        left_seconds=left_seconds(plan, links, log.step, steps) if outcome != "done" else 0.0,
+        save_seconds=statistics.median(log.save_seconds) if log.save_seconds else None,
+    )
+
+
+def links_of(
+    plan: ChainPlan,
+    journal: Sequence[Entry],
+    step: int,
+    holder: str,
+    live: Mapping[str, str],
+) -> list[LinkStatus]:
+    """The links that have started."""
+    started = of_kind(journal, "started")
+    ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
+    lost = {str(each["job"]): each for each in of_kind(journal, "lost")}
+    submitted = {str(each["job"]): float(each["time"]) for each in of_kind(journal, "submitted")}
+    found = []
+    for index, start in enumerate(started):
+        job = str(start["job"])
+        end = ended.get(job)
+        after = started[index + 1] if index + 1 < len(started) else None
+        if end is not None:
+            verdict, reason = str(end.get("verdict", "")), str(end.get("reason", ""))
+        elif job in lost or after is not None:
+            verdict, reason = "lost", f"ended as {lost.get(job, {}).get('state') or 'unknown'}"
+        else:
+            alive = job == holder or job in live
+            verdict, reason = ("running", "") if alive else ("lost", "ended without a word")
+        known = end["step"] if end else after["step"] if after else step
+        found.append(
+            LinkStatus(
+                number=int(start["number"]),
+                job=job,
+                nodes=int(start.get("nodes", 1)),
+                processes=int(start.get("processes", plan.processes_of(int(start["number"])))),
+                wait_seconds=_wait(started[index - 1] if index else None, start, ended, submitted),
+                seconds=_ran_seconds(start, end, running=verdict == "running"),
+                first_step=int(start["step"]),
+                last_step=int(known),
+                verdict=verdict,
+                reason=reason,
+                role="filler" if is_filler(start) else "link",
+            )
+        )
+    return found
+
+
+def _ran_seconds(start: Entry, end: Entry | None, *, running: bool) -> float | None:
+    if end is not None:
+        return float(end["seconds"])
+    return max(time.time() - float(start["began"]), 0.0) if running else None
+
+
+def _with_elapsed(links: Sequence[LinkStatus]) -> list[LinkStatus]:
+    """`links` with what accounting says of those that had no last word."""
+    lost = [each.job for each in links if each.seconds is None]
+    records = history_of(lost) if lost else []
+    # Of a job that was requeued the newest counts.
+    elapsed = {each.identity: each.elapsed_seconds for each in records}
+    return [
+        dataclasses.replace(each, seconds=elapsed.get(each.job)) if each.seconds is None else each
+        for each in links
+    ]
+
+
+def _wait(
+    before: Entry | None,
+    start: Entry,
+    ended: Mapping[str, Entry],
+    submitted: Mapping[str, float],
+) -> float | None:
+    if before is None:
+        since = submitted.get(str(start["job"]))
+    else:
+        end = ended.get(str(before["job"]))
+        since = None if end is None else float(end["time"])
+    return None if since is None else max(float(start["began"]) - since, 0.0)
+
+
+def spent_seconds(files: ChainFiles, links: Sequence[LinkStatus]) -> dict[str, float]:
+    """What the time of links that have ended, and of the one that runs, went to, by cause."""
+    from outlast.records import LOST, read_run
+
+    allocated = sum(each.seconds for each in links if each.seconds is not None)
+    try:
+        purposes = read_run(files.run).seconds()
+    except OutlastError:
+        return {_NOT_KNOWN: allocated} if allocated else {}
+    useful = sum(purposes.get(each, 0.0) for each in _USEFUL)
+    found = {
+        "useful": useful,
+        "starts": purposes.get("startup", 0.0) + purposes.get("restart", 0.0),
+        "checkpoints": purposes.get("checkpoint", 0.0),
+        "steps done again": purposes.get(LOST, 0.0),
+    }
+    # From the script to the trainer, and from the trainer's last word to the script's.
+    rest = allocated - sum(found.values())
+    found["before and after training"] = max(rest, 0.0)
+    return {name: value for name, value in found.items() if value > 0.0}
+
+
+def left_seconds(
+    plan: ChainPlan, links: Sequence[LinkStatus], step: int, steps: int
+) -> float | None:
+    """Predicted seconds until all steps are done, as links have gone so far; None: not known."""
+    done = [
+        each
+        for each in links
+        if each.seconds is not None
+        and each.last_step > each.first_step
+        and each.verdict != "running"
+    ]
+    if not steps or not done:
+        return None
+    trained = sum(each.last_step - each.first_step for each in done)
+    ran = sum(each.seconds or 0.0 for each in done)
+    waits = [each.wait_seconds for each in links[1:] if each.wait_seconds is not None]
+    wait = statistics.mean(waits) if waits else 0.0
+    rest = max(steps - step, 0) * ran / trained
+    usable = plan.usable_seconds()
+    more = rest / usable if usable else 0.0
+    return rest + more * wait
+
+
+def _outcome(
+    journal: Sequence[Entry],
+    links: Sequence[LinkStatus],
+    live: Mapping[str, str],
+    problem: str,
+    *,
+    asked: bool,
+) -> tuple[str, str]:
+    ending = finished(journal)
+    if ending is not None:
+        return str(ending["outcome"]), str(ending["reason"])
+    if links and links[-1].verdict == "running":
+        return "running", problem
+    if live:
+        return "waiting", problem
+    if not asked:
+        return "unknown", problem or "Slurm was not asked"
+    return "stalled", "nothing of it is in the queue; `outlast cluster resume` goes on"
+
+
+def as_json(status: ChainStatus) -> dict[str, Any]:
+    """`status` as plain values for JSON."""
+    return dataclasses.asdict(status)

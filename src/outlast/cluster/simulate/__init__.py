@@ -1,0 +1,1 @@
+"""A cluster's scheduler, event by event."""

@@ -1,0 +1,1 @@
+"""What the batch system Slurm says, and what it is told."""

@@ -1,0 +1,91 @@
+"""The live queue as the simulator's `Queue`: what a forecast of starts begins with."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outlast.cluster.simulate.queue import Queue
+from outlast.cluster.slurm.queue import QueuedJob, queued
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outlast.cluster.slurm.nodes import Partition
+
+# What waits for something else than nodes does not compete for them yet.
+_NOT_IN_LINE = ("dependency", "begintime", "jobheld", "reservation", "deadline", "assoc", "qos")
+_NO_LIMIT_SECONDS = 365 * 86400.0
+
+
+def queue_now(partitions: Sequence[Partition]) -> Queue:
+    """The queue of these partitions now, everybody's jobs.
+
+    Raises:
+        ClusterError: squeue is missing or gives no answer.
+    """
+    names = [each.name for each in partitions]
+    return queue_of(partitions, queued(partitions=names, everyone=True, ended_too=False))
+
+
+def queue_of(
+    partitions: Sequence[Partition], jobs: Sequence[QueuedJob], now: float | None = None
+) -> Queue:
+    """The simulator's queue of one partition, or of several as if they were one.
+
+    Nodes that jobs of other partitions use are left out, since nobody says for how long.
+
+    Args:
+        partitions: Which a job may start in.
+        jobs: Of them, as squeue lists them.
+        now: Seconds since the epoch; default: the present.
+    """
+    moment = time.time() if now is None else now
+    running = [each for each in jobs if each.state in ("RUNNING", "COMPLETING", "SUSPENDED")]
+    waiting = sorted(
+        (each for each in jobs if each.state == "PENDING" and _in_line(each)),
+        key=lambda each: (-(each.priority or 0.0), each.submitted or moment),
+    )
+    busy = sum(each.nodes for each in running)
+    # Partitions that share nodes list the same idle ones: the largest count is nearest.
+    idle = max((each.idle_nodes for each in partitions), default=0)
+    return Queue(
+        now_seconds=moment,
+        nodes=busy + idle,
+        running_nodes=np.array([each.nodes for each in running], dtype=np.int64),
+        running_end_seconds=np.array([_end(each, moment) for each in running], dtype=np.float64),
+        pending_nodes=np.array([each.nodes for each in waiting], dtype=np.int64),
+        pending_limit_seconds=np.array([_limit(each) for each in waiting], dtype=np.float64),
+        pending_priority=np.array([each.priority or 0.0 for each in waiting], dtype=np.float64),
+        pending_age_seconds=np.array(
+            [max(moment - (each.submitted or moment), 0.0) for each in waiting], dtype=np.float64
+        ),
+        running_jobs=np.array([_number(each) for each in running], dtype=np.int64),
+        pending_jobs=np.array([_number(each) for each in waiting], dtype=np.int64),
+        running_start_seconds=np.array(
+            [moment if each.starts is None else each.starts for each in running], dtype=np.float64
+        ),
+    )
+
+
+def _in_line(job: QueuedJob) -> bool:
+    reason = job.reason.replace(" ", "").lower()
+    return job.nodes > 0 and not any(each in reason for each in _NOT_IN_LINE)
+
+
+def _number(job: QueuedJob) -> int:
+    return int(job.number) if job.number.isdigit() else -1
+
+
+def _end(job: QueuedJob, now: float) -> float:
+    if job.ends is not None:
+        return max(job.ends, now + 1.0)
+    return now + _limit(job)
+
+
+def _limit(job: QueuedJob) -> float:
+    limit = job.limit_seconds
+    return _NO_LIMIT_SECONDS if limit is None or math.isinf(limit) else max(limit, 1.0)

@@ -1,0 +1,245 @@
+"""What the section [staging] of a job asks for: a stager for the trainer, and prefetching."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.cluster.staging.readahead import ReadAhead
+from outlast.cluster.staging.source import is_url
+from outlast.cluster.staging.stage import Stage, StagedCopy
+from outlast.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from outlast.job import Job, StagingSection
+
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+
+
+@dataclass(frozen=True)
+class NodeStager:
+    """Gets one token file to this node, as [staging] says; travels to worker processes.
+
+    Attributes:
+        settings: The section, with a directory.
+    """
+
+    settings: StagingSection
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest time that one file may take."""
+        return self.settings.timeout_seconds
+
+    def __call__(
+        self,
+        source: str,
+        beside: tuple[str, ...] = (),
+        digest: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> StagedCopy:
+        """Get a file to this node.
+
+        With a burst buffer, a file of its name and size in staging.directory is the site's copy
+        and is used as it is.
+
+        Args:
+            source: Path, or URL.
+            beside: Names beside it that belong to it.
+            digest: xxh3-128 that it must have, where that is known.
+            progress: Called with (bytes there, bytes in all).
+
+        Raises:
+            ClusterError: There can be no copy, and it is required or the source is a URL.
+        """
+        try:
+            if (given := self._given(source, beside)) is not None:
+                return given
+            stage = stage_for(self.settings)
+            return stage.fetch(source, beside=beside, digest=digest, progress=progress)
+        except ClusterError as error:
+            if self.settings.required or is_url(source) or not Path(source).exists():
+                raise
+            return StagedCopy(
+                Path(source),
+                source,
+                Path(source).stat().st_size,
+                problem=f"{error}; {source} is read in place (staging.required = false)",
+            )
+
+    def _given(self, source: str, beside: tuple[str, ...]) -> StagedCopy | None:
+        if self.settings.burst_buffer == "off" or is_url(source):
+            return None
+        folder, original = directory_of(self.settings), Path(source)
+        wanted = [original, *(original.with_name(name) for name in beside)]
+        size = 0
+        for each in (each for each in wanted if each.exists()):
+            path = folder / each.name
+            if not path.is_file() or path.samefile(each):
+                return None
+            if path.stat().st_size != each.stat().st_size:
+                return None
+            size += path.stat().st_size
+        return StagedCopy(folder / original.name, source, size) if size else None
+
+
+def stager_for(settings: StagingSection) -> NodeStager | None:
+    """The stager that [staging] asks for; None where it names no directory."""
+    return NodeStager(settings) if settings.directory else None
+
+
+def stage_for(settings: StagingSection) -> Stage:
+    """The stage of this node.
+
+    Raises:
+        ClusterError: The directory needs an environment variable that is not set here.
+    """
+    return Stage(
+        directory_of(settings),
+        limit_bytes=round(settings.limit_gigabytes * 1e9),
+        keep_free_bytes=round(settings.keep_free_gigabytes * 1e9),
+        timeout_seconds=settings.timeout_seconds,
+        read_back=settings.read_back,
+        ahead=ReadAhead(settings.block_megabytes << 20, settings.read_ahead),
+    )
+
+
+def directory_of(settings: StagingSection, environment: Mapping[str, str] = os.environ) -> Path:
+    """staging.directory with this node's environment variables in it.
+
+    Raises:
+        ClusterError: A variable is not set, or the path is not absolute.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1).strip("{}")
+        if not environment.get(name):
+            raise ClusterError(
+                f"staging.directory = {settings.directory!r} needs the environment variable "
+                f"{name}, which is not set on this node; set it or name a directory"
+            )
+        return environment[name]
+
+    return Path(_VARIABLE.sub(value, settings.directory)).expanduser().absolute()
+
+
+def token_files_of(job: Job) -> list[str]:
+    """The token files that the processes of a job will open, as far as they are there now.
+
+    Text is tokenised into the run's directory when it first starts; before that there are none.
+    """
+    if job.data.source == "tokens":
+        named = [*job.data.train, *job.data.validation]
+        return [file for each in named for file in ([each] if is_url(each) else _matches(each))]
+    folder = Path(job.run.directory) / job.run.name / "data"
+    files = [folder / name for name in ("train.bin", "validation.bin")]
+    return [str(file) for file in files if file.is_file()]
+
+
+def header_name(file: str) -> str:
+    """Name of the header beside a `.bin` file; empty for others, which have none."""
+    name = file.rpartition("/")[2]
+    return name.removesuffix(".bin") + ".json" if name.endswith(".bin") else ""
+
+
+def stated_digest(file: str) -> str | None:
+    """The xxh3-128 that a token file's header states (docs/data.md); None without one."""
+    if is_url(file) or not header_name(file):
+        return None
+    try:
+        header = json.loads(Path(file).with_name(header_name(file)).read_bytes())
+        return str(header["file_hash"]) if header["format"] == "outlast-tokens" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _matches(pattern: str) -> list[str]:
+    path = str(Path(pattern).expanduser())
+    return sorted(glob.glob(path, recursive=True)) or [path]  # noqa: PTH207
+
+
+def prefetch(job: Job, *, progress: Callable[[int, int], None] | None = None) -> list[StagedCopy]:
+    """Get the tokens of a job to this node before its processes ask for them.
+
+    To be called once on each node (`srun --ntasks-per-node=1`) while the link before is still
+    training, or as the first thing of a link; processes that start meanwhile wait for what is
+    already on its way. The copies stay when this process ends. Nothing is done where
+    staging.directory is empty, and nothing is tokenised.
+
+    Raises:
+        ClusterError: A copy cannot be made.
+    """
+    stager = stager_for(job.staging)
+    if stager is None:
+        return []
+    required = NodeStager(stager.settings.model_copy(update={"required": True}))
+    found = []
+    for source in token_files_of(job):
+        beside = tuple(name for name in (header_name(source),) if name)
+        found.append(required(source, beside, stated_digest(source), progress))
+    return found
+
+
+def prefetch_in_background(job: Job) -> Future[list[StagedCopy]]:
+    """As `prefetch`, in a thread that does not keep the process from ending.
+
+    Returns:
+        A future with the copies, or the error.
+    """
+    future: Future[list[StagedCopy]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(prefetch(job))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="outlast-prefetch", daemon=True).start()
+    return future
+
+
+def told(job: Job, copies: Sequence[StagedCopy]) -> list[str]:
+    """What `prefetch` has done for a job, a line for each file."""
+    if not job.staging.directory:
+        return ["nothing to do: staging.directory is empty, so tokens are read where they are"]
+    if not copies:
+        return ["nothing to do yet: the text is tokenised when the run first starts"]
+    lines = []
+    for copy in copies:
+        size = f"{copy.bytes / 1e6:,.1f} MB"
+        if not copy.copied_bytes:
+            lines.append(f"{copy.source}: {size} are at {copy.path} already")
+            continue
+        rate = copy.copied_bytes / 1e6 / max(copy.seconds, 1e-9)
+        line = f"{copy.source}: {size} to {copy.path} in {copy.seconds:.1f} s ({rate:,.0f} MB/s)"
+        lines.append(line + "".join(f"; evicted {each}" for each in copy.evicted))
+    return lines
+
+
+def prefetch_command(python: str, job_file: Path, nodes: int) -> tuple[str, ...]:
+    """The words that prefetch on every node of a Slurm job, beside what else runs there.
+
+    Args:
+        python: The interpreter.
+        job_file: The job, as every node sees it.
+        nodes: Number of nodes.
+    """
+    spread = (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
+    return (
+        "srun",
+        "--overlap",
+        *spread,
+        python,
+        "-m",
+        "outlast.cluster.staging",
+        str(job_file),
+    )

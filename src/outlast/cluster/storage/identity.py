@@ -1,0 +1,89 @@
+"""Who wrote a file that others read on another node, and whether that process still lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from outlast.records.process import boot_identity
+
+_boot = cache(boot_identity)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told from all others, also from a later one with the same number.
+
+    Attributes:
+        host: Its node.
+        boot: Identity of the node's present boot.
+        namespace: In which process numbers are counted; containers have their own.
+        pid: Its number.
+        started: When it started, in clock ticks after the boot; 0 where that is not known.
+        job: Slurm's number of its job, or empty.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int
+    job: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def this_process() -> Owner:
+    """The process that asks."""
+    pid = os.getpid()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return Owner(socket.gethostname(), _boot(), _namespace(), pid, _started(pid) or 0, job)
+
+
+def owner_of(content: Any) -> Owner | None:
+    """The owner that a file names; None where it names none."""
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        return Owner(
+            str(content["host"]),
+            str(content["boot"]),
+            str(content["namespace"]),
+            int(content["pid"]),
+            int(content["started"]),
+            str(content.get("job", "")),
+        )
+    return None
+
+
+def is_alive(owner: Owner) -> bool | None:
+    """Whether a process lives; None where that cannot be seen from here, as on another node."""
+    here = (socket.gethostname(), _boot(), _namespace())
+    if (owner.host, owner.boot, owner.namespace) != here or not owner.started:
+        return None
+    return _started(owner.pid) == owner.started
+
+
+def _started(pid: int) -> int | None:
+    """Start of a process in clock ticks after the boot; None where there is none, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may hold spaces and parentheses itself.
+    fields = text.rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in "ZX":
+        return None
+    return int(fields[19])
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Jobs of a log or of a generator."""

@@ -1,0 +1,33 @@
+"""Slurm's commands as shell scripts with fixed answers, for tests of what asks them."""
+
+from pathlib import Path
+
+import pytest
+
+FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
+
+
+def put_command(folder: Path, name: str, body: str) -> None:
+    """A program `name` in the folder of `slurm_commands`."""
+    file = folder / "bin" / name
+    file.write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{body}\n")
+    file.chmod(0o755)
+
+
+def slurm_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str = "") -> None:
+    """A path of bash and an squeue that prints `squeue`, or else knows no job."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", f"{folder}/bin:/nowhere")
+    body = f"echo '{squeue}'" if squeue else f"echo '{FORGOTTEN}' >&2; exit 1"
+    put_command(folder, "squeue", body)
+
+
+def shown(job: str, state: str) -> str:
+    """A line of squeue's answer."""
+    return "\x1f".join([job, state, "1", *["x"] * 8, ""])
+
+
+def accounted(job: str, state: str) -> str:
+    """A line of sacct's answer."""
+    return "\x1f".join([job, state, "0:15", "1", *["x"] * 5])

@@ -1,0 +1,145 @@
+"""The life of a link beside others: fences, fillers, the link that follows."""
+
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from slurm_programs import put_command, shown, slurm_commands
+
+from outlast.cluster.chain import fence, link
+from outlast.cluster.chain.ending import Ending
+from outlast.cluster.chain.fence import Fence
+from outlast.cluster.chain.filling import filler_plan
+from outlast.cluster.chain.journal import entries, finished, note, of_kind
+from outlast.cluster.chain.link import Link
+from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
+from outlast.cluster.chain.verdict import Verdict
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+
+PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", command="exit 0")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChainFiles:
+    """A chain with link 1 submitted as job 7; every submission gets the number 9."""
+    monkeypatch.setattr(fence, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    slurm_commands(tmp_path, monkeypatch)
+    put_command(tmp_path, "sbatch", f'sleep 0.2\necho "$@" >> {tmp_path}/submitted\necho 9')
+    found = chain_files(tmp_path / "run")
+    write_plan(found, PLAN)
+    note(found, "created")
+    note(found, "submitted", job="7", number=1)
+    return found
+
+
+def held_by(files: ChainFiles, job: str) -> Fence:
+    """A fence of this process, which is alive."""
+    found = Fence(files.fence, job, lambda other: None)
+    found.acquire()
+    return found
+
+
+def test_a_link_that_still_submits_does_not_submit_twice(files: ChainFiles) -> None:
+    running = Link(files, PLAN, 1, "7")
+    thread = threading.Thread(target=running._submit_next)
+    thread.start()
+    time.sleep(0.05)
+    assert running._next_job() == ("9", "")
+    thread.join()
+    assert len((files.run.parent / "submitted").read_text().splitlines()) == 1
+
+
+def test_a_link_that_finds_another_alive_comes_again_after_it(
+    files: ChainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "WAIT_SECONDS", 0.0)
+    held_by(files, "6")
+    assert Link(files, PLAN, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    again = of_kind(entries(files), "submitted")[-1]
+    assert (again["job"], again["number"], again["after"]) == ("9", 1, "6")
+    assert "--dependency=afterany:6" in (files.run.parent / "submitted").read_text()
+    # Now that one goes on with the chain, and so does not this one, nor a copy by hand.
+    for job in ("7", "8"):
+        assert Link(files, PLAN, 1, job).run() == EXIT_TO_BE_CONTINUED
+    assert len((files.run.parent / "submitted").read_text().splitlines()) == 1
+
+
+def test_a_chain_that_cannot_go_on_behind_a_fence_says_so(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "WAIT_SECONDS", 0.0)
+    put_command(tmp_path, "sbatch", "echo 'sbatch: error: Access denied' >&2; exit 1")
+    held_by(files, "6")
+    assert Link(files, PLAN, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    ending = finished(entries(files))
+    assert ending is not None
+    assert ending["outcome"] == "stopped"
+    assert "Access denied" in ending["reason"]
+
+
+def test_a_filler_that_starts_while_a_link_waits_at_the_fence_is_asked_to_end(
+    files: ChainFiles,
+) -> None:
+    waiting = Link(files, PLAN, 1, "7")
+    filler = held_by(files, "8").holder
+    assert waiting._patience(filler) == link.WAIT_SECONDS
+    note(files, "submitted", job="8", number=1, role="filler")
+    assert waiting._patience(filler) == link.HANDOVER_SECONDS
+    assert files.handover.read_text() == "7"
+
+
+def test_a_link_that_waits_for_a_filler_hears_that_all_is_done(files: ChainFiles) -> None:
+    held = held_by(files, "8")
+
+    def finish() -> None:
+        time.sleep(0.2)
+        note(files, "finished", outcome="done", reason="all steps are done")
+        held.release()
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert Link(files, PLAN, 1, "7").run() == EXIT_DONE
+    thread.join()
+    assert not of_kind(entries(files), "started")
+
+
+def test_the_end_of_a_chain_is_told_before_the_fence_is_free(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    note(files, "submitted", job="8", number=1, role="filler")
+    put_command(tmp_path, "scancel", f"cp {files.fence} {files.journal} {tmp_path}")
+    plan = filler_plan(PLAN, 1, 600.0)
+    assert Link(files, plan, 1, "8").run() == EXIT_DONE
+    assert '"job": "8"' in (tmp_path / files.fence.name).read_text()
+    assert '"finished"' in (tmp_path / files.journal.name).read_text()
+    assert not files.fence.exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome"), [("CANCELLED", "cancelled"), ("PENDING", "continue")]
+)
+def test_a_filler_whose_link_was_cancelled_ends_the_chain(
+    files: ChainFiles, tmp_path: Path, state: str, outcome: str
+) -> None:
+    note(files, "submitted", job="8", number=1, role="filler")
+    put_command(tmp_path, "squeue", f"echo '{shown('7', state)}'")
+    ending = Ending(files, filler_plan(PLAN, 1, 600.0), 1, "8")
+    verdict = ending.conclude(Verdict("continue", "saved"), lambda: ("", ""), told_to_stop=True)
+    assert verdict.outcome == outcome
+    assert (finished(entries(files)) is not None) == (outcome == "cancelled")
+
+
+def test_a_full_disk_ends_no_link(files: ChainFiles) -> None:
+    """Its journal can be read, and takes no more lines."""
+    with files.journal.open("ab") as file:
+        file.write(b" " * 1_000_000 + b"\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (files.journal.stat().st_size, hard))
+    try:
+        assert Link(files, PLAN, 1, "7").run() == EXIT_DONE
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [each["kind"] for each in entries(files)] == ["created", "submitted"]

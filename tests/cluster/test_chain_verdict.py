@@ -1,0 +1,133 @@
+"""What the end of a link means for its chain."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.cluster.chain.journal import entries, finished, note, since_resumed
+from outlast.cluster.chain.plan import ChainFiles
+from outlast.cluster.chain.verdict import (
+    Verdict,
+    fruitless_links,
+    verdict_of,
+    verdict_of_lost,
+)
+from outlast.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_GIVE_UP,
+    EXIT_TO_BE_CONTINUED,
+    EXIT_WRONG_NUMBERS,
+)
+
+
+def of(code: int, **given: Any) -> Verdict:
+    settings = {"progressed": True, "saved": True, "fruitless": 0, "attempts": 3}
+    return verdict_of(code, **{**settings, **given})
+
+
+def test_the_codes_of_done_continue_and_give_up_differ() -> None:
+    done, more = of(EXIT_DONE), of(EXIT_TO_BE_CONTINUED)
+    given_up = of(1, progressed=False, fruitless=2)
+    assert [each.outcome for each in (done, more, given_up)] == ["done", "continue", "gave_up"]
+    assert [each.code for each in (done, more, given_up)] == [0, 3, EXIT_GIVE_UP]
+    assert len({EXIT_DONE, EXIT_BAD_INPUT, EXIT_TO_BE_CONTINUED, EXIT_WRONG_NUMBERS, 1, 5}) == 6
+
+
+@pytest.mark.parametrize("code", [1, EXIT_WRONG_NUMBERS, -9, 137, EXIT_TO_BE_CONTINUED])
+def test_attempts_without_progress_are_counted(code: int) -> None:
+    assert of(code, progressed=False, fruitless=1).outcome == "continue"
+    last = of(code, progressed=False, fruitless=2)
+    assert last.outcome == "gave_up"
+    assert "slurm.attempts_without_progress = 3" in last.reason
+    assert of(code, progressed=True, fruitless=2).outcome == "continue"
+
+
+def test_a_wrong_input_is_not_tried_again_unless_something_was_saved() -> None:
+    assert of(EXIT_BAD_INPUT, progressed=False, saved=False).outcome == "gave_up"
+    # As when a lock or a file of an earlier link is in the way: an attempt like others.
+    assert of(EXIT_BAD_INPUT, progressed=False).outcome == "continue"
+    assert of(EXIT_BAD_INPUT, progressed=False, fruitless=2).outcome == "gave_up"
+    # As when the disk is full in the last save, after others that went well.
+    assert of(EXIT_BAD_INPUT, progressed=True).outcome == "continue"
+
+
+def test_what_slurm_did_is_no_attempt() -> None:
+    for state in ("PREEMPTED", "NODE_FAIL"):
+        verdict = of(143, progressed=False, fruitless=2, state=state, signal="SIGTERM")
+        assert verdict.outcome == "continue"
+
+
+def test_a_cancelled_job_stays_cancelled_even_if_it_could_save() -> None:
+    verdict = of(EXIT_TO_BE_CONTINUED, state="CANCELLED", signal="SIGTERM")
+    assert (verdict.outcome, verdict.code) == ("cancelled", EXIT_GIVE_UP)
+
+
+def test_a_stop_that_was_asked_for_ends_the_chain_without_an_error_of_its_own() -> None:
+    verdict = of(EXIT_TO_BE_CONTINUED, stop_asked=True)
+    assert (verdict.outcome, verdict.code) == ("stopped", EXIT_TO_BE_CONTINUED)
+    assert of(EXIT_DONE, stop_asked=True).outcome == "done"
+
+
+@pytest.mark.parametrize(
+    ("state", "signalled", "preemptible", "outcome"),
+    [
+        ("CANCELLED", None, False, "cancelled"),
+        ("TIMEOUT", None, False, "continue"),
+        ("NODE_FAIL", None, False, "continue"),
+        ("PREEMPTED", {"signal": "SIGTERM", "left": 999.0, "state": None}, True, "continue"),
+        (None, None, False, "continue"),
+        # Nobody knows any more what became of it, but it was told to end with time left.
+        (None, {"signal": "SIGTERM", "left": 999.0, "state": None}, False, "cancelled"),
+        (None, {"signal": "SIGTERM", "left": 999.0, "state": None}, True, "continue"),
+        (None, {"signal": "SIGTERM", "left": 5.0, "state": None}, False, "continue"),
+        (None, {"signal": "SIGTERM", "left": 999.0, "state": "CANCELLED"}, True, "cancelled"),
+        (None, {"signal": "SIGUSR1", "left": 999.0, "state": None}, False, "continue"),
+    ],
+)
+def test_a_link_without_a_last_word(
+    state: str | None, signalled: dict[str, Any] | None, preemptible: bool, outcome: str
+) -> None:
+    assert verdict_of_lost(state, signalled, preemptible=preemptible).outcome == outcome
+
+
+def start(job: int, step: int) -> dict[str, Any]:
+    return {"kind": "started", "time": float(job), "job": str(job), "step": step}
+
+
+def test_links_without_progress_are_those_at_the_end() -> None:
+    journal = [start(1, 0), start(2, 10), start(3, 10), start(4, 10)]
+    assert fruitless_links(journal, 10) == 3
+    assert fruitless_links(journal, 20) == 0
+    assert fruitless_links([start(1, 0), start(2, 10)], 10) == 1
+    assert fruitless_links([], 0) == 0
+
+
+def test_links_that_others_ended_and_those_before_a_resume_do_not_count() -> None:
+    lost = {"kind": "lost", "time": 2.5, "job": "2", "state": "NODE_FAIL"}
+    assert fruitless_links([start(1, 0), start(2, 0), lost], 0) == 1
+    resumed = {"kind": "resumed", "time": 2.5}
+    assert fruitless_links([start(1, 0), start(2, 0), resumed, start(3, 0)], 0) == 1
+
+
+def test_the_journal_survives_torn_lines(tmp_path: Path) -> None:
+    files = ChainFiles(tmp_path)
+    assert entries(files) == []
+    note(files, "created", chain="abc")
+    with files.journal.open("ab") as file:
+        file.write(b'{"kind": "started", "ti')
+    note(files, "ended", job="1", left=float("inf"))
+    found = entries(files)
+    assert [each["kind"] for each in found] == ["created", "ended"]
+    assert found[1]["left"] is None
+
+
+def test_a_chain_that_was_resumed_has_not_ended(tmp_path: Path) -> None:
+    files = ChainFiles(tmp_path)
+    note(files, "started", job="1", step=0)
+    note(files, "finished", outcome="gave_up", reason="why")
+    assert finished(entries(files))["reason"] == "why"  # type: ignore[index]
+    note(files, "resumed")
+    assert finished(entries(files)) is None
+    assert [each["kind"] for each in since_resumed(entries(files))] == ["resumed"]

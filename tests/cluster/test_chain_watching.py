@@ -1,0 +1,92 @@
+"""What a link does while its program runs, with real processes."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from slurm_programs import slurm_commands
+
+from outlast.cluster.chain import watching
+from outlast.cluster.chain.clock import LinkClock, read_countdown
+from outlast.cluster.chain.fence import Fence
+from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+from outlast.cluster.chain.progress import RunLog
+from outlast.cluster.chain.watching import Watch
+
+
+@pytest.fixture(autouse=True)
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    slurm_commands(tmp_path, monkeypatch)
+
+
+def watch(folder: Path, program: str, left_seconds: float, lead_seconds: float) -> Watch:
+    """`program` stands for ``python``: without srun it is what a link of one process runs."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\ncd {folder}\n{program}\n")
+    script.chmod(0o755)
+    files = ChainFiles(folder / "chain")
+    files.path.mkdir()
+    plan = ChainPlan(
+        "c", "n", "dependent", (1,), 1, 600.0, "/", str(script), lead_seconds=lead_seconds
+    )
+    fence = Fence(files.fence, "7", lambda job: None)
+    fence.acquire()
+    clock = LinkClock(lambda: left_seconds)
+    clock.refresh()
+    log = RunLog(folder / "events.jsonl")
+    found = Watch(files, plan, 1, "7", time.time(), fence, clock, log, [])
+    found.measure_lead()
+    return found
+
+
+def test_ranks_that_cannot_read_the_file_are_sent_a_signal_before_the_end(tmp_path: Path) -> None:
+    found = watch(tmp_path, "trap 'exit 3' USR1\nfor i in {1..40}; do sleep 0.05; done", 0.4, 0.3)
+    assert found.train() == 3
+
+
+def test_a_full_disk_does_not_end_a_program_that_saves(tmp_path: Path) -> None:
+    found = watch(tmp_path, "sleep 0.3\nexit 3", 500.0, 10.0)
+    # As a full disk does, this refuses every line.
+    found.files.journal.mkdir()
+    found.signals.append("SIGTERM")
+    assert found.train() == 3
+    assert found.stop == "SIGTERM"
+
+
+def test_whatever_goes_wrong_the_program_is_not_left_alone(tmp_path: Path) -> None:
+    program = "trap 'sleep 0.2; touch saved; exit 3' TERM\ntouch ready\nsleep 5 & wait"
+    found = watch(tmp_path, program, 500.0, 10.0)
+
+    def broken() -> float:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        raise RuntimeError("broken")
+
+    found.clock = LinkClock(broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        found.train()
+    assert (tmp_path / "saved").exists(), "it was asked to end, and waited for"
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    found = watch(tmp_path, "", 500.0, 10.0)
+    found.stop = "SIGTERM"
+    shutil.rmtree(found.files.path)
+    found._publish()
+    found.files.path.mkdir()
+    found._publish()
+    told = read_countdown(found.files.clock)
+    assert told is not None
+    assert told.stop == "SIGTERM"
+
+
+def test_slurms_warning_is_known_by_the_lead_that_it_was_asked_for(tmp_path: Path) -> None:
+    """With ``USR1@300`` it comes 300 to 360 s before the limit."""
+    found = watch(tmp_path, "", 355.0, 300.0)
+    assert found._in_time()
+    found.clock = LinkClock(lambda: 900.0)
+    found.clock.refresh()
+    assert not found._in_time(), "so early it is a person's wish"

@@ -1,0 +1,230 @@
+"""What squeue, sinfo, scontrol and sacct print, as text and as JSON of several versions.
+
+``squeue.txt``, ``sinfo.txt``, ``partition.txt``, ``config.txt`` and the files of 22.05 were
+recorded from a real Slurm 22.05.8; those of 23.11 and of sacct are written after its manual.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.cluster.slurm.history import history_from_json, history_from_text
+from outlast.cluster.slurm.limits import (
+    Quality,
+    array_size_from_text,
+    check_request,
+    chosen_partitions,
+    limits_of,
+    qualities_from_text,
+)
+from outlast.cluster.slurm.nodes import (
+    hosts_in,
+    partitions_from_json,
+    partitions_from_text,
+    partitions_with,
+)
+from outlast.cluster.slurm.queue import QueuedJob, queue_from_json, queue_from_text
+from outlast.cluster.slurm.states import has_ended, is_live, is_waiting, state_of
+from outlast.errors import ClusterError
+
+FOLDER = Path(__file__).parent / "slurm_outputs"
+
+
+def output(name: str) -> str:
+    return (FOLDER / name).read_text()
+
+
+def by_number(jobs: list[QueuedJob]) -> dict[str, QueuedJob]:
+    return {each.identity: each for each in jobs}
+
+
+def test_the_queue_as_text() -> None:
+    jobs = by_number(queue_from_text(output("squeue.txt")))
+    assert {name: each.state for name, each in jobs.items()} == {
+        "1": "RUNNING",
+        "2": "PENDING",
+        "3": "PENDING",
+        "4_[0-3%1]": "PENDING",
+        "5": "FAILED",
+        "6": "CANCELLED",
+    }
+    running = jobs["1"]
+    assert (running.nodes, running.limit_seconds, running.left_seconds) == (4, 1800.0, 1797.0)
+    assert running.ends is not None
+    assert running.starts is not None
+    assert running.ends - running.starts == 1800.0
+    assert running.comment == "outlast:abc:1"
+    assert jobs["3"].limit_seconds == 86400.0
+    assert jobs["3"].starts is None, "N/A"
+    assert jobs["2"].comment == "", "(null)"
+    assert jobs["4_[0-3%1]"].number == "4"
+    assert jobs["2"].priority is not None
+    assert jobs["2"].priority > (jobs["3"].priority or 0.0)
+
+
+def test_the_queue_as_json_says_the_same_as_text() -> None:
+    text = by_number(queue_from_text(output("squeue.txt")))
+    found = by_number(queue_from_json(output("squeue-22.05.json")))
+    assert found.keys() == text.keys()
+    for name, job in found.items():
+        same = text[name]
+        assert (job.state, job.nodes, job.limit_seconds, job.partition) == (
+            same.state,
+            same.nodes,
+            same.limit_seconds,
+            same.partition,
+        )
+        assert (job.submitted, job.priority, job.comment) == (
+            same.submitted,
+            same.priority,
+            same.comment,
+        )
+
+
+def test_newer_json_has_tables_for_numbers_and_lists_of_states() -> None:
+    jobs = by_number(queue_from_json(output("squeue-23.11.json")))
+    assert jobs["1"].limit_seconds == 1800.0
+    assert jobs["2"].limit_seconds == math.inf
+    assert jobs["2"].starts is None
+    assert jobs["6"].state == "CANCELLED", "the state that it will end in"
+    assert jobs["4_2"].nodes == 1
+
+
+@pytest.mark.parametrize("text", ["", "no json", "{", "[]", '{"jobs": null}', '{"jobs": [3]}'])
+def test_what_is_no_queue_is_empty(text: str) -> None:
+    assert queue_from_json(text) == []
+    assert queue_from_text(text) == []
+
+
+def test_warnings_before_json_are_passed_over() -> None:
+    text = "squeue: warning: something\n" + output("squeue-23.11.json")
+    assert len(queue_from_json(text)) == 4
+
+
+def test_partitions_of_sinfo_and_scontrol() -> None:
+    found = partitions_from_text(output("sinfo.txt"))
+    assert [(each.name, each.limit_seconds, each.nodes) for each in found] == [
+        ("batch", 7200.0, 8),
+        ("high", math.inf, 8),
+        ("short", 600.0, 2),
+    ]
+    batch = found[0]
+    assert batch.is_default
+    assert batch.preempts == "REQUEUE"
+    assert batch.idle_nodes == 4
+    assert batch.default_seconds is None, "sinfo does not say"
+    more = partitions_with(found, output("partition.txt"))
+    assert [each.default_seconds for each in more] == [300.0, None, None]
+    assert [each.most_nodes for each in more] == [None, None, None]
+    assert [each.is_default for each in more] == [True, False, False]
+
+
+def test_partitions_of_json() -> None:
+    old = partitions_from_json(output("sinfo-22.05.json"))
+    assert [(each.name, each.nodes) for each in old] == [("batch", 8), ("high", 8), ("short", 2)]
+    new = partitions_from_json(output("sinfo-23.11.json"))
+    assert [(each.name, each.limit_seconds, each.up) for each in new] == [
+        ("batch", 7200.0, True),
+        ("long", math.inf, False),
+    ]
+    assert [each.most_nodes for each in new] == [None, 2]
+    assert new[0].idle_nodes == 3
+
+
+def test_groups_of_one_partition_are_added_up() -> None:
+    line = "\x1f".join(["batch", "up", "1:00:00", "1/2/0/3", "OFF", "batch*"])
+    other = "\x1f".join(["batch", "up", "1:00:00", "0/1K/1/2K", "OFF", "batch*"])
+    (found,) = partitions_from_text(f"{line}\n{other}\n")
+    assert (found.nodes, found.idle_nodes) == (3 + 2048, 2 + 1024)
+
+
+def test_history_as_text_and_json() -> None:
+    first, again, array, failed = history_from_text(output("sacct.txt"))
+    assert (first.state, first.exit_code) == ("CANCELLED", 128 + 15)
+    assert (again.identity, again.state) == ("7", "NODE_FAIL"), "a requeued job has two records"
+    assert (array.identity, array.limit_seconds, array.ended) == ("8_3", math.inf, None)
+    assert array.elapsed_seconds == 86402.0
+    assert (failed.exit_code, failed.limit_seconds) == (3, None)
+    cancelled, node = history_from_json(output("sacct-23.11.json"))
+    assert (cancelled.state, cancelled.exit_code) == ("CANCELLED", 143)
+    assert (cancelled.limit_seconds, cancelled.elapsed_seconds) == (1800.0, 61.0)
+    assert (node.state, node.exit_code, node.limit_seconds) == ("NODE_FAIL", 1, math.inf)
+
+
+def test_empty_accounting_is_no_history() -> None:
+    assert history_from_text("") == []
+    assert history_from_json("{}") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        (["CANCELLED by 1000"], "CANCELLED"),
+        (["CANCELLED", "COMPLETING"], "CANCELLED"),
+        (["COMPLETING"], "COMPLETING"),
+        (["RUNNING"], "RUNNING"),
+        (["PENDING", "REQUEUED"], "PENDING"),
+        ([], ""),
+    ],
+)
+def test_a_state_is_one_word(words: list[str], state: str) -> None:
+    assert state_of(words) == state
+
+
+def test_every_state_is_waiting_live_or_over() -> None:
+    for state in ("PENDING", "RUNNING", "COMPLETING", "TIMEOUT", "CANCELLED", "NODE_FAIL"):
+        assert is_waiting(state) + is_live(state) + has_ended(state) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("gpu[08-10],login", ["gpu08", "gpu09", "gpu10", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("", []),
+    ],
+)
+def test_node_lists_need_no_scontrol(text: str, hosts: list[str]) -> None:
+    assert hosts_in(text) == hosts
+
+
+@given(st.integers(0, 99), st.integers(0, 30))
+def test_a_range_of_hosts_keeps_its_zeros(first: int, more: int) -> None:
+    found = hosts_in(f"n[{first:03d}-{first + more:03d}]")
+    assert found == [f"n{index:03d}" for index in range(first, first + more + 1)]
+
+
+def test_limits_are_the_smallest_of_partitions_and_qos() -> None:
+    found = partitions_with(partitions_from_text(output("sinfo.txt")), output("partition.txt"))
+    default = chosen_partitions(found, "")
+    assert [each.name for each in default] == ["batch"]
+    both = limits_of(chosen_partitions(found, "high,short"))
+    assert (both.limit_seconds, both.nodes) == (600.0, 2)
+    line = "\x1f".join(["normal", "01:00:00", "3", "10", "cpu=4,node=1"])
+    quality = qualities_from_text(line + "\n")["normal"]
+    assert quality == Quality("normal", 3600.0, 3, 10, 1)
+    limited = limits_of(default, quality)
+    assert (limited.limit_seconds, limited.nodes, limited.submitted_jobs) == (3600.0, 1, 10)
+    assert array_size_from_text(output("config.txt")) == 1001
+    with pytest.raises(ClusterError, match=r'"gone" names gone, which is not among .* batch, high'):
+        chosen_partitions(found, "gone")
+
+
+def test_what_slurm_would_refuse_is_refused_with_the_figure() -> None:
+    found = partitions_with(partitions_from_text(output("sinfo.txt")), output("partition.txt"))
+    limits = limits_of(chosen_partitions(found, "short"), Quality("q", submitted_jobs=3))
+    fine = {"limit_seconds": 600.0, "nodes": [2], "jobs": 3, "kind": "array"}
+    check_request(limits, **fine)  # type: ignore[arg-type]
+    for change, words in (
+        ({"limit_seconds": 660.0}, "slurm.wall_time = 00:11:00 is more than the 00:10:00"),
+        ({"nodes": [1, 3]}, "slurm.nodes = 3 is more than the 2 nodes"),
+        ({"jobs": 4}, "4 jobs at once are more than the 3 .* lower slurm.links"),
+        ({"jobs": 4, "kind": "dependent"}, "3 that the QoS .* another slurm.qos, .*links = 1"),
+    ):
+        with pytest.raises(ClusterError, match=words):
+            check_request(limits, **{**fine, **change})  # type: ignore[arg-type]

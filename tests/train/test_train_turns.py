@@ -1,0 +1,116 @@
+"""Taking turns at saving: with real turns, between runs of one folder."""
+
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from runs import finish, start_process, wait_for_step
+from tiny import tiny_job
+
+from outlast.cluster.storage import ask
+from outlast.errors import EXIT_TO_BE_CONTINUED
+from outlast.job import Job
+from outlast.records import CheckpointSaved, StepsDone, read_run
+from outlast.train import turns as taking
+from outlast.train.run import run_directory
+from outlast.train.saving import SaveCadence
+from outlast.train.turns import SaveTurns
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking, "LOOK_SECONDS", 0.0)
+
+
+def test_a_waiting_save_does_not_look_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taking, "LOOK_SECONDS", 0.5)
+    first, second = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    assert first.wants(10)
+    assert not second.wants(10)
+    first.ended()
+    assert not second.wants(11)
+    time.sleep(0.6)
+    assert second.wants(12)
+    second.ended()
+
+
+def turns(folder: Path, longest_seconds: float = 60.0) -> SaveTurns:
+    request = partial(ask, folder, heartbeat_seconds=0.2, stale_after_seconds=30.0)
+    return SaveTurns(
+        request, size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=longest_seconds
+    )
+
+
+def test_a_due_save_waits_for_its_turn_and_stays_due(tmp_path: Path) -> None:
+    first, second = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    assert not first.wants(9)
+    assert first.wants(10)
+    assert not second.wants(10)
+    first.saved(10)
+    assert not second.wants(11)
+    assert not first.wants(12)
+    first.ended()
+    assert second.wants(13)
+    second.saved(13)
+    second.ended()
+    assert not second.wants(19)
+    assert second.wants(20)
+    second.ended()
+
+
+def test_nobody_waits_longer_than_allowed(tmp_path: Path) -> None:
+    first = SaveCadence(10, turns=turns(tmp_path))
+    assert first.wants(10)
+    hasty = SaveCadence(10, turns=turns(tmp_path, longest_seconds=0.3))
+    assert not hasty.wants(10)
+    time.sleep(0.4)
+    assert hasty.wants(11)
+    first.ended()
+    hasty.ended()
+
+
+def test_a_folder_that_cannot_be_used_hinders_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    cadence = SaveCadence(10, turns=turns(tmp_path / "file" / "turns"))
+    assert cadence.wants(10)
+    cadence.ended()
+
+
+@pytest.mark.distributed
+def test_a_run_saves_when_the_job_before_it_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "turns"
+    other = ask(folder, 1e6, heartbeat_seconds=0.2)
+    assert other.ready()
+    settings = (f'checkpoint.turns="{folder}"', "checkpoint.every_steps=2", "train.steps=100000")
+    job = tiny_job(tmp_path, "polite", *settings)
+    process = start_process(job, tmp_path)
+    try:
+        wait_for_step(job, 10, process)
+        assert not saved_steps(job)
+        reached = last_step(job)
+        other.release()
+        deadline = time.monotonic() + 60.0
+        while not saved_steps(job) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert saved_steps(job)[0] >= reached
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+        assert code == EXIT_TO_BE_CONTINUED, output
+    finally:
+        process.kill()
+    again = ask(folder, 1e6)
+    assert again.ready()
+    assert again.granted
+    again.release()
+
+
+def saved_steps(job: Job) -> list[int]:
+    return [event.step for _, event in read_run(run_directory(job).path).of(CheckpointSaved)]
+
+
+def last_step(job: Job) -> int:
+    return [event.step for _, event in read_run(run_directory(job).path).of(StepsDone)][-1]
