@@ -153,6 +153,12 @@ def foreign(path, **changed):
     path.write_text(json.dumps(content))
 
 
+def silent(path, seconds):
+    """Let the owner of a token file have said nothing for so long."""
+    old = time.time() - seconds
+    os.utime(path, (old, old))
+
+
 def test_an_owner_on_another_node_lives_by_its_heartbeat(tmp_path):
     request = ask(tmp_path, 1e6)
     assert request.ready()
@@ -174,6 +180,7 @@ def test_slurm_may_be_asked_whether_an_owner_lives(tmp_path, monkeypatch):
     request._ended.set()
     [held] = tmp_path.glob("held-*")
     foreign(held)
+    silent(held, 60.0)
     asked = []
 
     def alive(owner):
@@ -183,6 +190,16 @@ def test_slurm_may_be_asked_whether_an_owner_lives(tmp_path, monkeypatch):
     with turn(tmp_path, 1e6, deadline_seconds=5.0, ask_alive=alive) as mine:
         assert mine.granted
     assert "4711" in asked
+
+
+def test_slurm_is_not_asked_about_an_owner_that_has_just_been_heard(tmp_path):
+    request = ask(tmp_path, 1e6)
+    assert request.ready()
+    [held] = tmp_path.glob("held-*")
+    foreign(held)
+    with turn(tmp_path, 1e6, deadline_seconds=0.2, ask_alive=lambda owner: 1 / 0) as mine:
+        assert mine.why == "deadline"
+    request.release()
 
 
 def test_a_suspended_owner_does_not_block(tmp_path):

@@ -2,14 +2,14 @@
 
 import signal
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import finish, start_process, wait_for_step
 from tiny import tiny_job
 
-from outlast.cluster.storage import ask
+from outlast.cluster.storage import FolderTurns, ask
 from outlast.errors import EXIT_TO_BE_CONTINUED
 from outlast.job import Job
 from outlast.records import CheckpointSaved, StepsDone, read_run
@@ -38,10 +38,13 @@ def test_a_waiting_save_does_not_look_at_every_step(
     second.ended()
 
 
-def turns(folder: Path, longest_seconds: float = 60.0) -> SaveTurns:
-    request = partial(ask, folder, heartbeat_seconds=0.2, stale_after_seconds=30.0)
+def turns(folder: Path, longest_seconds: float = 60.0, order: str = "least-waste") -> SaveTurns:
     return SaveTurns(
-        request, size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=longest_seconds
+        FolderTurns(folder, order, ask_slurm=True),
+        size_bytes=1e6,
+        nodes=1,
+        mtbf_seconds=1e5,
+        longest_seconds=longest_seconds,
     )
 
 
@@ -78,6 +81,60 @@ def test_a_folder_that_cannot_be_used_hinders_nobody(tmp_path: Path) -> None:
     cadence = SaveCadence(10, turns=turns(tmp_path / "file" / "turns"))
     assert cadence.wants(10)
     cadence.ended()
+
+
+def test_in_set_10_jobs_of_other_periods_save_side_by_side(tmp_path: Path) -> None:
+    clocks = [Clock(), Clock(), Clock()]
+    rare, often, as_often = (
+        SaveTurns(
+            FolderTurns(tmp_path, "set-10", ask_slurm=False),
+            size_bytes=1e6,
+            nodes=1,
+            mtbf_seconds=1e5,
+            longest_seconds=60.0,
+            clock=clock,
+        )
+        for clock in clocks
+    )
+    for clock, seconds in zip(clocks, (3000.0, 30.0, 25.0), strict=True):
+        clock.now += seconds
+    assert rare.may_save()
+    assert often.may_save()
+    assert not as_often.may_save()
+    often.release()
+    assert as_often.may_save()
+    as_often.release()
+    rare.release()
+
+
+def test_the_class_of_a_job_is_that_of_its_mean_period(tmp_path: Path) -> None:
+    clock, asked = Clock(), []
+
+    class Noting:
+        def ask(self, size_bytes: float, *, period_seconds: float, **about: float) -> Any:
+            asked.append(period_seconds)
+            return FolderTurns(tmp_path, "fcfs", ask_slurm=False).ask(
+                size_bytes, period_seconds=period_seconds, **about
+            )
+
+    own = SaveTurns(
+        Noting(), size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=9.0, clock=clock
+    )
+    for seconds in (100.0, 100.0, 400.0):
+        clock.now += seconds
+        assert own.may_save()
+        own.saving()
+        own.release()
+    assert asked == [100.0, 100.0, 200.0]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.mark.distributed

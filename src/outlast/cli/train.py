@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +78,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     from outlast.cli.forecast import prediction_for
     from outlast.cluster.chain.stopping import stop_when_of
     from outlast.cluster.staging import stager_for
-    from outlast.cluster.storage import ask
+    from outlast.cluster.storage import turns_for
     from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work
 
@@ -90,7 +89,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         # A link of a chain has a clock of its own; see `outlast submit`.
         stop_when=stop_when_of(os.environ),
         stager=stager_for(job.staging),
-        ask_turn=partial(ask, job.checkpoint.turns) if job.checkpoint.turns else None,
+        turns=turns_for(job.checkpoint),
     )
     directory = run_directory(job)
     if launched_by(os.environ) != "alone":

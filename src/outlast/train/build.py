@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
     from outlast.train.staging import NodeFiles
-    from outlast.train.turns import AskTurn
+    from outlast.train.turns import Turns
 
 _GRACE_SECONDS = 1.0
 
@@ -91,7 +91,7 @@ class SetUp:
     directory: RunDirectory
     stop: StopFlag
     parts: dict[str, float] = field(default_factory=dict)
-    ask_turn: AskTurn | None = None
+    turns: Turns | None = None
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -212,7 +212,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
             job,
             setup.ranks,
             setup.directory,
-            setup.ask_turn,
+            setup.turns,
             # Weights and both moments of Adam, in fp32.
             state_bytes=12.0 * sum(each.numel() for each in model.parameters()),
         ),

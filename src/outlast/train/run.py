@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from outlast.train.loop import Outcome, Trainer
     from outlast.train.model import ModelSize
     from outlast.train.staging import Stager
-    from outlast.train.turns import AskTurn
+    from outlast.train.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Start:
         stop_when: Asked by every rank after each step: why to save and stop now, or an empty text.
             One rank that says so is enough. Must survive pickling.
         stager: Gets token files to each node before they are opened; None: read in place.
-        ask_turn: Asks for a turn among the jobs that save to one file system; None: save when due.
+        turns: Of the jobs that save to one file system; None: save when due.
     """
 
     job: Job
@@ -76,7 +76,7 @@ class Start:
     prediction: Predicted | None = None
     stop_when: Callable[[], str] | None = None
     stager: Stager | None = None
-    ask_turn: AskTurn | None = None
+    turns: Turns | None = None
 
 
 def run_directory(job: Job) -> RunDirectory:
@@ -166,7 +166,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 run_directory(start.job),
                 stop,
                 parts,
-                start.ask_turn,
+                start.turns,
             )
             if start.drill is not None:
                 return start.drill.run(setup)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.train.ranks import Ranks
-    from outlast.train.turns import AskTurn
+    from outlast.train.turns import Turns
 
 _WORTH_TELLING = 0.1
 
@@ -111,7 +111,7 @@ def cadence_of(
     job: Job,
     ranks: Ranks,
     directory: RunDirectory,
-    ask_turn: AskTurn | None = None,
+    turns: Turns | None = None,
     state_bytes: float = 1.0,
 ) -> SaveCadence:
     """The cadence that the job asks for, with what earlier attempts have learnt and suffered.
@@ -120,17 +120,17 @@ def cadence_of(
         job: Checked.
         ranks: This process among the others.
         directory: Of the run.
-        ask_turn: Asks for a turn among the jobs of a file system; None for saves at once.
+        turns: Of the jobs of a file system; None for saves at once.
         state_bytes: Of model and optimizer, about what a first save writes.
     """
     settings = job.checkpoint
-    turns = None
-    if ask_turn is not None and ranks.is_first:
-        turns = _turns(job, ranks, ask_turn, state_bytes)
+    own = None
+    if turns is not None and ranks.is_first:
+        own = _turns_of(job, ranks, turns, state_bytes)
     if settings.every_steps != "auto":
         # One rank that asks is enough: where turns are taken, the one that takes them.
-        every = settings.every_steps if turns is not None or ask_turn is None else 0
-        return SaveCadence(every, turns=turns)
+        every = settings.every_steps if own is not None or turns is None else 0
+        return SaveCadence(every, turns=own)
     if not ranks.is_first:
         return SaveCadence(None)
     estimator = IntervalEstimator(
@@ -145,13 +145,13 @@ def cadence_of(
         before = read_run(directory.path).attempts[:-1]
         if before and before[-1].outcome == "died":
             estimator.observe_failure()
-    return SaveCadence(None, estimator, memory, turns)
+    return SaveCadence(None, estimator, memory, own)
 
 
-def _turns(job: Job, ranks: Ranks, ask_turn: AskTurn, state_bytes: float) -> SaveTurns:
+def _turns_of(job: Job, ranks: Ranks, turns: Turns, state_bytes: float) -> SaveTurns:
     settings = job.checkpoint
     return SaveTurns(
-        ask_turn,
+        turns,
         size_bytes=state_bytes,
         nodes=_nodes(ranks),
         mtbf_seconds=3600.0 * settings.mtbf_hours or NODE_MTBF_SECONDS / _nodes(ranks),

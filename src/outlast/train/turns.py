@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 """Between two looks at a folder that a shared file system holds."""
+_PERIODS_REMEMBERED = 16
+_SHORTEST_PERIOD_SECONDS = 1e-3
 
 
 class Turn(Protocol):
@@ -24,20 +28,26 @@ class Turn(Protocol):
         """The save has ended, or is not made."""
 
 
-class AskTurn(Protocol):
-    """Asks for a turn without waiting for it."""
+class Turns(Protocol):
+    """The turns of the jobs that save to one file system; it travels to worker processes."""
 
-    def __call__(
-        self, size_bytes: float, *, nodes: float, unsaved_seconds: float, mtbf_seconds: float
+    def ask(
+        self,
+        size_bytes: float,
+        *,
+        nodes: float,
+        unsaved_seconds: float,
+        mtbf_seconds: float,
+        period_seconds: float,
     ) -> Turn:
-        """Put a request up."""
+        """Put a request up, without waiting for the turn."""
 
 
 class SaveTurns:
     """The turns of one job; on its rank 0 alone.
 
     Args:
-        ask: Puts a request up.
+        turns: Of the file system.
         size_bytes: Of a save, until one was made.
         nodes: Of the job.
         mtbf_seconds: Between failures of the job, which put its unsaved work at risk.
@@ -47,7 +57,7 @@ class SaveTurns:
 
     def __init__(
         self,
-        ask: AskTurn,
+        turns: Turns,
         *,
         size_bytes: float,
         nodes: int,
@@ -56,7 +66,7 @@ class SaveTurns:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.size_bytes = size_bytes
-        self._ask = ask
+        self._turns = turns
         self._nodes = nodes
         self._mtbf_seconds = mtbf_seconds
         self._longest_seconds = longest_seconds
@@ -64,6 +74,7 @@ class SaveTurns:
         self._saved = self._asked = clock()
         self._turn: Turn | None = None
         self._looked = -math.inf
+        self._periods: deque[float] = deque(maxlen=_PERIODS_REMEMBERED)
 
     def may_save(self) -> bool:
         """Whether a save that is due may be made now; asks for a turn at the first call."""
@@ -71,11 +82,15 @@ class SaveTurns:
         if self._turn is None:
             self._asked = now
             self._looked = -math.inf
-            self._turn = self._ask(
+            unsaved = now - self._saved
+            self._turn = self._turns.ask(
                 max(self.size_bytes, 1.0),
                 nodes=self._nodes,
-                unsaved_seconds=now - self._saved,
+                unsaved_seconds=unsaved,
                 mtbf_seconds=self._mtbf_seconds,
+                period_seconds=max(
+                    statistics.fmean([*self._periods, unsaved]), _SHORTEST_PERIOD_SECONDS
+                ),
             )
         if now - self._asked >= self._longest_seconds:
             return True
@@ -86,7 +101,9 @@ class SaveTurns:
 
     def saving(self) -> None:
         """A save begins: what is trained from here on is unsaved."""
-        self._saved = self._clock()
+        now = self._clock()
+        self._periods.append(now - self._saved)
+        self._saved = now
 
     def release(self) -> None:
         """The save has ended, well or not."""

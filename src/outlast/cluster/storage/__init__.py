@@ -6,6 +6,7 @@ with turn("/scratch/project/.turns", size_bytes, nodes=8, deadline_seconds=120.0
 """
 
 from outlast.cluster.storage.backoff import Backoff, GentlePace
+from outlast.cluster.storage.job import FolderTurns, turns_for
 from outlast.cluster.storage.pace import TokenBucket
 from outlast.cluster.storage.periods import (
     Periods,
@@ -20,6 +21,7 @@ from outlast.cluster.storage.turns import Request, ask, turn
 
 __all__ = [
     "Backoff",
+    "FolderTurns",
     "GentlePace",
     "Periods",
     "Request",
@@ -31,6 +33,7 @@ __all__ = [
     "shared_periods",
     "simulate_saves",
     "turn",
+    "turns_for",
     "waste_of",
     "young_daly",
 ]

@@ -26,6 +26,7 @@ class Owner:
         pid: Its number.
         started: When it started, in clock ticks after the boot; 0 where that is not known.
         job: Slurm's number of its job, or empty.
+        cluster: Slurm's name of the cluster, or empty.
     """
 
     host: str
@@ -34,6 +35,7 @@ class Owner:
     pid: int
     started: int
     job: str = ""
+    cluster: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -43,8 +45,8 @@ class Owner:
 def this_process() -> Owner:
     """The process that asks."""
     pid = os.getpid()
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return Owner(socket.gethostname(), _boot(), _namespace(), pid, _started(pid) or 0, job)
+    job, cluster = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_CLUSTER_NAME", "")
+    return Owner(socket.gethostname(), _boot(), _namespace(), pid, _started(pid) or 0, job, cluster)
 
 
 def owner_of(content: Any) -> Owner | None:
@@ -57,6 +59,7 @@ def owner_of(content: Any) -> Owner | None:
             int(content["pid"]),
             int(content["started"]),
             str(content.get("job", "")),
+            str(content.get("cluster", "")),
         )
     return None
 

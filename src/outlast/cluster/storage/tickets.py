@@ -31,6 +31,8 @@ _TICKET = re.compile(r"ticket-([0-9a-f-]+)\.json")
 _TURN = re.compile(r"(held|free)-(-?\d+)-(\d{12})\.json")
 # A file may be empty for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
+# Share of the time after which an owner counts as dead: after that, others are asked about it.
+_SILENT = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Board:
     Args:
         directory: Made if missing.
         stale_after_seconds: Without a heartbeat for so long, an owner counts as dead.
-        ask_alive: Whether an owner lives, e.g. by asking Slurm for its job; None: not known.
+        ask_alive: Whether an owner lives that has been silent for a third of that time, e.g. by
+            asking Slurm for its job; None: not known.
 
     Raises:
         OSError: When the directory cannot be made or written to; so do the methods.
@@ -233,7 +236,10 @@ class Board:
     def _lives(self, ticket: Ticket, age_seconds: float) -> bool:
         if is_alive(ticket.owner) is False or age_seconds > self._stale_after_seconds:
             return False
-        return self._ask_alive is None or self._ask_alive(ticket.owner) is not False
+        # Who has just said that it lives need not be asked about.
+        if self._ask_alive is None or age_seconds < _SILENT * self._stale_after_seconds:
+            return True
+        return self._ask_alive(ticket.owner) is not False
 
     def _path(self, ticket: Ticket) -> Path:
         return self._directory / f"ticket-{ticket.name}.json"

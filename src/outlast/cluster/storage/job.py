@@ -1,0 +1,57 @@
+"""What the section [checkpoint] of a job asks for: turns among the jobs of one folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.cluster.storage.slurm_jobs import still_runs
+from outlast.cluster.storage.turns import ask
+
+if TYPE_CHECKING:
+    from outlast.cluster.storage.turns import Request
+    from outlast.job import CheckpointSection
+
+
+@dataclass(frozen=True)
+class FolderTurns:
+    """The turns of one folder, for the trainer; travels to worker processes.
+
+    Attributes:
+        directory: Of the turns.
+        order: One of `outlast.cluster.storage.orders.ORDERS`.
+        ask_slurm: Whether Slurm is asked if a silent owner's job has ended.
+    """
+
+    directory: Path
+    order: str
+    ask_slurm: bool
+
+    def ask(
+        self,
+        size_bytes: float,
+        *,
+        nodes: float,
+        unsaved_seconds: float,
+        mtbf_seconds: float,
+        period_seconds: float,
+    ) -> Request:
+        """Ask for a turn without waiting for it; see `outlast.cluster.storage.ask`."""
+        return ask(
+            self.directory,
+            size_bytes,
+            nodes=nodes,
+            order=self.order,
+            period_seconds=period_seconds,
+            unsaved_seconds=unsaved_seconds,
+            mtbf_seconds=mtbf_seconds,
+            ask_alive=still_runs if self.ask_slurm else None,
+        )
+
+
+def turns_for(settings: CheckpointSection) -> FolderTurns | None:
+    """The turns that [checkpoint] asks for; None where it names no folder."""
+    if not settings.turns:
+        return None
+    return FolderTurns(Path(settings.turns), settings.turn_order, settings.turn_ask_slurm)
