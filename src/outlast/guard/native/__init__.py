@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from importlib import resources
-from pathlib import Path
+
+from outlast.hardware.native import load
 
 _FILES = ("sweep.c", "rows.h")
 # Sums in any order, but NaN and infinity as they are.
-_SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
-_LIBRARY = ("-Wno-psabi", "-shared", "-fPIC", "-lm")
+_SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-Wno-psabi")
 _FLAGS = (
     *_SUMS,
     *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"),
-    *_LIBRARY,
 )
-_PLAIN_FLAGS = (*_SUMS, *_LIBRARY)
-_COMPILE_SECONDS = 120
 
 
 def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
@@ -87,8 +77,7 @@ class Encode(ctypes.Structure):
 class Library:
     """The loaded functions; each returns 0, 1 for an unknown type or 2 without memory."""
 
-    def __init__(self, path: Path) -> None:
-        loaded = ctypes.CDLL(str(path))
+    def __init__(self, loaded: ctypes.CDLL) -> None:
         self.forward = loaded.outlast_forward
         self.forward.argtypes = (ctypes.POINTER(Forward),)
         self.backward = loaded.outlast_backward
@@ -101,76 +90,6 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The compiled passes, or None where they cannot be had (see `why_not`)."""
-    found, _ = _load()
-    return found
-
-
-def why_not() -> str:
-    """Why there is no library, in a few words; empty where there is one."""
-    return _load()[1]
-
-
-@functools.cache
-def _load() -> tuple[Library | None, str]:
-    if os.environ.get("OUTLAST_NATIVE") == "0":
-        return None, "OUTLAST_NATIVE=0 is set"
-    compiler = _compiler()
-    if not compiler:
-        return None, "no C compiler was found (CC, cc, gcc, clang)"
-    sources = {name: _source(name) for name in _FILES}
-    key = hashlib.sha256(repr((sources, compiler, _FLAGS, _processor())).encode()).hexdigest()
-    file = _cache() / f"sweep-{key[:16]}.so"
-    problem = ""
-    if not file.exists():
-        problem = _compile(compiler, sources, file)
-    try:
-        return (Library(file), "") if not problem else (None, problem)
-    except OSError as error:
-        return None, f"{file} cannot be loaded: {error}"
-
-
-def _compiler() -> list[str]:
-    if chosen := shlex.split(os.environ.get("CC", "")):
-        return chosen if shutil.which(chosen[0]) else []
-    return [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
-
-
-def _source(name: str) -> str:
-    return (resources.files(__name__) / name).read_text(encoding="utf-8")
-
-
-def _processor() -> str:
-    """What ``-march=native`` depends on: homes may be shared by unlike machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast"
-
-
-def _compile(compiler: list[str], sources: dict[str, str], file: Path) -> str:
-    """Compile to `file`, whole or not at all; returns what went wrong."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            for name, text in sources.items():
-                (Path(folder) / name).write_text(text, encoding="utf-8")
-            built = Path(folder) / file.name
-            said = ""
-            for flags in (_FLAGS, _PLAIN_FLAGS):
-                command = [*compiler, str(Path(folder) / "sweep.c"), "-o", str(built), *flags]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
-                )
-                if done.returncode == 0:
-                    built.replace(file)
-                    return ""
-                said = done.stderr.strip()
-            return f"{compiler[0]} failed: {said.splitlines()[0] if said else 'no message'}"
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"the passes cannot be compiled: {error}"
+    """The compiled passes, or None where they cannot be had."""
+    loaded, _ = load(resources.files(__name__), _FILES, _FLAGS, _SUMS)
+    return Library(loaded) if loaded is not None else None
