@@ -21,7 +21,13 @@ from outlast.cluster.storage.simulate import simulate_saves
 from outlast.errors import ClusterError
 
 jobs = st.lists(
-    st.builds(SavingJob, st.floats(1.0, 500.0), st.floats(1.0, 2000.0), st.floats(1e4, 1e7)),
+    st.builds(
+        SavingJob,
+        st.floats(1.0, 500.0),
+        st.floats(1.0, 2000.0),
+        st.floats(1e4, 1e7),
+        st.none() | st.floats(0.01, 100.0),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -57,6 +63,16 @@ def test_worked_case():
     halved = shared_periods([alone], 0.0125)
     assert halved.seconds[0] == pytest.approx(2000.0)
     assert halved.multiplier == pytest.approx(24.0)
+
+
+def test_worked_case_of_saves_in_the_background():
+    # A save costs the job 1 s and the file system 25: alone sqrt(2 * 20,000 * 1) = 200 s, a load of
+    # 12.5 %; half of that: 1 + 25 lambda / 8 = 4.
+    alone = SavingJob(8, 25.0, 20_000.0, overhead_seconds=1.0)
+    assert shared_periods([alone]).seconds == pytest.approx((200.0,))
+    halved = shared_periods([alone], 0.0625)
+    assert halved.seconds[0] == pytest.approx(400.0)
+    assert halved.multiplier == pytest.approx(0.96)
 
 
 def test_small_jobs_make_way_for_large_ones():

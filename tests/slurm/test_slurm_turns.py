@@ -56,7 +56,7 @@ def test_the_turn_of_a_cancelled_job_is_free_before_its_heartbeat_is_missed(
         monkeypatch.setenv("SLURM_CLUSTER_NAME", owner["cluster"])
         on_another_node(held)
         about = {"nodes": 1, "unsaved_seconds": 9.0, "mtbf_seconds": 1e5, "period_seconds": 9.0}
-        waiting = FolderTurns(folder, "least-waste", ask_slurm=True).ask(1e6, **about)
+        waiting = FolderTurns(folder, "least-waste", ask_slurm=True, load=0.6).ask(1e6, **about)
         assert not granted(waiting, held, 3.0)
     finally:
         slurm.run("scancel", job)

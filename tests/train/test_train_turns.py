@@ -9,10 +9,11 @@ import pytest
 from runs import finish, start_process, wait_for_step
 from tiny import tiny_job
 
+from outlast.checkpoint import IntervalEstimator, SaveResult
 from outlast.cluster.storage import FolderTurns, ask
 from outlast.errors import EXIT_TO_BE_CONTINUED
 from outlast.job import Job
-from outlast.records import CheckpointSaved, StepsDone, read_run
+from outlast.records import CheckpointInterval, CheckpointSaved, StepsDone, read_run
 from outlast.train import turns as taking
 from outlast.train.run import run_directory
 from outlast.train.saving import SaveCadence
@@ -40,7 +41,7 @@ def test_a_waiting_save_does_not_look_at_every_step(
 
 def turns(folder: Path, longest_seconds: float = 60.0, order: str = "least-waste") -> SaveTurns:
     return SaveTurns(
-        FolderTurns(folder, order, ask_slurm=True),
+        FolderTurns(folder, order, ask_slurm=True, load=0.6),
         size_bytes=1e6,
         nodes=1,
         mtbf_seconds=1e5,
@@ -87,7 +88,7 @@ def test_in_set_10_jobs_of_other_periods_save_side_by_side(tmp_path: Path) -> No
     clocks = [Clock(), Clock(), Clock()]
     rare, often, as_often = (
         SaveTurns(
-            FolderTurns(tmp_path, "set-10", ask_slurm=False),
+            FolderTurns(tmp_path, "set-10", ask_slurm=False, load=0.6),
             size_bytes=1e6,
             nodes=1,
             mtbf_seconds=1e5,
@@ -110,15 +111,18 @@ def test_in_set_10_jobs_of_other_periods_save_side_by_side(tmp_path: Path) -> No
 def test_the_class_of_a_job_is_that_of_its_mean_period(tmp_path: Path) -> None:
     clock, asked = Clock(), []
 
-    class Noting:
+    class Noting(FolderTurns):
         def ask(self, size_bytes: float, *, period_seconds: float, **about: float) -> Any:
             asked.append(period_seconds)
-            return FolderTurns(tmp_path, "fcfs", ask_slurm=False).ask(
-                size_bytes, period_seconds=period_seconds, **about
-            )
+            return super().ask(size_bytes, period_seconds=period_seconds, **about)
 
     own = SaveTurns(
-        Noting(), size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=9.0, clock=clock
+        Noting(tmp_path, "fcfs", ask_slurm=False, load=0.6),
+        size_bytes=1e6,
+        nodes=1,
+        mtbf_seconds=1e5,
+        longest_seconds=9.0,
+        clock=clock,
     )
     for seconds in (100.0, 100.0, 400.0):
         clock.now += seconds
@@ -126,6 +130,57 @@ def test_the_class_of_a_job_is_that_of_its_mean_period(tmp_path: Path) -> None:
         own.saving()
         own.release()
     assert asked == [100.0, 100.0, 200.0]
+
+
+def learnt(cadence: SaveCadence) -> str:
+    """What a cadence says of its interval after a few steps and a save."""
+    for _ in range(5):
+        cadence.observe_step(0.1, saving=False)
+    cadence.observe_save(SaveResult(20, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
+    news = cadence.news()
+    return "" if news is None else news[1]
+
+
+def chosen(folder: Path, load: float) -> SaveCadence:
+    own = SaveTurns(
+        FolderTurns(folder, "least-waste", ask_slurm=False, load=load),
+        size_bytes=1e6,
+        nodes=1,
+        mtbf_seconds=1e4,
+        longest_seconds=60.0,
+    )
+    return SaveCadence(None, IntervalEstimator(mtbf_seconds=1e4), turns=own)
+
+
+def test_the_best_interval_leaves_their_share_to_others(tmp_path: Path) -> None:
+    # Alone the run would save every 14 s, with 2 s of writing each time.
+    first, second = chosen(tmp_path, 0.2), chosen(tmp_path, 0.2)
+    assert "others" not in learnt(first)
+    # Both together may write for a fifth of the time, so each saves every 20 s.
+    assert "save every 200 steps" in (said := learnt(second))
+    assert "leaves their share of the file system to others" in said
+    assert "save every 200 steps" in learnt(first)
+    second.close()
+    assert "others" not in learnt(first)
+    first.close()
+
+
+def test_a_fixed_interval_stays_and_is_known_to_others(tmp_path: Path) -> None:
+    folder = FolderTurns(tmp_path, "least-waste", ask_slurm=False, load=0.3)
+    clock = Clock()
+    own = SaveTurns(
+        folder, size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=9.0, clock=clock
+    )
+    fixed, free = SaveCadence(10, turns=own), chosen(tmp_path, 0.3)
+    clock.now += 10.0
+    fixed.saved(10)
+    fixed.observe_save(SaveResult(10, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
+    assert fixed.news() is None
+    # It takes 2 s of every 10, which leaves 2 s of every 20.
+    assert "save every 200 steps" in learnt(free)
+    fixed.close()
+    assert "others" not in learnt(free)
+    free.close()
 
 
 class Clock:
@@ -171,3 +226,27 @@ def saved_steps(job: Job) -> list[int]:
 
 def last_step(job: Job) -> int:
     return [event.step for _, event in read_run(run_directory(job).path).of(StepsDone)][-1]
+
+
+@pytest.mark.distributed
+def test_a_run_makes_way_for_the_saves_of_another_job(tmp_path: Path) -> None:
+    folder = tmp_path / "turns"
+    other = FolderTurns(folder, "least-waste", ask_slurm=False, load=0.001).saver()
+    about = {"nodes": 64, "save_seconds": 60.0, "overhead_seconds": 60.0, "mtbf_seconds": 1e5}
+    other.least_seconds(**about, period_seconds=120.0)
+    settings = (
+        f'checkpoint.turns="{folder}"',
+        "checkpoint.turn_load=0.001",
+        "checkpoint.every_steps=auto",
+        # Alone it would save several times a minute.
+        "checkpoint.mtbf_hours=0.001",
+        "train.steps=60",
+    )
+    job = tiny_job(tmp_path, "modest", *settings)
+    code, output = finish(start_process(job, tmp_path))
+    assert code == 0, output
+    told = [event for _, event in read_run(run_directory(job).path).of(CheckpointInterval)]
+    assert "leaves their share of the file system to others" in told[0].reason
+    assert saved_steps(job)[-1] == 60
+    assert len(list(folder.glob("saver-*"))) == 1
+    other.close()

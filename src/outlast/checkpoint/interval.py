@@ -27,6 +27,7 @@ from outlast.checkpoint.waste import (
     budget_interval_seconds,
     choose_interval,
     require,
+    waste_fraction,
 )
 from outlast.errors import CheckpointError
 
@@ -41,6 +42,7 @@ _REASONS = {
     "longest": "the longest interval allowed",
     "budget": "the shortest interval within the budget",
     "write": "the shortest interval in which a save becomes durable",
+    "shared": "the shortest interval that leaves their share of the file system to others",
 }
 
 
@@ -104,6 +106,7 @@ class IntervalEstimator:
         self._writes: deque[float] = deque(maxlen=SAVES_REMEMBERED)
         self._failures = 0
         self._node_seconds = 0.0
+        self._shared_seconds = 0.0
 
     def observe_step(self, seconds: float, saving: bool) -> None:
         """One step took `seconds`, without the time that a save blocked it.
@@ -132,6 +135,22 @@ class IntervalEstimator:
     def observe_failure(self) -> None:
         """The job failed once (call it after the restart, when the state has been loaded)."""
         self._failures += 1
+
+    def make_way(self, least_seconds: float) -> None:
+        """Save no more often from now on, since others save to the same file system.
+
+        The longest interval allowed stays the longest.
+
+        Args:
+            least_seconds: Wall time from save to save; 0: as often as is best for this run.
+        """
+        require("least_seconds", least_seconds, 0.0)
+        self._shared_seconds = least_seconds
+
+    @property
+    def save_cost(self) -> SaveCost | None:
+        """What a save costs this run, as measured; None before the first was."""
+        return self._save_cost(self._step_seconds() or 0.0) if self._blocked else None
 
     @property
     def mtbf_seconds(self) -> float:
@@ -200,7 +219,19 @@ class IntervalEstimator:
         floor_steps = math.ceil((floor_seconds - save.overhead_seconds) / step - 1e-9)
         best_steps = (interval.seconds - save.overhead_seconds) / step
         whole = math.floor(best_steps) if interval.rule == "longest" else round(best_steps)
-        return _Decision(max(1, whole, floor_steps), interval.rule, interval.waste)
+        decision = _Decision(max(1, whole, floor_steps), interval.rule, interval.waste)
+        return self._making_way(decision, step, save)
+
+    def _making_way(self, decision: _Decision, step: float, save: SaveCost) -> _Decision:
+        """The decision, unless others need that saves are further apart."""
+        least = math.ceil((self._shared_seconds - save.overhead_seconds) / step)
+        most = math.floor((self._longest_seconds - save.overhead_seconds) / step)
+        steps = min(least, most)
+        if steps <= decision.steps:
+            return decision
+        seconds = steps * step + save.overhead_seconds
+        waste = waste_fraction(seconds, save, Failures.every(self.mtbf_seconds))
+        return _Decision(steps, "shared", waste)
 
     def state_dict(self) -> dict[str, Any]:
         """What was observed, in JSON types; the settings are not part of it."""

@@ -152,6 +152,7 @@ class Trainer:
                 self.guard.finish()
                 self._record_findings()
             self._save_last(last_step, first_step)
+            self.cadence.close()
             self._record_guard(last_step)
         if self.energy is not None:
             self._record(self.energy.finish(last_step, self.watch.so_far()))

@@ -87,14 +87,19 @@ class SaveCadence:
 
     def observe_save(self, result: SaveResult) -> None:
         """A save was published."""
-        if self._turns is not None:
-            self._turns.size_bytes = result.bytes
         if self._estimator is not None:
             self._estimator.observe_save(result.blocked_seconds, result.seconds)
             if self._memory is not None:
                 # To begin anew is no loss.
                 with contextlib.suppress(OSError):
                     replace_file(self._memory, json.dumps(self._estimator.state_dict()).encode())
+        if self._turns is not None:
+            self._turns.saved(result, self._estimator)
+
+    def close(self) -> None:
+        """The run saves no more."""
+        if self._turns is not None:
+            self._turns.close()
 
     def news(self) -> tuple[int, str] | None:
         """The interval in steps and the reason for it, when it has changed enough to tell."""

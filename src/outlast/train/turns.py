@@ -9,13 +9,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from outlast.checkpoint import IntervalEstimator, SaveResult
 
 LOOK_SECONDS = 1.0
 """Between two looks at a folder that a shared file system holds."""
-_PERIODS_REMEMBERED = 16
-_SHORTEST_PERIOD_SECONDS = 1e-3
+_REMEMBERED = 16
+_SHORTEST_SECONDS = 1e-3
 
 
 class Turn(Protocol):
@@ -26,6 +27,24 @@ class Turn(Protocol):
 
     def release(self) -> None:
         """The save has ended, or is not made."""
+
+
+class Saver(Protocol):
+    """This job among those that save to one file system."""
+
+    def least_seconds(
+        self,
+        *,
+        nodes: float,
+        save_seconds: float,
+        overhead_seconds: float,
+        mtbf_seconds: float,
+        period_seconds: float,
+    ) -> float:
+        """Tell the others what saves cost; returns how far apart they should be, 0: no matter."""
+
+    def close(self) -> None:
+        """The job saves no more."""
 
 
 class Turns(Protocol):
@@ -41,6 +60,9 @@ class Turns(Protocol):
         period_seconds: float,
     ) -> Turn:
         """Put a request up, without waiting for the turn."""
+
+    def saver(self) -> Saver:
+        """Join those that save there."""
 
 
 class SaveTurns:
@@ -65,8 +87,9 @@ class SaveTurns:
         longest_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.size_bytes = size_bytes
+        self._size_bytes = size_bytes
         self._turns = turns
+        self._saver = turns.saver()
         self._nodes = nodes
         self._mtbf_seconds = mtbf_seconds
         self._longest_seconds = longest_seconds
@@ -74,7 +97,8 @@ class SaveTurns:
         self._saved = self._asked = clock()
         self._turn: Turn | None = None
         self._looked = -math.inf
-        self._periods: deque[float] = deque(maxlen=_PERIODS_REMEMBERED)
+        self._periods: deque[float] = deque(maxlen=_REMEMBERED)
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def may_save(self) -> bool:
         """Whether a save that is due may be made now; asks for a turn at the first call."""
@@ -84,13 +108,11 @@ class SaveTurns:
             self._looked = -math.inf
             unsaved = now - self._saved
             self._turn = self._turns.ask(
-                max(self.size_bytes, 1.0),
+                max(self._size_bytes, 1.0),
                 nodes=self._nodes,
                 unsaved_seconds=unsaved,
                 mtbf_seconds=self._mtbf_seconds,
-                period_seconds=max(
-                    statistics.fmean([*self._periods, unsaved]), _SHORTEST_PERIOD_SECONDS
-                ),
+                period_seconds=self._period_seconds([*self._periods, unsaved]),
             )
         if now - self._asked >= self._longest_seconds:
             return True
@@ -110,3 +132,32 @@ class SaveTurns:
         if self._turn is not None:
             self._turn.release()
             self._turn = None
+
+    def saved(self, result: SaveResult, estimator: IntervalEstimator | None) -> None:
+        """A save was published: tell the others of it, and make way for theirs.
+
+        Args:
+            result: Of the save.
+            estimator: Of the best interval, which is told how far apart saves should be; None
+                where the job has a fixed one.
+        """
+        self._size_bytes = result.bytes
+        self._seconds.append(result.seconds)
+        cost = None if estimator is None else estimator.save_cost
+        least = self._saver.least_seconds(
+            nodes=self._nodes,
+            save_seconds=max(statistics.median(self._seconds), _SHORTEST_SECONDS),
+            overhead_seconds=result.blocked_seconds if cost is None else cost.overhead_seconds,
+            mtbf_seconds=self._mtbf_seconds if estimator is None else estimator.mtbf_seconds,
+            period_seconds=self._period_seconds(self._periods) if estimator is None else 0.0,
+        )
+        if estimator is not None:
+            estimator.make_way(least)
+
+    def close(self) -> None:
+        """The job saves no more."""
+        self.release()
+        self._saver.close()
+
+    def _period_seconds(self, periods: Collection[float]) -> float:
+        return max(statistics.fmean(periods) if periods else 0.0, _SHORTEST_SECONDS)

@@ -8,11 +8,15 @@ import socket
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast.records.process import boot_identity
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _boot = cache(boot_identity)
+_SILENT = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,29 @@ def is_alive(owner: Owner) -> bool | None:
     if (owner.host, owner.boot, owner.namespace) != here or not owner.started:
         return None
     return _started(owner.pid) == owner.started
+
+
+def lives(
+    owner: Owner,
+    age_seconds: float,
+    stale_after_seconds: float,
+    ask_alive: Callable[[Owner], bool | None] | None = None,
+) -> bool:
+    """Whether an owner counts as alive.
+
+    Args:
+        owner: Of a file.
+        age_seconds: Since it has last said that it lives.
+        stale_after_seconds: After so long an owner that cannot be seen from here counts as dead.
+        ask_alive: Asked about an owner that has said nothing for a third of that time; None: not
+            known.
+    """
+    if is_alive(owner) is False or age_seconds > stale_after_seconds:
+        return False
+    # Who has just said that it lives need not be asked about.
+    if ask_alive is None or age_seconds < _SILENT * stale_after_seconds:
+        return True
+    return ask_alive(owner) is not False
 
 
 def _started(pid: int) -> int | None:

@@ -10,7 +10,9 @@ over the periods P_i. With the multiplier lambda of the budget,
 
     P_i = sqrt(2 mu_i C_i (1 + lambda / n_i)),
 
-and lambda = 0, Young/Daly's periods, where these keep the budget; else it is found by bisection.
+and lambda = 0, Young/Daly's periods, where these keep the budget; else it is found by bisection. A
+save in the background costs its job less than it costs the file system, say o_i in place of C_i in
+the first sum; then P_i = sqrt(2 mu_i (o_i + lambda C_i / n_i)).
 """
 
 from __future__ import annotations
@@ -36,16 +38,25 @@ class SavingJob:
         nodes: How many wait while it saves.
         save_seconds: What a save takes with the whole bandwidth.
         mtbf_seconds: Mean time between failures of the whole job.
+        overhead_seconds: By which a save lengthens the run; None: the whole time of the save.
     """
 
     nodes: float
     save_seconds: float
     mtbf_seconds: float
+    overhead_seconds: float | None = None
+
+    @property
+    def cost_seconds(self) -> float:
+        """What a save costs the job itself."""
+        return self.save_seconds if self.overhead_seconds is None else self.overhead_seconds
 
     def __post_init__(self) -> None:
         """Refuse figures without a meaning."""
-        for name in ("nodes", "save_seconds", "mtbf_seconds"):
+        for name in ("nodes", "save_seconds", "mtbf_seconds", "overhead_seconds"):
             value = getattr(self, name)
+            if value is None:
+                continue
             if not (value > 0 and math.isfinite(value)):
                 raise ClusterError(f"{name} = {value} of a job: give a finite number above 0")
 
@@ -69,8 +80,8 @@ class Periods:
 
 
 def young_daly(job: SavingJob) -> float:
-    """The period that is best for a job alone: ``sqrt(2 mu C)``, in seconds."""
-    return math.sqrt(2.0 * job.mtbf_seconds * job.save_seconds)
+    """The period that is best for a job alone: ``sqrt(2 mu o)``, in seconds."""
+    return _period(job, 0.0)
 
 
 def shared_periods(jobs: Sequence[SavingJob], budget: float = 1.0) -> Periods:
@@ -109,14 +120,15 @@ def shared_periods(jobs: Sequence[SavingJob], budget: float = 1.0) -> Periods:
 def waste_of(jobs: Sequence[SavingJob], seconds: Sequence[float]) -> float:
     """The expected share of node-time that is wasted with given periods, when no save waits."""
     wasted = math.fsum(
-        job.nodes * (job.save_seconds / period + period / (2.0 * job.mtbf_seconds))
+        job.nodes * (job.cost_seconds / period + period / (2.0 * job.mtbf_seconds))
         for job, period in zip(jobs, seconds, strict=True)
     )
     return wasted / math.fsum(job.nodes for job in jobs)
 
 
 def _period(job: SavingJob, multiplier: float) -> float:
-    return young_daly(job) * math.sqrt(1.0 + multiplier / job.nodes)
+    cost = job.cost_seconds + multiplier * job.save_seconds / job.nodes
+    return math.sqrt(2.0 * job.mtbf_seconds * cost)
 
 
 def _load(jobs: Sequence[SavingJob], multiplier: float) -> float:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast.cluster.storage.identity import Owner, is_alive, owner_of, this_process
+from outlast.cluster.storage.identity import Owner, lives, owner_of, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +31,6 @@ _TICKET = re.compile(r"ticket-([0-9a-f-]+)\.json")
 _TURN = re.compile(r"(held|free)-(-?\d+)-(\d{12})\.json")
 # A file may be empty for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
-# Share of the time after which an owner counts as dead: after that, others are asked about it.
-_SILENT = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +232,7 @@ class Board:
         return ticket, age
 
     def _lives(self, ticket: Ticket, age_seconds: float) -> bool:
-        if is_alive(ticket.owner) is False or age_seconds > self._stale_after_seconds:
-            return False
-        # Who has just said that it lives need not be asked about.
-        if self._ask_alive is None or age_seconds < _SILENT * self._stale_after_seconds:
-            return True
-        return self._ask_alive(ticket.owner) is not False
+        return lives(ticket.owner, age_seconds, self._stale_after_seconds, self._ask_alive)
 
     def _path(self, ticket: Ticket) -> Path:
         return self._directory / f"ticket-{ticket.name}.json"
