@@ -1,0 +1,247 @@
+"""Copying the live state into two slots that take turns, in the background of the next step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from outlast.errors import RecoverError
+from outlast.recover.memory.room import check_room, remove
+from outlast.recover.memory.share import everything_of, holding, memories, share
+from outlast.recover.memory.slot import Catalogue, Entry, Slot, aligned
+from outlast.state.live import collect, optimizers_of
+from outlast.state.tensors import is_dense
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from outlast.recover.memory.share import Holding
+    from outlast.recover.peers import Peers
+    from outlast.state.box import Box
+    from outlast.state.live import Live, State
+
+_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tensor on its way into the slots.
+
+    Attributes:
+        source: This process's memory of it.
+        targets: Its place in each slot.
+        at_once: Whether it must be copied before training goes on, because it changes within a
+            step: all but parameters and optimizer states.
+    """
+
+    source: torch.Tensor
+    targets: tuple[torch.Tensor, ...]
+    at_once: bool
+
+    def make(self, slot: int) -> None:
+        """Copy; a large copy lets other threads run meanwhile."""
+        source, target = self.source, self.targets[slot]
+        if source.numel() == 0:
+            return
+        if source.device.type == "cpu" and is_dense(source):
+            # One thread, unlike torch's copy: training has the other cores.
+            np.copyto(_bytes(target), _bytes(source))
+        else:
+            target.view(source.dtype).view(source.shape).copy_(source)
+
+
+class StateKeeper:
+    """Keeps the last two states of this process in `folder`; all processes call it together.
+
+    Args:
+        state: As for a checkpoint: model, optimizers, other objects with a ``state_dict``.
+        folder: Of this generation, on tmpfs; made when something is kept.
+        identity: Of the run.
+        peers: The processes of the run.
+    """
+
+    def __init__(self, state: State, folder: Path, identity: str, peers: Peers) -> None:
+        self._state = state
+        self._folder = folder
+        self._identity = identity
+        self._peers = peers
+        self._slots: list[Slot] = []
+        self._copies: list[Copy] = []
+        self._next = 0
+        self._optimizers = [
+            key
+            for key, value in state.items()
+            if not isinstance(value, nn.Module) and optimizers_of(value) is not None
+        ]
+        self._stale: list[Path] = []
+        self._doomed: list[Path] = []
+        self._streams: list[torch.cuda.Stream] = []
+        self._plans = 0
+        self._live: Live | None = None
+        self._planned: dict[str, int] | None = None
+        self._values: set[str] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: Future[None] | None = None
+        self.bytes = 0
+
+    def look(self) -> bool:
+        """Take in the state as it is; whether a new plan is needed, of which all must know."""
+        self._live = collect(self._state)
+        return self._planned != _places(self._live)
+
+    def keep(self, step: int, *, plan: bool) -> None:
+        """Begin to keep the state that `look` has seen, as that after `step` steps.
+
+        Nobody may change parameters and optimizer states until `settle` has returned, and all
+        processes must have settled the state before.
+
+        Args:
+            step: Steps done.
+            plan: Whether any process needs a new plan; equal on all.
+
+        Raises:
+            RecoverError: On all processes, when one cannot have the memory or keep a tensor.
+        """
+        assert self._live is not None, "look() goes before keep()"
+        for path in self._doomed:
+            # All have settled a state that was kept elsewhere since.
+            remove(path)
+        if plan:
+            self._replan()
+        slot = self._next
+        self._next = (slot + 1) % _SLOTS
+        values = {name: self._live.values[name] for name in self._values}
+        text = json.dumps(values).encode()
+        self._slots[slot].begin()
+        for each in self._copies:
+            if each.at_once:
+                each.make(slot)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="outlast-memory")
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._under_way = self._thread.submit(self._finish, slot, step, text)
+        self._doomed, self._stale = self._stale, []
+
+    def settle(self) -> None:
+        """Wait until the state under way is kept.
+
+        Raises:
+            RecoverError: When it could not be.
+        """
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    def outdates(self, paths: list[Path]) -> None:
+        """Delete `paths` as soon as all processes have kept a state after them."""
+        self._stale += paths
+
+    def close(self) -> None:
+        """Let go of the memory; what is kept stays in the files."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._let_go()
+
+    def _finish(self, slot: int, step: int, values: bytes) -> None:
+        with torch.no_grad(), contextlib.ExitStack() as streams:
+            for stream in self._streams:
+                # Beside the training's own work; `settle` waits for it.
+                streams.enter_context(torch.cuda.stream(stream))
+            for each in self._copies:
+                if not each.at_once:
+                    each.make(slot)
+            for stream in self._streams:
+                stream.synchronize()
+        self._slots[slot].publish(step, values)
+
+    def _replan(self) -> None:
+        """Lay out what this process keeps; the slots so far stay until the next state is kept."""
+        assert self._live is not None
+        live = self._live
+        memory, held = self._peers.together(lambda: self._held(live))
+        holdings = self._peers.gather(held)
+        names, self._values = share(holdings, self._peers.rank)
+        entries, start = [], 0
+        for name in names:
+            part = held.parts[name]
+            entries.append(Entry(name, part.dtype, part.shape, part.box, start, part.size))
+            start = aligned(start + part.size)
+        catalogue = Catalogue(self._identity, everything_of(holdings), tuple(entries))
+        slots = self._peers.together(lambda: self._new_slots(catalogue, live))
+        self._stale += [each.path for each in self._slots]
+        self._let_go()
+        self._slots, self._next = slots, 0
+        self._copies = [self._copy(each, memory[each.name][1], live) for each in entries]
+        devices = {each.source.device for each in self._copies if each.source.is_cuda}
+        self._streams = [torch.cuda.Stream(each) for each in devices]  # type: ignore[no-untyped-call]
+        self._planned = _places(live)
+        self.bytes = _SLOTS * catalogue.data_bytes
+
+    def _held(self, live: Live) -> tuple[dict[str, tuple[Box, torch.Tensor]], Holding]:
+        memory = memories(live)
+        return memory, holding(self._peers.node, live, memory)
+
+    def _new_slots(self, catalogue: Catalogue, live: Live) -> list[Slot]:
+        """Two slots under names that this process has not used yet.
+
+        Raises:
+            RecoverError: When the memory cannot be had; nothing of it is taken then.
+        """
+        self._plans += 1
+        check_room(self._folder, _SLOTS * catalogue.data_bytes)
+        size = len(json.dumps({name: live.values[name] for name in self._values}))
+        slots: list[Slot] = []
+        try:
+            for number in range(_SLOTS):
+                name = f"rank-{self._peers.rank}.plan-{self._plans}.slot-{number}"
+                slots.append(Slot(self._folder / name, catalogue, size))
+        except RecoverError:
+            for each in slots:
+                each.close()
+                each.path.unlink(missing_ok=True)
+            raise
+        return slots
+
+    def _copy(self, entry: Entry, source: torch.Tensor, live: Live) -> Copy:
+        targets = tuple(
+            torch.frombuffer(each.memory, dtype=torch.uint8, count=entry.size, offset=entry.start)
+            if entry.size
+            else torch.empty(0, dtype=torch.uint8)
+            for each in self._slots
+        )
+        still = isinstance(live.tensors[entry.name], nn.Parameter) or any(
+            entry.name.startswith(f"{key}.state.") for key in self._optimizers
+        )
+        return Copy(source, targets, at_once=not still)
+
+    def _let_go(self) -> None:
+        self._copies = []
+        for each in self._slots:
+            each.close()
+        self._slots = []
+
+
+def _places(live: Live) -> dict[str, int]:
+    """Name to address of every tensor: what a plan holds good for."""
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+        for name, tensor in live.tensors.items()
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The memory of a dense tensor on the host."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,118 @@
+"""Who keeps what: every node keeps all that its processes hold, each box once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.errors import CheckpointError, RecoverError
+from outlast.state.live import local_box
+from outlast.state.tensors import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from outlast.state.box import Box
+    from outlast.state.live import Live
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process holds of a tensor: element type, shape of the whole, its box, its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    size: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a process holds.
+
+    Attributes:
+        node: Which processes share their memory with it.
+        parts: Name of a tensor to what it holds of it.
+        values: Names of its values.
+    """
+
+    node: str
+    parts: dict[str, Part]
+    values: tuple[str, ...]
+
+
+def memories(live: Live) -> dict[str, tuple[Box, torch.Tensor]]:
+    """Name to box and this process's memory of every tensor.
+
+    Raises:
+        RecoverError: Naming a tensor that cannot be kept.
+    """
+    found = {}
+    for name, tensor in live.tensors.items():
+        try:
+            found[name] = local_box(tensor)
+        except CheckpointError as error:
+            raise RecoverError(f"`{name}`: {error}") from None
+    return found
+
+
+def holding(node: str, live: Live, memory: dict[str, tuple[Box, torch.Tensor]]) -> Holding:
+    """What this process holds; `memory` as `memories` gives it."""
+    parts = {
+        name: Part(
+            dtype_name(live.tensors[name]),
+            tuple(live.tensors[name].shape),
+            box,
+            local.numel() * local.element_size(),
+        )
+        for name, (box, local) in memory.items()
+    }
+    return Holding(node, parts, tuple(live.values))
+
+
+def share(holdings: Sequence[Holding], rank: int) -> tuple[list[str], set[str]]:
+    """Names of the tensors and of the values that `rank` keeps, the largest tensors first.
+
+    All processes come to the same result from the same `holdings`. Boxes that several processes of
+    a node hold are given to the one with the fewest bytes so far; a value to the first.
+    """
+    node = holdings[rank].node
+    local = [each for each, held in enumerate(holdings) if held.node == node]
+    holders: dict[tuple[str, Box], list[int]] = {}
+    values: dict[str, int] = {}
+    for each in local:
+        for name, part in holdings[each].parts.items():
+            holders.setdefault((name, part.box), []).append(each)
+        for name in holdings[each].values:
+            values.setdefault(name, each)
+    load = dict.fromkeys(local, 0)
+    mine = []
+
+    def size(held: tuple[tuple[str, Box], list[int]]) -> int:
+        (name, _), owners = held
+        return -holdings[owners[0]].parts[name].size
+
+    for (name, _), owners in sorted(holders.items(), key=size):
+        owner = min(owners, key=load.__getitem__)
+        load[owner] += holdings[owner].parts[name].size
+        if owner == rank:
+            mine.append(name)
+    return mine, {name for name, owner in values.items() if owner == rank}
+
+
+def everything_of(holdings: Iterable[Holding]) -> str:
+    """Digest of what all processes hold together."""
+    held = list(holdings)
+    return digest_of(
+        {name for each in held for name in each.parts},
+        {name for each in held for name in each.values},
+    )
+
+
+def digest_of(tensors: Iterable[str], values: Iterable[str]) -> str:
+    """32 hexadecimal digits that change with any name."""
+    text = "\0".join([*sorted(tensors), "\1", *sorted(values)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,247 @@
+"""States kept in memory outlive the processes, on any number of ranks, bit for bit."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import RanksFailedError, run_ranks
+from kept_models import (
+    join,
+    keeper_for,
+    model_and_optimizer,
+    reference,
+    train,
+    whole_state,
+)
+
+from outlast.errors import RecoverError
+from outlast.recover.memory import keep as keeping
+from outlast.recover.memory import room
+from outlast.recover.memory.room import clean, run_folder
+
+
+def _kept_bytes(memory: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in memory.rglob("rank-*"))
+
+
+def test_one_process_alone_goes_on_from_its_last_state(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    assert keeper.restore() is None
+    train(keeper, state, 0, 5)
+    keeper.close()
+    fresh = model_and_optimizer(seed=1)
+    again = keeper_for(fresh, tmp_path)
+    recovered = again.restore()
+    assert recovered is not None
+    assert (recovered.step, recovered.source) == (5, "memory")
+    assert whole_state(fresh) == reference(5)
+    train(again, fresh, 5, 8)
+    again.close(forget_run=True)
+    assert whole_state(fresh) == reference(8)
+    assert list(tmp_path.rglob("rank-*")) == []
+
+
+def test_settings_of_the_optimizer_come_back(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    state["optimizer"].param_groups[0]["lr"] = 0.125
+    train(keeper, state, 0, 1)
+    keeper.close()
+    fresh = model_and_optimizer()
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert fresh["optimizer"].param_groups[0]["lr"] == 0.125
+
+
+def test_what_another_job_or_code_has_kept_is_not_restored(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 2)
+    keeper.close()
+    assert keeper_for(model_and_optimizer(), tmp_path, identity="other").restore() is None
+
+
+def test_a_state_older_than_the_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 2)
+    keeper.close()
+    again = keeper_for(model_and_optimizer(), tmp_path)
+    assert again.find(at_least=3) is None
+    found = again.find(at_least=2)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_model_that_does_not_fit_is_refused_with_names(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 2)
+    keeper.close()
+    other = model_and_optimizer()
+    other["model"][0] = torch.nn.Linear(7, 14)
+    other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
+    with pytest.raises(RecoverError, match=r"step 2 in memory does not fit: .*`model\.0\.weight`"):
+        keeper_for(other, tmp_path).restore()
+
+
+def _train_and_die(memory: Path, sharded: bool, victim: int, at: tuple[int, str]) -> None:
+    rank = join()
+    state = model_and_optimizer(sharded=sharded)
+    keeper = keeper_for(state, memory)
+    train(keeper, state, 0, 6, die_before=at if rank == victim else None)
+
+
+def _restored(memory: Path, sharded: bool) -> tuple[int, dict[str, bytes]]:
+    join()
+    state = model_and_optimizer(sharded=sharded, seed=1)
+    recovered = keeper_for(state, memory).restore()
+    assert recovered is not None
+    return recovered.step, whole_state(state)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("phase", ["settle", "step", "keep", "next"])
+def test_a_killed_rank_costs_at_most_one_step_wherever_it_dies(tmp_path: Path, phase: str) -> None:
+    with pytest.raises(RanksFailedError, match=r"died|raised"):
+        run_ranks(4, _train_and_die, tmp_path, True, 1, (3, phase))
+    outcomes = run_ranks(4, _restored, tmp_path, True)
+    (step,) = {step for step, _ in outcomes}
+    # Three steps are done when the fourth begins.
+    assert step in (3, 4)
+    assert all(found == reference(step) for _, found in outcomes)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_of_four_ranks_come_back_on_other_numbers(tmp_path: Path, size: int) -> None:
+    with pytest.raises(RanksFailedError, match=r"died|raised"):
+        run_ranks(4, _train_and_die, tmp_path, True, 2, (4, "step"))
+    for step, found in run_ranks(size, _restored, tmp_path, True):
+        assert found == reference(step)
+
+
+def _die_while_copying(memory: Path) -> None:
+    rank = join()
+    state = model_and_optimizer(sharded=True)
+    keeper = keeper_for(state, memory)
+    train(keeper, state, 0, 3)
+    keeper.settle()
+    if rank == 1:
+        made: list[Any] = []
+        original = keeping.Copy.make
+
+        def make(self: keeping.Copy, slot: int) -> None:
+            original(self, slot)
+            made.append(self)
+            if len(made) == 4:
+                os.kill(os.getpid(), 9)
+
+        keeping.Copy.make = make  # type: ignore[method-assign]
+    train(keeper, state, 3, 6)
+
+
+@pytest.mark.distributed
+def test_a_death_in_the_middle_of_a_copy_leaves_the_state_before(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError, match=r"died|raised"):
+        run_ranks(4, _die_while_copying, tmp_path)
+    for step, found in run_ranks(4, _restored, tmp_path, True):
+        assert step == 3
+        assert found == reference(3)
+
+
+def _train_replicas(memory: Path, nodes: list[str]) -> int:
+    rank = join()
+    state = model_and_optimizer()
+    keeper = keeper_for(state, memory, nodes[rank])
+    train(keeper, state, 0, 2)
+    keeper.settle()
+    torch.distributed.barrier()
+    return _kept_bytes(memory)
+
+
+@pytest.mark.distributed
+def test_replicas_on_one_node_keep_each_tensor_once(tmp_path: Path) -> None:
+    one = run_ranks(1, _train_replicas, tmp_path / "a", ["one"])[0]
+    three = run_ranks(3, _train_replicas, tmp_path / "b", ["one"] * 3)[0]
+    # Each file has a header and gaps of its own.
+    assert three - one <= 4 * 16384
+
+
+def _restored_on(memory: Path, nodes: list[str]) -> tuple[str, int, dict[str, bytes]]:
+    rank = join()
+    state = model_and_optimizer(seed=1)
+    recovered = keeper_for(state, memory, nodes[rank]).restore()
+    assert recovered is not None
+    return recovered.source, recovered.step, whole_state(state)
+
+
+@pytest.mark.distributed
+def test_a_new_node_gets_the_state_from_another_nodes_memory(tmp_path: Path) -> None:
+    run_ranks(4, _train_replicas, tmp_path, ["left", "left", "right", "right"])
+    room.remove(tmp_path / "left")
+    for source, step, found in run_ranks(
+        4, _restored_on, tmp_path, ["new", "new", "right", "right"]
+    ):
+        assert (source, step) == ("peer", 2)
+        assert found == reference(2)
+
+
+def _keep_without_room(memory: Path) -> tuple[str, dict[str, bytes]]:
+    rank = join()
+    state = model_and_optimizer()
+    keeper = keeper_for(state, memory, f"node-{rank}")
+    train(keeper, state, 0, 2)
+    if rank == 1:
+        keeping.check_room = lambda folder, size: (_ for _ in ()).throw(RecoverError("no room"))
+    state["model"].register_buffer("late", torch.zeros(3))
+    train(keeper, state, 2, 4)
+    assert keeper_for(state, memory, f"node-{rank}").find() is None
+    return keeper.problem, whole_state(state)
+
+
+@pytest.mark.distributed
+def test_where_one_has_no_room_all_go_on_without(tmp_path: Path) -> None:
+    expected = reference(4)
+    for problem, found in run_ranks(2, _keep_without_room, tmp_path):
+        assert problem == "no room"
+        found.pop("model.late")
+        assert found == expected
+
+
+def test_new_tensors_within_a_run_are_kept_too(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 2)
+    state["model"].register_buffer("late", torch.arange(3.0))
+    train(keeper, state, 2, 4)
+    keeper.close()
+    fresh = model_and_optimizer(seed=1)
+    fresh["model"].register_buffer("late", torch.zeros(3))
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert torch.equal(fresh["model"].late, torch.arange(3.0))
+    # The slots of the plan before are gone.
+    assert len(list(tmp_path.rglob("rank-*"))) == 2
+
+
+def test_only_what_dead_runs_have_left_for_a_day_is_removed(tmp_path: Path) -> None:
+    dead = {"boot": room.boot_identity(), "process": 2**22 + 1, "started": 1.0}
+    for name, owner, age in (
+        ("dead", dead, 2 * 86400.0),
+        ("fresh", dead, 60.0),
+        ("elsewhere", {**dead, "boot": "another"}, 2 * 86400.0),
+        ("own", dead, 2 * 86400.0),
+    ):
+        folder = run_folder(tmp_path, name)
+        folder.mkdir(parents=True)
+        (folder / "owner.json").write_text(json.dumps(owner))
+        then = time.time() - age
+        for path in (folder / "owner.json", folder):
+            os.utime(path, (then, then))
+    clean(tmp_path, "own")
+    left = {each.name for each in run_folder(tmp_path, "x").parent.iterdir()}
+    assert left == {"fresh", "elsewhere", "own"}
