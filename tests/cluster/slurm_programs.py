@@ -31,3 +31,22 @@ def shown(job: str, state: str) -> str:
 def accounted(job: str, state: str) -> str:
     """A line of sacct's answer."""
     return "\x1f".join([job, state, "0:15", "1", *["x"] * 5])
+
+
+def in_queue(number: int, state: str, nodes: int, hours: float, *, priority: int = 0) -> str:
+    """A line of squeue's answer with what a forecast needs; a running job has all of its limit."""
+    limit = f"{round(60 * hours)}:00"
+    fields = [number, state, nodes, limit, limit, "N/A", "N/A", "N/A", priority, "batch", "", ""]
+    return "\x1f".join(map(str, fields))
+
+
+def partition(nodes: int, idle: int, limit: str = "infinite") -> str:
+    """A line of sinfo's answer: the default partition."""
+    return "\x1f".join(["batch", "up", limit, f"{nodes - idle}/{idle}/0/{nodes}", "OFF", "batch*"])
+
+
+def put_queue(folder: Path, lines: list[str], sinfo: str) -> None:
+    """What squeue and sinfo answer from now on."""
+    for name, text in (("squeue", "\n".join(lines)), ("sinfo", sinfo)):
+        (folder / name).write_text(text + "\n")
+        put_command(folder, name, f"cat {folder}/{name}")

@@ -86,7 +86,7 @@ def candidates_now(
         log.start_seconds,
         behaviour,
         like=(left.reference_nodes, left.wall_to_finish(left.reference_nodes)),
-        backfill="conservative",
+        backfill=None,
     )
     return choose_now(chain, site, left, behaviour=behaviour, correction=correction)
 

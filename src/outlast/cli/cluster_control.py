@@ -35,10 +35,10 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
 def _print_choice(files: ChainFiles) -> None:
     """Say why the link that was submitted is as it is, where that was chosen."""
-    from outlast.cluster.chain.manage import last_choice
+    from outlast.cluster.chain.journal import choice_words, entries
 
-    if reason := last_choice(files):
-        print(f"chosen: {reason}")
+    if words := choice_words(entries(files)):
+        print(f"chosen: {words}")
 
 
 def _changed(files: ChainFiles, before: ChainPlan, overrides: list[str]) -> tuple[ChainPlan, str]:

@@ -80,15 +80,17 @@ def plan(
 
 def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
     """Say in words how a chain of this job works, and where each figure comes from."""
+    from outlast.cluster.chain.journal import choice_words, entries
     from outlast.cluster.chain.planning import files_of, plan_chain, site_now
     from outlast.cluster.chain.starts import starts_nearby, starts_words
     from outlast.job import load_job
 
     job = load_job(*jobs_arguments(job_file, overrides))
     site = site_now(job)
-    chain = plan_chain(job, site)
-    starts = starts_words(starts_nearby(files_of(job)))
-    for line in [*sentences(job, chain, site), *reasons(chain), starts]:
+    files, chain = files_of(job), plan_chain(job, site)
+    chosen = choice_words(entries(files))
+    lines = [*sentences(job, chain, site), *reasons(chain), starts_words(starts_nearby(files))]
+    for line in [*lines, *([f"chosen last: {chosen}"] if chosen else [])]:
         print(line)
 
 

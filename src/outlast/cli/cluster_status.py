@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles
-    from outlast.cluster.chain.status import ChainStatus
+    from outlast.cluster.chain.status import ChainStatus, LinkStatus
 
 Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/quickstart; or a job file.")
@@ -71,6 +71,8 @@ def print_status(found: ChainStatus) -> None:
         print(f"about {duration_text(found.left_seconds)} left, predicted from the links so far")
     for job, state in found.jobs.items():
         print(f"job {job}: {state.lower()}")
+    if found.chosen:
+        print(f"chosen: {found.chosen}")
     if found.links:
         rows = [
             [
@@ -78,6 +80,7 @@ def print_status(found: ChainStatus) -> None:
                 each.job,
                 f"{each.nodes} x {each.processes // max(each.nodes, 1)}",
                 "" if each.wait_seconds is None else f"{each.wait_seconds:.1f} s",
+                _predicted(each),
                 "" if each.seconds is None else duration_text(each.seconds),
                 f"{each.first_step} to {each.last_step}",
                 each.verdict,
@@ -85,5 +88,19 @@ def print_status(found: ChainStatus) -> None:
             ]
             for each in found.links
         ]
-        heads = ("link", "job", "nodes", "waited", "ran", "steps", "then", "why")
+        heads = ["link", "job", "nodes", "waited", "predicted", "ran", "steps", "then", "why"]
+        if all(each.predicted_wait_seconds is None for each in found.links):
+            place = heads.index("predicted")
+            del heads[place]
+            rows = [row[:place] + row[place + 1 :] for row in rows]
         print_table(console, [Column(head) for head in heads], rows, "")
+
+
+def _predicted(link: LinkStatus) -> str:
+    """The wait that was predicted when the link was chosen."""
+    from outlast.cluster.policies.words import hours
+
+    if link.predicted_wait_seconds is None:
+        return ""
+    low, high = link.predicted_wait_seconds
+    return f"{hours(low)} to {hours(high)}" if high else "no wait"

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 WALLS_HOURS = (1, 2, 4, 8, 12, 24, 48)
 _SAMPLES = 16
+_SAMPLED_JOBS = 8000
+"""Waiting jobs in all samples together; of longer queues fewer samples are drawn."""
+_FEWEST_SAMPLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,25 +80,27 @@ def choose_now(
     """
     from outlast.cluster.policies.automatic import choose
     from outlast.cluster.policies.decision import Situation
+    from outlast.cluster.policies.holes import as_slurm
     from outlast.cluster.policies.job import Limits
     from outlast.cluster.slurm.snapshot import queue_now
 
     partitions = chosen_partitions(partitions_now(), plan.partition)
     limits = Limits(
-        max_wall_seconds=longest_seconds(site),
+        # A link that ends by itself needs no more.
+        max_wall_seconds=min(longest_seconds(site), _own_end(plan)),
         max_nodes=site.limits.nodes or 2**31,
-        # One place in the queue, unless the job wants fillers.
-        max_jobs=(site.limits.submitted_jobs or 2**31) if plan.filler_nodes else 1,
+        # One place in the queue, unless the job wants fillers; nobody looks for one between links.
+        max_jobs=(site.limits.submitted_jobs or 2**31) if plan.filler_nodes and not after else 1,
     )
     situation = Situation(queue=queue_now(partitions), job=job, limits=limits)
     walls = tuple(3600.0 * each for each in WALLS_HOURS if 3600.0 * each <= limits.longest)
-    # Slurm's backfill leaves every waiting job its place, not the first one alone.
+    waiting = len(situation.queue.pending_nodes)
     return choose(
         situation,
         behaviour,
         walls=walls,
-        backfill="conservative",
-        samples=samples,
+        backfill=as_slurm(situation.queue),
+        samples=min(samples, max(_SAMPLED_JOBS // max(waiting, 1), _FEWEST_SAMPLES)),
         correction=correction,
         after=int(after) if after.isdigit() else None,
     )
@@ -128,6 +133,11 @@ def longest_seconds(site: Site) -> float:
     """Longest link that is worth asking for."""
     longest = site.limits.limit_seconds
     return LONGEST_UNLIMITED_SECONDS if longest is None or math.isinf(longest) else longest
+
+
+def _own_end(plan: ChainPlan) -> float:
+    """Seconds after which a link ends by itself, as long as a limit must be."""
+    return max(plan.link_seconds, 60.0) if plan.link_seconds else math.inf
 
 
 def choose_first(

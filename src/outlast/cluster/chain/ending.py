@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from outlast.cluster.chain.filling import fill
 from outlast.cluster.chain.journal import (
     entries,
-    is_filler,
+    links_submitted,
     note_or_print,
-    of_kind,
     submitted_jobs,
 )
 from outlast.cluster.chain.leading import lead_seconds_of
@@ -106,16 +105,14 @@ class Ending:
         array, _, place = self.job.partition("_")
         if self.plan.kind == "array":
             return f"{array}_{int(place or 0) + 1}"
-        submitted = of_kind(entries(self.files), "submitted")
-        jobs = [str(each["job"]) for each in submitted if not is_filler(each)]
+        jobs = [str(each["job"]) for each in links_submitted(entries(self.files))]
         here = jobs.index(array) if array in jobs else len(jobs)
         return jobs[here + 1] if here + 1 < len(jobs) else ""
 
 
 def waiting_link_cancelled(files: ChainFiles, number: int) -> str:
     """That link `number`, for which a filler trains, was cancelled; else an empty text."""
-    submitted = of_kind(entries(files), "submitted")
-    links = [each for each in submitted if not is_filler(each) and each["number"] == number]
+    links = [each for each in links_submitted(entries(files)) if each["number"] == number]
     job = str(links[-1]["job"]) if links else ""
     return f"job {job}, the waiting link, was cancelled" if _was_cancelled(job) else ""
 
@@ -132,7 +129,7 @@ def submit_again(files: ChainFiles, plan: ChainPlan, number: int, job: str, hold
     Raises:
         ClusterError: It cannot be submitted.
     """
-    submitted = [each for each in of_kind(entries(files), "submitted") if not is_filler(each)]
+    submitted = links_submitted(entries(files))
     if plan.kind != "dependent" or not submitted or str(submitted[-1]["job"]) != job:
         return ""
     lead = lead_seconds_of(

@@ -32,6 +32,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from outlast.cluster.durations import duration_text
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -128,3 +129,18 @@ def is_filler(entry: Entry) -> bool:
 def submitted_jobs(journal: Sequence[Entry]) -> list[str]:
     """Numbers of all jobs that were submitted for the chain, oldest first."""
     return [str(each["job"]) for each in journal if each["kind"] == "submitted"]
+
+
+def choice_words(journal: Sequence[Entry]) -> str:
+    """What the link that was submitted last is, and why; empty where that was not chosen."""
+    chosen, links = of_kind(journal, "chosen"), links_submitted(journal)
+    if not chosen or not links or str(chosen[-1]["job"]) != str(links[-1]["job"]):
+        return ""
+    found = chosen[-1]
+    shape = f"{found['nodes']} node(s) for {duration_text(float(found['wall_seconds']))}"
+    return f"link {found['number']}, job {found['job']}, {shape}: {found['reason']}"
+
+
+def links_submitted(journal: Sequence[Entry]) -> list[Entry]:
+    """Entries of the links that were submitted, without fillers, oldest first."""
+    return [each for each in of_kind(journal, "submitted") if not is_filler(each)]

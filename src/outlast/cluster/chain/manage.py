@@ -264,15 +264,6 @@ def next_number(files: ChainFiles) -> int:
     return max(begun, default=0) + 1
 
 
-def last_choice(files: ChainFiles) -> str:
-    """Why the link that was submitted last is as it is; empty where that was not chosen."""
-    journal = entries(files)
-    chosen = of_kind(journal, "chosen")
-    jobs = [str(each["job"]) for each in of_kind(journal, "submitted") if not is_filler(each)]
-    same = bool(chosen) and bool(jobs) and str(chosen[-1]["job"]) == jobs[-1]
-    return str(chosen[-1]["reason"]) if same else ""
-
-
 def first_lead_seconds(files: ChainFiles, plan: ChainPlan) -> float:
     """How long before its limit Slurm warns a link that is submitted now."""
     usable = plan.usable_seconds() or 0.0

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outlast.cluster.chain.fence import read_holder
-from outlast.cluster.chain.journal import entries, finished, is_filler, of_kind
+from outlast.cluster.chain.journal import (
+    choice_words,
+    entries,
+    finished,
+    is_filler,
+    of_kind,
+)
 from outlast.cluster.chain.plan import read_plan
 from outlast.cluster.chain.progress import run_log
 from outlast.cluster.chain.submission import live_jobs
@@ -49,6 +55,8 @@ class LinkStatus:
         verdict: What it ended with; ``running``, or ``lost`` without a word.
         reason: See `outlast.cluster.chain.verdict`.
         role: ``link``, or ``filler`` that trained while link `number` waited.
+        predicted_wait_seconds: What `wait_seconds` was predicted to be, at P10 and P90; None where
+            the link's nodes and limit were given.
     """
 
     number: int
@@ -62,6 +70,7 @@ class LinkStatus:
     verdict: str
     reason: str
     role: str = "link"
+    predicted_wait_seconds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class ChainStatus:
         goodput: Useful share of the links' time; None where it is not known.
         left_seconds: Predicted until all steps are done, waits included; None: not known.
         save_seconds: Median of the saves; None before the first.
+        chosen: Of a chain whose links are chosen: which was submitted last, as what, and why.
     """
 
     chain: str
@@ -96,6 +106,7 @@ class ChainStatus:
     goodput: float | None = None
     left_seconds: float | None = None
     save_seconds: float | None = None
+    chosen: str = ""
 
     @property
     def gaps_seconds(self) -> list[float]:
@@ -142,6 +153,7 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
         goodput=goodput,
         left_seconds=left_seconds(plan, links, log.step, steps) if outcome != "done" else 0.0,
         save_seconds=statistics.median(log.save_seconds) if log.save_seconds else None,
+        chosen=choice_words(journal),
     )
 
 
@@ -157,6 +169,7 @@ def links_of(
     ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
     lost = {str(each["job"]): each for each in of_kind(journal, "lost")}
     submitted = {str(each["job"]): float(each["time"]) for each in of_kind(journal, "submitted")}
+    predicted = {str(each["job"]): each.get("waits") for each in of_kind(journal, "chosen")}
     found = []
     for index, start in enumerate(started):
         job = str(start["job"])
@@ -183,9 +196,15 @@ def links_of(
                 verdict=verdict,
                 reason=reason,
                 role="filler" if is_filler(start) else "link",
+                predicted_wait_seconds=_span(predicted.get(job)),
             )
         )
     return found
+
+
+def _span(waits: Sequence[float] | None) -> tuple[float, float] | None:
+    """P10 and P90 of an entry's waits."""
+    return None if not waits else (float(waits[0]), float(waits[2]))
 
 
 def _ran_seconds(start: Entry, end: Entry | None, *, running: bool) -> float | None:

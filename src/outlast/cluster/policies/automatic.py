@@ -103,15 +103,18 @@ def choose(
         long_job=long_job,
         ranking=tuple(ranking),
         fillers=fillers,
-        reason=_reason(situation.job, best, long_job, fillers),
+        reason=_reason(situation.job, best, long_job, fillers, follows=after is not None),
     )
 
 
-def _reason(job: MalleableJob, best: Candidate, long_job: Candidate, fillers: bool) -> str:
-    start, shape = f"predicted to start {_within(best)}", _shape(best)
+def _reason(
+    job: MalleableJob, best: Candidate, long_job: Candidate, fillers: bool, *, follows: bool
+) -> str:
+    start, shape = f"predicted to start {_within(best, follows=follows)}", _shape(best)
     whole = long_job.wall_seconds >= job.wall_to_finish(long_job.nodes)
     long = "one long job" if whole else "links as long as they may be"
-    ends = f"in {hours(best.mean_finish_seconds)}"
+    # What follows another job is counted from the end of that.
+    ends = f"in {hours(best.mean_finish_seconds)}{' from then' if follows else ''}"
     if best is long_job and not fillers:
         return (
             f"just submit {long}, {shape}: {start}, and no other shape is predicted to end the run "
@@ -137,11 +140,12 @@ def _shape(candidate: Candidate) -> str:
     return f"{_nodes(candidate)} for {hours(candidate.wall_seconds)}"
 
 
-def _within(candidate: Candidate) -> str:
+def _within(candidate: Candidate, *, follows: bool) -> str:
     start = candidate.start
     if start.certain:
-        return "at once"
-    return f"in {hours(start.p10_seconds)} to {hours(start.p90_seconds)}"
+        return "as soon as the job before it ends" if follows else "at once"
+    within = f"in {hours(start.p10_seconds)} to {hours(start.p90_seconds)}"
+    return f"{within} after the end of the job before it" if follows else within
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.holes import Backfill
+from outlast.cluster.policies.holes import Backfill, as_slurm
 from outlast.cluster.policies.predict import Correction, StartForecast, forecast_waits
 from outlast.cluster.simulate.queue import Queue
 from outlast.cluster.workload.jobs import Array, Integers, Workload
@@ -49,7 +49,7 @@ def learn_correction(
     count: int = 60,
     samples: int = 16,
     seed: int = 0,
-    backfill: Backfill = "easy",
+    backfill: Backfill | None = "easy",
 ) -> Correction:
     """Predict the starts of past jobs as if they were submitted now, and compare.
 
@@ -61,7 +61,7 @@ def learn_correction(
         count: Of past jobs.
         samples: As for `forecast_waits`, like the rest.
         seed: See there.
-        backfill: See there.
+        backfill: See there; None: for each queue the kind that is taken for Slurm's.
     """
     forecasts: list[StartForecast] = []
     waited: list[float] = []
@@ -72,7 +72,12 @@ def learn_correction(
             continue
         shape = (int(log.nodes[job]), float(log.limit_seconds[job]))
         forecasts += forecast_waits(
-            queue, [shape], behaviour, samples=samples, seed=seed + int(job), backfill=backfill
+            queue,
+            [shape],
+            behaviour,
+            samples=samples,
+            seed=seed + int(job),
+            backfill=backfill or as_slurm(queue),
         )
         waited.append(float(start_seconds[job]) - moment)
     return Correction.learnt(forecasts, waited)

@@ -15,6 +15,17 @@ from outlast.cluster.workload.jobs import Array, Integers
 
 Backfill = Literal["easy", "conservative"]
 Kind = TypeVar("Kind", Array, Integers)
+CONSERVATIVE_JOBS = 60
+"""Waiting jobs up to which the reservations of all of them are simulated."""
+
+
+def as_slurm(queue: Queue) -> Backfill:
+    """The kind of backfill that stands for Slurm's: it leaves every waiting job its place.
+
+    In a long queue EASY stands for it, since all those reservations would take minutes to simulate.
+    Jobs as large as the others start at the same time; small ones up to twice too soon.
+    """
+    return "conservative" if len(queue.pending_nodes) <= CONSERVATIVE_JOBS else "easy"
 
 
 def hole_seconds(queue: Queue, nodes: int, *, backfill: Backfill = "easy") -> float:
