@@ -79,6 +79,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     from outlast.cluster.chain.stopping import stop_when_of
     from outlast.cluster.staging import stager_for
     from outlast.cluster.storage import turns_for
+    from outlast.cluster.transfers import transfers_for
     from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work
 
@@ -90,6 +91,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         stop_when=stop_when_of(os.environ),
         stager=stager_for(job.staging),
         turns=turns_for(job.checkpoint),
+        transfers=transfers_for(job),
     )
     directory = run_directory(job)
     if launched_by(os.environ) != "alone":

@@ -7,6 +7,7 @@ run.seconds()["checkpoint"]           # seconds that training waited for checkpo
 """
 
 from outlast.records.coded import CodedStep, CodingTotals, Slowness, coding_totals
+from outlast.records.copied import CheckpointCopied
 from outlast.records.directory import RunDirectory, replace_file, sync_directory
 from outlast.records.energy import DeviceEnergy, EnergyTotals, EnergyWindow, energy_totals
 from outlast.records.events import (
@@ -52,6 +53,7 @@ __all__ = [
     "Attempt",
     "AttemptEnded",
     "AttemptStarted",
+    "CheckpointCopied",
     "CheckpointFailed",
     "CheckpointInterval",
     "CheckpointRestored",

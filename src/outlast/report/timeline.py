@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.records import (
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
@@ -115,6 +116,12 @@ def _of_record(record: Record) -> Iterator[Mark]:
                 f"checkpoint of step {saved.step:,} on disk after {text.duration(saved.seconds)} "
                 f"({text.data_size(saved.bytes)}; training waited "
                 f"{text.duration(saved.blocked_seconds)})"
+            )
+            yield Mark("checkpoint", record.time, words)
+        case CheckpointCopied(step=step, place=place) as copied:
+            words = (
+                f"checkpoint of step {step:,} copied on to {place} in "
+                f"{text.duration(copied.seconds)} ({text.data_size(copied.bytes)})"
             )
             yield Mark("checkpoint", record.time, words)
         case CheckpointFailed(step=step, reason=reason):

@@ -63,11 +63,13 @@ from outlast.train.tensorizing import (
     slow_layers,
     tune_layers,
 )
+from outlast.train.transfers import MIRROR, RUN, Transfers
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from outlast.checkpoint.tiers.pace import Pacing
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
@@ -92,6 +94,7 @@ class SetUp:
     stop: StopFlag
     parts: dict[str, float] = field(default_factory=dict)
     turns: Turns | None = None
+    transfers: Transfers | None = None
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -372,13 +375,26 @@ def _store(setup: SetUp) -> CheckpointStore:
     # Elsewhere, an earlier run of this name may have left its checkpoints.
     run = f"{setup.job.run.name}-{setup.directory.identifier}"
     tiers = []
-    if settings.mirror:
-        limit = settings.mirror_megabytes_per_s * 1e6 or None
-        place = f"{settings.mirror}/{run}"
-        tiers.append(Tier(place, every=settings.mirror_every, keep=keep, bytes_per_second=limit))
     if settings.fast:
-        own = Tier(setup.directory.checkpoints, every=settings.drain_every, keep=keep)
-        tiers = [own, *tiers]
+        tiers.append(
+            Tier(
+                setup.directory.checkpoints,
+                every=settings.drain_every,
+                keep=keep,
+                bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
+                pacing=_pacing(setup, RUN),
+            )
+        )
+    if settings.mirror:
+        tiers.append(
+            Tier(
+                f"{settings.mirror}/{run}",
+                every=settings.mirror_every,
+                keep=keep,
+                bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
+                pacing=_pacing(setup, MIRROR),
+            )
+        )
     return CheckpointStore(
         Path(settings.fast) / run if settings.fast else setup.directory.checkpoints,
         keep=settings.fast_keep if settings.fast else keep,
@@ -390,6 +406,10 @@ def _store(setup: SetUp) -> CheckpointStore:
         writer=settings.writer,
         timeout_seconds=settings.timeout_seconds,
     )
+
+
+def _pacing(setup: SetUp, tier: str) -> Pacing | None:
+    return None if setup.transfers is None else setup.transfers.tier(tier)
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

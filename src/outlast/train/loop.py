@@ -25,6 +25,7 @@ from outlast.records import (
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
 from outlast.train.schedule import learning_rate_factor
+from outlast.train.transfers import CopyNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +115,7 @@ class Trainer:
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _published: int = -1
+    _copies: CopyNotes = field(default_factory=CopyNotes)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -306,6 +308,7 @@ class Trainer:
         if saving:
             self._save(done)
         self._collect_saved(wait=False)
+        self.record_copies()
 
     def _evaluate(self, step: int) -> None:
         if self.evaluation is None:
@@ -380,6 +383,12 @@ class Trainer:
         else:
             self._record(CheckpointFailed(result.step, result.error))
         return result.error
+
+    def record_copies(self) -> None:
+        """Write down which checkpoints were copied on to lower tiers meanwhile."""
+        if self.records is not None:
+            for event in self._copies.news(self.store.drained()):
+                self._record(event)
 
     def _record_steps(
         self, done: int, interval: Interval, norm: torch.Tensor, learning_rate: float

@@ -25,6 +25,7 @@ from rich.progress import (
 from outlast.records import (
     AttemptEnded,
     AttemptStarted,
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointInterval,
     CheckpointRestored,
@@ -100,6 +101,9 @@ def message_of(event: Event) -> str | None:
             return f"step {event.step}: validation loss {event.loss:.4f} nats{bits}"
         case CheckpointSaved() | CheckpointFailed() | CheckpointRestored() | CheckpointInterval():
             return _about_checkpoints(event)
+        case CheckpointCopied():
+            size = f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s"
+            return f"step {event.step}: checkpoint copied on to {event.place}, {size}"
         case WrongNumbers() | GradientsCoded():
             return _about_numbers(event)
         case StopRequested():

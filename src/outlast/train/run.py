@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from outlast.train.loop import Outcome, Trainer
     from outlast.train.model import ModelSize
     from outlast.train.staging import Stager
+    from outlast.train.transfers import Transfers
     from outlast.train.turns import Turns
 
 
@@ -67,6 +68,7 @@ class Start:
             One rank that says so is enough. Must survive pickling.
         stager: Gets token files to each node before they are opened; None: read in place.
         turns: Of the jobs that save to one file system; None: save when due.
+        transfers: How fast checkpoints are copied on, besides the caps of their tiers.
     """
 
     job: Job
@@ -77,6 +79,7 @@ class Start:
     stop_when: Callable[[], str] | None = None
     stager: Stager | None = None
     turns: Turns | None = None
+    transfers: Transfers | None = None
 
 
 def run_directory(job: Job) -> RunDirectory:
@@ -167,6 +170,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 stop,
                 parts,
                 start.turns,
+                transfers=start.transfers,
             )
             if start.drill is not None:
                 return start.drill.run(setup)
@@ -197,6 +201,7 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
                 records.write(Warned(message))
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
+        trainer.record_copies()
         if records is not None:
             _end(setup, data, trainer, records, outcome)
             if start.prediction is not None:
