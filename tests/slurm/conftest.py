@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +26,14 @@ def slurm() -> Iterator[LocalSlurm]:
             del os.environ["SLURM_CONF"]
         else:
             os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture
+def empty_queue(slurm: LocalSlurm) -> Iterator[None]:
+    """No job of a test is left for the next."""
+    yield
+    deadline = time.monotonic() + 30.0
+    while jobs := slurm.run("squeue", "-h", "-o", "%A", check=False).split():
+        assert time.monotonic() < deadline, f"still in the queue: {jobs}"
+        slurm.run("scancel", *sorted(set(jobs)), check=False)
+        time.sleep(0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from outlast.cluster.chain.status import status_of
 from outlast.cluster.slurm.history import state_now
 from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("empty_queue")]
 
 # Counts its starts; saves a step each time, and is done after three.
 COUNTING = """\
@@ -69,17 +68,6 @@ def states(files: ChainFiles) -> list[str | None]:
 
 def running(files: ChainFiles) -> str:
     return str(wait(lambda: noted(files, "started"), files)[-1]["job"])
-
-
-@pytest.fixture(autouse=True)
-def empty_queue(slurm: LocalSlurm) -> Iterator[None]:
-    """No job of a test is left for the next."""
-    yield
-    deadline = time.monotonic() + 30.0
-    while jobs := slurm.run("squeue", "-h", "-o", "%A", check=False).split():
-        assert time.monotonic() < deadline, f"still in the queue: {jobs}"
-        slurm.run("scancel", *sorted(set(jobs)), check=False)
-        time.sleep(0.3)
 
 
 @pytest.mark.parametrize("kind", ["dependent", "presubmitted"])
