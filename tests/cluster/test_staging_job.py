@@ -53,6 +53,26 @@ def test_a_stager_travels_to_other_processes(tmp_path: Path) -> None:
     assert copy.facts()["path"] == str(copy.path)
 
 
+def test_a_copy_keeps_the_cap_of_the_job(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 4000
+    (tmp_path / "a.bin").write_bytes(content)
+    place = {"directory": str(tmp_path / "node"), "keep_free_gigabytes": 0.0}
+    copy = stager_for(section(**place, megabytes_per_s=2.0))(  # type: ignore[misc]
+        str(tmp_path / "a.bin")
+    )
+    assert copy.path.read_bytes() == content
+    # What a bucket holds at most may pass at once.
+    assert copy.seconds >= len(content) / 2e6 - 0.2
+
+
+def test_a_cap_with_which_a_copy_cannot_end_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(1 << 20))
+    place = {"directory": str(tmp_path / "node"), "keep_free_gigabytes": 0.0, "required": True}
+    slow = section(**place, megabytes_per_s=0.1, timeout_seconds=0.5)
+    with pytest.raises(ClusterError, match=r"bandwidth.*\(staging\.timeout_seconds\)"):
+        stager_for(slow)(str(tmp_path / "a.bin"))  # type: ignore[misc]
+
+
 def test_what_cannot_be_copied_is_read_in_place_unless_required(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"ab")
     nowhere = section(directory="/proc/none")

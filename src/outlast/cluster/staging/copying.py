@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
@@ -24,12 +26,27 @@ from outlast.cluster.staging.writing import BlockWriter
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 PART = ".part"
 JOURNAL = ".journal"
 _NOTE = struct.Struct("<Q")
+
+
+class Pace(Protocol):
+    """How fast a copy may be; `outlast.cluster.storage` has such."""
+
+    @property
+    def block_bytes(self) -> int:
+        """How much to ask for at once, so that the flow is even."""
+
+    def take(self, size_bytes: int, deadline_seconds: float, /) -> None:
+        """Wait until so many bytes may be copied; raises ClusterError at the deadline."""
+
+
+Pacing = Callable[[str], "AbstractContextManager[Pace | None]"]
+"""Gives the pace of the copy of a source; entered when it begins, left at its end."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ def copy_file(
     *,
     read_back: bool = True,
     direct: bool = True,
+    pace: Pace | None = None,
     told: Callable[[int], None] = lambda done_bytes: None,
 ) -> Copied:
     """Copy a file to `target`, going on with a part that is there.
@@ -66,6 +84,7 @@ def copy_file(
         deadline: Time of the monotonic clock by which all must be done.
         read_back: Whether the copy is read from the disk before it gets its name.
         direct: Whether it is written past the kernel's memory, where that can be done.
+        pace: How fast; None: as fast as can be.
         told: Called with the bytes of this file that are there, after every block.
 
     Raises:
@@ -84,6 +103,8 @@ def copy_file(
         reader, writer = open_reader(file), BlockWriter(part, kept, direct=direct)
         try:
             for block in blocks_of(reader, kept, file.size_bytes, ahead, deadline):
+                if pace is not None:
+                    _take(pace, len(block), deadline)
                 whole.update(block)
                 writer.write(block)
                 _append(notes.fileno(), _NOTE.pack(_note(whole)))
@@ -102,6 +123,17 @@ def copy_file(
         )
     part.replace(target)
     return Copied(whole.hexdigest(), done - kept, kept)
+
+
+def _take(pace: Pace, size_bytes: int, deadline: float) -> None:
+    """Wait until a block may be copied, in pieces that are no longer than the pace likes."""
+    while size_bytes > 0:
+        piece = min(size_bytes, pace.block_bytes)
+        try:
+            pace.take(piece, max(deadline - time.monotonic(), 0.0))
+        except ClusterError as error:
+            raise ClusterError(f"{error} (staging.timeout_seconds)") from None
+        size_bytes -= piece
 
 
 def forget_journal(target: Path) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from outlast.cluster.staging.copying import Pace
     from outlast.cluster.staging.source import Source
     from outlast.cluster.staging.stage import Stage
 
@@ -175,6 +176,11 @@ class Fetching:
         return True
 
     def _copy(self) -> Fetched:
+        pacing = self._stage.pacing
+        with contextlib.nullcontext() if pacing is None else pacing(self._source.location) as pace:
+            return self._copy_files(pace)
+
+    def _copy_files(self, pace: Pace | None) -> Fetched:
         copied = resumed = before = 0
         staged = []
         for number, file in enumerate(self._source.files):
@@ -190,6 +196,7 @@ class Fetching:
                 self._deadline,
                 read_back=self._stage.read_back,
                 direct=self._stage.direct,
+                pace=pace,
                 told=told,
             )
             if number == 0 and self._digest is not None and done.digest != self._digest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -9,17 +10,21 @@ import re
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.cluster.staging.readahead import ReadAhead
 from outlast.cluster.staging.source import is_url
 from outlast.cluster.staging.stage import Stage, StagedCopy
+from outlast.cluster.storage.pace import TokenBucket
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from outlast.cluster.staging.copying import Pace, Pacing
     from outlast.job import Job, StagingSection
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
@@ -64,7 +69,7 @@ class NodeStager:
         try:
             if (given := self._given(source, beside)) is not None:
                 return given
-            stage = stage_for(self.settings)
+            stage = stage_for(self.settings, self._pacing())
             return stage.fetch(source, beside=beside, digest=digest, progress=progress)
         except ClusterError as error:
             if self.settings.required or is_url(source) or not Path(source).exists():
@@ -75,6 +80,10 @@ class NodeStager:
                 Path(source).stat().st_size,
                 problem=f"{error}; {source} is read in place (staging.required = false)",
             )
+
+    def _pacing(self) -> Pacing | None:
+        rate = 1e6 * self.settings.megabytes_per_s
+        return partial(_at, TokenBucket(rate)) if rate else None
 
     def _given(self, source: str, beside: tuple[str, ...]) -> StagedCopy | None:
         if self.settings.burst_buffer == "off" or is_url(source):
@@ -97,8 +106,12 @@ def stager_for(settings: StagingSection) -> NodeStager | None:
     return NodeStager(settings) if settings.directory else None
 
 
-def stage_for(settings: StagingSection) -> Stage:
-    """The stage of this node.
+def _at(pace: Pace, source: str) -> AbstractContextManager[Pace | None]:
+    return contextlib.nullcontext(pace)
+
+
+def stage_for(settings: StagingSection, pacing: Pacing | None = None) -> Stage:
+    """The stage of this node, whose copies have the pace given.
 
     Raises:
         ClusterError: The directory needs an environment variable that is not set here.
@@ -110,6 +123,7 @@ def stage_for(settings: StagingSection) -> Stage:
         timeout_seconds=settings.timeout_seconds,
         read_back=settings.read_back,
         ahead=ReadAhead(settings.block_megabytes << 20, settings.read_ahead),
+        pacing=pacing,
     )
 
 

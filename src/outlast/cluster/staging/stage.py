@@ -23,6 +23,7 @@ from outlast.hardware.filesystem import NETWORK_TYPES, mount_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from outlast.cluster.staging.copying import Pacing
     from outlast.cluster.staging.space import Kept
 
 _MOUNTS = Path("/proc/mounts")
@@ -73,6 +74,7 @@ class Stage:
         read_back: Whether a copy is read from the disk, past the kernel's memory, when it is made.
         direct: Whether copies are written past the kernel's memory, where that can be done.
         ahead: How sources are read.
+        pacing: How fast they are copied; None: as fast as can be.
     """
 
     directory: Path
@@ -82,6 +84,7 @@ class Stage:
     read_back: bool = True
     direct: bool = True
     ahead: ReadAhead = field(default_factory=ReadAhead)
+    pacing: Pacing | None = None
 
     def fetch(
         self,
