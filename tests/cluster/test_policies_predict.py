@@ -14,6 +14,7 @@ from outlast.cluster.policies.predict import (
     Correction,
     StartForecast,
     corrected,
+    corrected_waits,
     forecast_waits,
 )
 from outlast.cluster.simulate.engine import Simulation
@@ -162,6 +163,16 @@ def test_certain_starts_teach_nothing_and_stay_certain():
     certain = forecast(np.zeros(8))
     assert Correction.learnt([certain], [0.0]).count == 0
     assert corrected(certain, Correction(p90=2.0)).p90_seconds == 0.0
+
+
+@given(st.floats(-1.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_corrected_samples_have_the_corrected_median_and_keep_their_order(low, more, most):
+    made = forecast(HOUR * np.random.default_rng(3).exponential(1.0, 101))
+    correction = Correction(p10=low, p50=low + more, p90=low + more + most, count=9)
+    found = corrected_waits(made, correction)
+    assert np.all(np.diff(found[np.argsort(made.wait_seconds)]) >= 0.0)
+    assert np.median(found) == pytest.approx(corrected(made, correction).p50_seconds)
+    assert corrected_waits(made, Correction()) is made.wait_seconds
 
 
 def test_the_past_queue_is_that_of_the_simulation():

@@ -49,6 +49,11 @@ def print_candidates(
         print(f"no candidates: {error}")
         return
     _print(choice)
+    if log is None:
+        from outlast.cluster.chain.planning import files_of
+        from outlast.cluster.chain.starts import starts_nearby, starts_words
+
+        print(starts_words(starts_nearby(files_of(job))))
 
 
 def candidates_now(

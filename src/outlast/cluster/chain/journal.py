@@ -10,7 +10,8 @@ created         the chain was made; ``chain``
 submitted       ``job``, ``number`` of its (first) link, ``after`` (a job or ""), ``nodes``; of a
                 filler ``role`` and the number of the link that waits
 chosen          the link ``job``, whose limit was chosen; ``nodes``, ``wall_seconds``, ``reason``,
-                ``waits`` (predicted: P10, P50, P90 and longest, seconds), ``after`` as above
+                ``waits`` (predicted: P10, P50, P90 and longest, seconds), ``told`` (P10, P50 and
+                P90, corrected by past errors), ``after`` as above
 refused         a link could not be submitted; ``number``, ``words``
 started         a link; ``job``, ``number``, ``began`` (its script), ``step``, ``nodes``, ``hosts``
 fenced          a link found another one alive and went away; ``job``, ``holder``

@@ -60,7 +60,11 @@ def predicted_fields(forecast: StartForecast) -> dict[str, object]:
 
     waits = forecast.wait_seconds
     quantiles = [float(each) for each in np.quantile(waits, LEVELS)]
-    return {"waits": [round(each, 1) for each in (*quantiles, float(waits.max()))]}
+    told = (forecast.p10_seconds, forecast.p50_seconds, forecast.p90_seconds)
+    return {
+        "waits": [round(each, 1) for each in (*quantiles, float(waits.max()))],
+        "told": [round(each, 1) for each in told],
+    }
 
 
 def past_starts(journal: Sequence[Entry]) -> list[PastStart]:

@@ -169,7 +169,7 @@ def links_of(
     ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
     lost = {str(each["job"]): each for each in of_kind(journal, "lost")}
     submitted = {str(each["job"]): float(each["time"]) for each in of_kind(journal, "submitted")}
-    predicted = {str(each["job"]): each.get("waits") for each in of_kind(journal, "chosen")}
+    predicted = {str(each["job"]): each.get("told") for each in of_kind(journal, "chosen")}
     found = []
     for index, start in enumerate(started):
         job = str(start["job"])
@@ -202,9 +202,9 @@ def links_of(
     return found
 
 
-def _span(waits: Sequence[float] | None) -> tuple[float, float] | None:
-    """P10 and P90 of an entry's waits."""
-    return None if not waits else (float(waits[0]), float(waits[2]))
+def _span(told: Sequence[float] | None) -> tuple[float, float] | None:
+    """P10 and P90 of what an entry predicts."""
+    return None if not told else (float(told[0]), float(told[2]))
 
 
 def _ran_seconds(start: Entry, end: Entry | None, *, running: bool) -> float | None:

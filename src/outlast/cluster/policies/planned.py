@@ -12,7 +12,12 @@ from outlast.cluster.policies.behaviour import Behaviour
 from outlast.cluster.policies.decision import Decision, Situation, Submission
 from outlast.cluster.policies.holes import Backfill, hole_seconds
 from outlast.cluster.policies.job import MINUTE, MalleableJob
-from outlast.cluster.policies.predict import Correction, StartForecast, forecast_waits
+from outlast.cluster.policies.predict import (
+    Correction,
+    StartForecast,
+    corrected_waits,
+    forecast_waits,
+)
 from outlast.cluster.policies.words import hours
 from outlast.errors import ClusterError
 
@@ -23,8 +28,8 @@ class Candidate:
 
     Attributes:
         start: When it would start.
-        finish_seconds: (samples,) from now until the whole job is done, the links after this one
-            taken to fare alike.
+        finish_seconds: (samples,) from now until the whole job is done, with corrected waits, the
+            links after this one taken to fare alike.
         node_seconds: Of the whole job.
     """
 
@@ -103,7 +108,8 @@ def candidates(
         after=after,
     )
     return sorted(
-        (_candidate(job, each) for each in found), key=lambda each: each.mean_finish_seconds
+        (_candidate(job, each, correction or Correction()) for each in found),
+        key=lambda each: each.mean_finish_seconds,
     )
 
 
@@ -121,12 +127,12 @@ def _walls(
     return sorted(tried, reverse=True)
 
 
-def _candidate(job: MalleableJob, start: StartForecast) -> Candidate:
+def _candidate(job: MalleableJob, start: StartForecast, correction: Correction) -> Candidate:
     nodes, wall = start.nodes, start.wall_seconds
     progress = job.progress(nodes, wall)
     # What is left afterwards takes its share of as many such links.
     links = job.work_seconds / progress if progress else math.inf
-    one = start.wait_seconds + job.link_seconds(nodes, wall)
+    one = corrected_waits(start, correction) + job.link_seconds(nodes, wall)
     return Candidate(
         start=start,
         finish_seconds=one * max(links, 1.0),

@@ -136,6 +136,19 @@ def corrected(forecast: StartForecast, correction: Correction) -> StartForecast:
     return _forecast(forecast.nodes, forecast.wall_seconds, forecast.wait_seconds, correction)
 
 
+def corrected_waits(forecast: StartForecast, correction: Correction) -> Array:
+    """The samples, each moved by what past predictions of its rank were off: (samples,) seconds.
+
+    Between the levels of the correction the move is interpolated, beyond them it stays.
+    """
+    waits = forecast.wait_seconds
+    if forecast.certain or not correction.count:
+        return waits
+    ranks = np.argsort(np.argsort(waits, kind="stable"), kind="stable") + 0.5
+    moves = np.interp(ranks / len(waits), LEVELS, (correction.p10, correction.p50, correction.p90))
+    return np.maximum((waits + _SOON) * np.exp(moves) - _SOON, 0.0)
+
+
 def _running_place(queue: Queue, job: int) -> int | None:
     """Where a running job stands in the queue's arrays; None where it does not run."""
     if queue.running_jobs is None:
