@@ -161,6 +161,37 @@ def test_a_queue_with_a_time_limit_adds_links_waits_and_restarts(plan: Plan) -> 
     assert queue["seconds"] == pytest.approx(whole)
 
 
+def test_a_file_system_that_others_use_slows_saves_and_costs_goodput(plan: Plan) -> None:
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--tokens", "300B", *SMALL, "--top", 1)
+    alone = plan.json(*asked)
+    busy = plan.json(*asked, "--file-system-load", "0.8")
+    assert alone["file_system"] is None
+    assert busy["file_system"]["slowdown"] == pytest.approx(5.0)
+    before, after = (each["choices"][0]["estimate"] for each in (alone, busy))
+    assert after["last_save_seconds"] > 2.0 * before["last_save_seconds"]
+    assert after["resume_seconds"] > before["resume_seconds"]
+    assert after["ettr"]["figure"]["middle"] < before["ettr"]["figure"]["middle"]
+    assert after["checkpoint_seconds"] > before["checkpoint_seconds"], "fewer saves pay now"
+    save, period = after["last_save_seconds"], after["checkpoint_seconds"]
+    assert busy["file_system"]["save_waste"] == pytest.approx(save / (save + period))
+    code, _, said = plan(*asked, "--file-system-load", "1")
+    assert code == 2
+    assert "--file-system-load = 1: give a share of the bandwidth from 0 to below 1" in said
+
+
+def test_a_job_that_takes_turns_shares_its_file_system(plan: Plan, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    assert plan.json(job, "--cluster", "h100x64", "--top", 1)["file_system"] is None
+    turns = f'checkpoint.turns="{tmp_path}"'
+    asked = (job, turns, "checkpoint.turn_load=0.5", "--cluster", "h100x64", "--top", 1)
+    assert plan.json(*asked)["file_system"]["slowdown"] == pytest.approx(2.0)
+    code, said, _ = plan(*asked)
+    assert code == 0
+    assert "others ask for 50% of its bandwidth: saves and restores take 2 times" in said
+    code, said, _ = plan("explain", *asked[:3], "--cluster", "h100x64")
+    assert "50% of 8e+09 B/s is asked for by others" in said
+
+
 def test_prices_give_money_and_a_region_gives_carbon(plan: Plan) -> None:
     asked = ("gpt2", "--cluster", "h100x8", *SMALL, "--top", 1)
     [paid] = plan.json(*asked, "--price", "2.5", "--region", "FR")["choices"]

@@ -69,6 +69,14 @@ class Asked:
             metavar="FILE",
         ),
     ] = None
+    file_system_load: Annotated[
+        float | None,
+        _option(
+            "Share of the shared file system's bandwidth that other jobs ask for, 0 to below 1; "
+            "default: checkpoint.turn_load of a job with checkpoint.turns, else 0.",
+            metavar="SHARE",
+        ),
+    ] = None
     deadline: Annotated[
         str | None,
         _option('Wall time ("10 d") or date (2027-01-31): gives the probability to keep it.'),

@@ -48,7 +48,7 @@ def rank(
     --json: {"planned", "assumed", "searched", "allowed", "within", "front",
     "axes", "knee", "choices": [{"number", "layout", "configuration", "settings",
     "on_front", "knee", "estimate"}], "own", "own_problem", "what_ifs", "advice",
-    "settings", "queue"}; an estimate holds figures as {"low", "middle", "high",
+    "settings", "queue", "file_system"}; an estimate holds figures as {"low", "middle", "high",
     "coverage", "extrapolated"}, totals with their terms, in s, B, J, nats.
     """
     from outlast.cli.figures import output, print_json
@@ -109,12 +109,16 @@ def _print_answers(
     from outlast.cli.figures import print_facts
     from outlast.cli.plan_advice import changes_words, job_settings
     from outlast.cli.plan_queue import queue_words
+    from outlast.cli.plan_sharing import sharing_of, sharing_words
 
     best, currency = found.choices[0], found.planned.cluster.prices.currency
     flags = [("flag", text) for text in best.estimate.warnings]
     facts = [*answers(best.estimate, currency), *flags, ("change", said)]
     if chain is not None:
         facts.insert(2, ("on a queue", queue_words(chain)))
+    sharing = sharing_of(found.planned.load_of_others, best.estimate, best.settings)
+    if sharing is not None:
+        facts.append(("file system", sharing_words(sharing)))
     if settings := job_settings(found.planned, best):
         facts.append(("settings", " ".join(settings)))
     print_facts(console, "The best found (row 1)", facts)
@@ -288,10 +292,12 @@ def _document(
     chain: Chain | None,
 ) -> dict[str, Any]:
     from outlast.cli.plan_advice import job_settings
+    from outlast.cli.plan_sharing import sharing_of
     from outlast.cli.plan_words import plain
     from outlast.plan.pareto.words import layout_words
 
-    front, planned = found.front, found.planned
+    front, planned, best = found.front, found.planned, found.choices[0]
+    sharing = sharing_of(planned.load_of_others, best.estimate, best.settings)
     return {
         "kind": "predicted",
         "planned": {
@@ -326,7 +332,8 @@ def _document(
         "own": None if own is None else plain(own),
         "own_problem": planned.own_problem,
         "queue": None if chain is None else plain(chain),
+        "file_system": None if sharing is None else plain(sharing),
         "what_ifs": [{"change": e.change, "estimate": plain(e.estimate)} for e in ifs],
         "advice": said,
-        "settings": list(job_settings(planned, found.choices[0])),
+        "settings": list(job_settings(planned, best)),
     }

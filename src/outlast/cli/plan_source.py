@@ -37,6 +37,7 @@ class Planned:
         own_problem: Why the one that it states is not possible; empty where it is.
         job: The job, where the source is one.
         assumed: What nobody said, a phrase each.
+        load_of_others: Share of the shared file system's bandwidth that other jobs ask for.
     """
 
     asked: Asked
@@ -47,6 +48,7 @@ class Planned:
     own_problem: str
     job: Job | None
     assumed: tuple[str, ...]
+    load_of_others: float = 0.0
 
     @property
     def axes(self) -> Axes:
@@ -89,11 +91,13 @@ def planned(asked: Asked) -> Planned:
     """
     from outlast.cli.plan_model import training_of_model
     from outlast.cli.plan_place import calibration_for
+    from outlast.cli.plan_sharing import load_of_others, shared_with
     from outlast.plan.entry import context_of
 
     _check(asked)
     job = _job(asked)
-    cluster = _cluster(asked, job)
+    load = load_of_others(asked, job)
+    cluster = shared_with(_cluster(asked, job), load)
     assumed: list[str] = []
     if job is not None:
         training, own, problem = _of_job(job, asked, cluster)
@@ -117,6 +121,7 @@ def planned(asked: Asked) -> Planned:
         own_problem=problem,
         job=job,
         assumed=tuple(assumed),
+        load_of_others=load,
     )
 
 
