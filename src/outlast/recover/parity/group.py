@@ -1,0 +1,325 @@
+"""A group of processes that keep parity of each other's state."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from outlast.errors import RecoverError
+from outlast.recover.parity.agreement import AgreedError, gather, settle
+from outlast.recover.parity.buffers import Buffer, as_bytes
+from outlast.recover.parity.change import Change, Flags, changed_stripes
+from outlast.recover.parity.combine import Bytes
+from outlast.recover.parity.digest import digest, hash_stripes
+from outlast.recover.parity.exchange import Update
+from outlast.recover.parity.layout import STRIPE_BYTES, Layout
+from outlast.recover.parity.rebuild import Rebuild
+from outlast.recover.parity.situation import Report, Situation, situations
+from outlast.recover.parity.store import Mark, ParityFile
+from outlast.recover.parity.wire import Wire
+
+
+@dataclass(frozen=True)
+class Updated:
+    """An update that all members have.
+
+    Attributes:
+        sent_bytes: What this member sent.
+        seconds: From the call to the return, waiting for others included.
+    """
+
+    epoch: int
+    sent_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The state that all members have again.
+
+    Attributes:
+        epoch: Of which step it is.
+        data: (bytes,) uint8: this member's data of that step, its own or rebuilt.
+        lost_data: Members whose data were rebuilt.
+        lost_parity: Members whose parity was rebuilt.
+        received_bytes: What this member received for it.
+        seconds: From the call to the return, waiting for others included.
+    """
+
+    epoch: int
+    data: Bytes
+    lost_data: tuple[int, ...]
+    lost_parity: tuple[int, ...]
+    received_bytes: int
+    seconds: float
+
+
+class ParityGroup:
+    """Processes that each hold a part of a sharded state, and parity of the others' parts.
+
+    Any `losses` of them may lose all their memory: what they held is rebuilt bit for bit, whatever
+    its type. In five lines, with ``slots`` the
+    state after the last step and after the one before (of a new process: none)::
+
+        parity = ParityGroup(dist.new_group(backend="gloo"), losses=1, directory="/dev/shm/run")
+        parity.update(slots[step - 1], slots[step], step)     # after every step
+        # a member dies: all make a group anew, with a new process in its place
+        parity = ParityGroup(dist.new_group(backend="gloo"), losses=1, directory="/dev/shm/run")
+        found = parity.recover(slots, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+
+    A member's number is its rank in `group`, and must be the same whenever a group is made anew.
+    All methods but `close` are called by all members together; a background thread may do it, as
+    nothing here holds the interpreter's lock for long.
+
+    Memory: twice ``losses / (members - losses)`` of the data, in files in `directory`, and of
+    each process ``2 * losses * (members - losses)`` stripes. Traffic of an update: every member
+    sends the stripes that changed `losses` times.
+
+    Args:
+        group: A gloo process group that nothing else uses at the same time.
+        losses: How many members may be lost together, 1 or 2; fewer than there are members.
+        directory: In memory (tmpfs), where the parity outlives the process.
+        name: Of the group, the same for all members; tells groups in one directory apart.
+        stripe_bytes: Unit of the placement and of messages, a multiple of 64.
+        timeout_seconds: How long any one message may take before the exchange counts as failed.
+
+    Raises:
+        RecoverError: Where no such group can be, or the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        losses: int = 1,
+        directory: str | Path = "/dev/shm",
+        name: str = "parity",
+        stripe_bytes: int = STRIPE_BYTES,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        self._member = group.rank()
+        self._layout = Layout(group.size(), losses, stripe_bytes)
+        self._file = ParityFile(directory, name, self._layout, self._member)
+        self._wire = Wire(group, stripe_bytes, timeout_seconds)
+        self._hashes: list[int] | None = None
+        self._stale = False
+        self._broken = ""
+
+    @property
+    def epoch(self) -> int | None:
+        """The step of whose state this member last saw that all members have parity."""
+        return self._file.committed.epoch if self._file.committed else None
+
+    def update(
+        self,
+        old: Buffer | None,
+        new: Buffer,
+        epoch: int,
+        *,
+        agree: Callable[[], None] | None = None,
+    ) -> Updated:
+        """Bring the parity from the last epoch to `epoch`.
+
+        Both buffers must stay as they are until the update returns, and `new` also until the next
+        one has: after a death in its midst `recover` asks for it.
+
+        Args:
+            old: What was `new` in the last update; None sends everything.
+            new: This member's data now; any length.
+            epoch: The step that they are of, the same for all members and not the last one.
+            agree: Returns when all members of all groups that must roll back together have called
+                it, and raises where one cannot; without it this group decides by itself.
+
+        Raises:
+            RecoverError: A member is gone or too late: whoever is left must make a new group and
+                call `recover`. Or one has no room: this group may try again with later data. The
+                last epoch's parity stays in either case.
+        """
+        started, sent = time.monotonic(), self._wire.sent_bytes
+        with self._sound():
+            part = self._begin(as_bytes(old) if old is not None else None, as_bytes(new), epoch)
+            self._wire.stream(range(part.change.rows), part.plan)
+            digests = gather(self._wire, digest(part.hashes, part.new.nbytes))
+            mark = Mark(epoch, part.change.after, tuple(digests))
+            settle(self._wire, lambda: self._file.prepare(mark))
+            if agree is not None:
+                agree()
+            self._file.commit(mark)
+        self._hashes, self._stale = part.hashes, False
+        return Updated(epoch, self._wire.sent_bytes - sent, time.monotonic() - started)
+
+    def epochs(self, slots: Mapping[int, Buffer]) -> tuple[int, ...]:
+        """The steps that `recover` could make whole with these `slots`, the newest first.
+
+        For jobs of several groups, which must all go back to the same step.
+        """
+        with self._sound():
+            found, _ = self._survey({epoch: as_bytes(slot) for epoch, slot in slots.items()})
+        return tuple(each.mark.epoch for each in found)
+
+    def recover(
+        self,
+        slots: Mapping[int, Buffer],
+        allocate: Callable[[int], Buffer],
+        epoch: int | None = None,
+    ) -> Recovered:
+        """Make one step's state whole at all members: their data, and the parity of it.
+
+        Nothing is overwritten before all is rebuilt, so after another death in its midst it can
+        be called again. What is rebuilt is compared with the digest of what was lost.
+
+        Args:
+            slots: This member's data of the steps it still has; empty at a replacement.
+            allocate: Makes memory for so many bytes, where this member's data are rebuilt.
+            epoch: The step, one of `epochs`; None: the newest of them.
+
+        Raises:
+            RecoverError: More is lost than the parity makes good, a member is gone or too late, or
+                one has no room.
+        """
+        started, received = time.monotonic(), self._wire.received_bytes
+        own = {each: as_bytes(slot) for each, slot in slots.items()}
+        with self._sound():
+            found, hashes = self._survey(own)
+            situation = self._choose(found, epoch)
+            chosen = situation.mark.epoch
+            data = settle(self._wire, lambda: self._make_room(situation, own, allocate))
+            part = Rebuild(self._layout, situation, self._member, self._file, data)
+            self._wire.stream(part.rows, part.plan)
+            rebuilt = self._member in situation.lost_data
+            made = hash_stripes(self._layout, data) if rebuilt else hashes[chosen]
+            settle(self._wire, lambda: self._finish(situation, made))
+            self._file.commit(situation.mark)
+        self._hashes, self._stale = made, False
+        return Recovered(
+            chosen,
+            data,
+            tuple(sorted(situation.lost_data)),
+            tuple(sorted(situation.lost_parity)),
+            self._wire.received_bytes - received,
+            time.monotonic() - started,
+        )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go of the parity; with `remove` also delete its files. Each member by itself."""
+        self._file.close(remove=remove)
+        self._broken = "it was closed"
+
+    def _begin(self, old: Bytes | None, new: Bytes, epoch: int) -> Update:
+        """Compare, tell each other what changed, and make room for it."""
+        committed = self._file.committed
+        if self._stale or committed is None or not self._is_committed(old):
+            old = None
+        changed = changed_stripes(self._layout, old, new)
+        hello = {
+            "epoch": epoch,
+            "last": committed.epoch if committed else None,
+            "committed": asdict(committed) if committed and old is not None else None,
+            "lengths": (old.nbytes if old is not None else 0, new.nbytes),
+            "changed": np.packbits(changed).tobytes().hex(),
+        }
+        hellos = gather(self._wire, hello)
+        if len(steps := {each["epoch"] for each in hellos}) > 1:
+            raise AgreedError(f"members would keep parity of different steps: {sorted(steps)}")
+        if any(each["last"] == epoch for each in hellos):
+            raise AgreedError(f"step {epoch} is the one whose parity is kept already")
+        before, after = zip(*(each["lengths"] for each in hellos), strict=True)
+        change = Change(
+            self._layout,
+            tuple(before),
+            tuple(after),
+            tuple(_flags(each["changed"]) for each in hellos),
+            whole=any(each["committed"] != hellos[0]["committed"] for each in hellos)
+            or hellos[0]["committed"] is None,
+        )
+        settle(self._wire, lambda: self._file.begin(change.rows))
+        known = self._hashes if old is not None and self._hashes else []
+        hashes = [*known, *[0] * self._layout.stripes(new.nbytes)]
+        del hashes[self._layout.stripes(new.nbytes) :]
+        return Update(self._member, change, self._file, old, new, hashes)
+
+    def _is_committed(self, old: Bytes | None) -> bool:
+        """Whether `old` is what this member's committed parity is of."""
+        committed = self._file.committed
+        if committed is None or old is None or old.nbytes != committed.lengths[self._member]:
+            return False
+        if self._hashes is None:
+            self._hashes = hash_stripes(self._layout, old)
+        return digest(self._hashes, old.nbytes) == committed.digests[self._member]
+
+    def _survey(self, slots: Mapping[int, Bytes]) -> tuple[list[Situation], dict[int, list[int]]]:
+        """What can be made whole, and the hashes of this member's own slots."""
+        hashes = {epoch: hash_stripes(self._layout, slot) for epoch, slot in slots.items()}
+        marks = [mark for mark in (self._file.committed, self._file.prepared) if mark]
+        report = Report(
+            {
+                epoch: (slot.nbytes, digest(hashes[epoch], slot.nbytes))
+                for epoch, slot in slots.items()
+            },
+            tuple(marks),
+        )
+        reports = [Report.from_json(each) for each in gather(self._wire, report.to_json())]
+        return situations(self._layout, reports), hashes
+
+    def _choose(self, found: list[Situation], epoch: int | None) -> Situation:
+        for situation in found:
+            if epoch is None or situation.mark.epoch == epoch:
+                return situation
+        what = "any step" if epoch is None else f"step {epoch}"
+        possible = [each.mark.epoch for each in found] or "no step"
+        raise AgreedError(
+            f"the state of {what} cannot be rebuilt: more than {self._layout.losses} of "
+            f"{self._layout.members} members lost it; possible: {possible}"
+        )
+
+    def _make_room(
+        self, situation: Situation, own: Mapping[int, Bytes], allocate: Callable[[int], Buffer]
+    ) -> Bytes:
+        mark = situation.mark
+        if self._member in situation.lost_parity:
+            self._file.begin(self._layout.rows(mark.lengths))
+        if self._member not in situation.lost_data:
+            return own[mark.epoch]
+        nbytes = mark.lengths[self._member]
+        data = as_bytes(allocate(nbytes))
+        if data.nbytes != nbytes:
+            raise RecoverError(f"allocate({nbytes}) gave {data.nbytes} bytes")
+        return data
+
+    def _finish(self, situation: Situation, hashes: list[int]) -> None:
+        """Compare what was rebuilt with what was lost, and say that the parity is whole."""
+        mark = situation.mark
+        if digest(hashes, mark.lengths[self._member]) != mark.digests[self._member]:
+            raise RecoverError(
+                f"the rebuilt state of step {mark.epoch} is not what it was: a member's state or "
+                "parity has been damaged in its memory"
+            )
+        if self._member in situation.lost_parity:
+            self._file.prepare(mark)
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Let a group whose members may no longer agree do nothing more."""
+        if self._broken:
+            raise RecoverError(
+                f"this parity group cannot be used any more ({self._broken}): make a new one, and "
+                "call recover"
+            )
+        try:
+            yield
+        except AgreedError:
+            self._stale = True
+            raise
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
+
+
+def _flags(packed: str) -> Flags:
+    return np.unpackbits(np.frombuffer(bytes.fromhex(packed), np.uint8)).astype(np.bool_)

@@ -1,0 +1,237 @@
+"""The parity that one member keeps for others, in files that outlive its process.
+
+Every stripe has two places. An update fills those that are not in use; then a small file, the
+head, is replaced by a rename and says which place of each stripe holds the parity of which epoch:
+``prepared`` once all of this member's stripes are written, ``committed`` once all members' are.
+So a death at any byte leaves the parity of the last epoch as it was, and nothing needs undoing.
+(A journal of old stripes would take as much memory wherever most of the state changes in a step,
+and would copy each stripe once more.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outlast.errors import RecoverError
+from outlast.recover.parity.combine import Bytes
+from outlast.recover.parity.layout import Layout
+
+FORMAT = 1
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Of which data some parity is.
+
+    Attributes:
+        epoch: The step whose state it was.
+        lengths: Bytes of each member's data.
+        digests: Of each member's data, see `outlast.recover.parity.digest`.
+    """
+
+    epoch: int
+    lengths: tuple[int, ...]
+    digests: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Mark:
+        """Of `asdict` as JSON gives it back."""
+        return cls(content["epoch"], tuple(content["lengths"]), tuple(content["digests"]))
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A mark, and for each stripe of parity the place (0 or 1) of its bytes."""
+
+    mark: Mark
+    places: bytes
+
+
+class ParityFile:
+    """One member's stripes of parity.
+
+    Args:
+        directory: Where the files lie, in memory (tmpfs); made where it is missing.
+        name: Of the group, the same for all members.
+        layout: The group's placement.
+        member: This member's number.
+
+    Raises:
+        RecoverError: Where the directory cannot be used, or its files are of another group.
+    """
+
+    def __init__(self, directory: str | Path, name: str, layout: Layout, member: int) -> None:
+        self._layout, self._member = layout, member
+        self._head = Path(directory) / f"{name}.{member}.head"
+        self._stripes = Path(directory) / f"{name}.{member}.stripes"
+        self._committed: _Version | None = None
+        self._prepared: _Version | None = None
+        self._written: set[int] = set()
+        self._memory = np.empty(0, np.uint8)
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._map(self._stripes.stat().st_size if self._stripes.exists() else 0)
+            self._read_head()
+        except OSError as error:
+            raise RecoverError(f"parity cannot be kept in {directory}: {error}") from error
+
+    @property
+    def committed(self) -> Mark | None:
+        """The parity that all members had when they last agreed."""
+        return self._committed.mark if self._committed else None
+
+    @property
+    def prepared(self) -> Mark | None:
+        """Parity that is whole here, though perhaps not at every member."""
+        return self._prepared.mark if self._prepared else None
+
+    def begin(self, rows: int) -> None:
+        """Get ready to write an epoch whose data reach `rows` rows; forgets a prepared one.
+
+        Raises:
+            RecoverError: Where the memory does not suffice; what is committed stays.
+        """
+        self._written.clear()
+        if self._prepared is not None:
+            self._prepared = None
+            self._publish()
+        stripes = self._layout.parity_stripes(self._member, rows)
+        size = 2 * stripes * self._layout.stripe_bytes
+        if size > self._memory.nbytes:
+            self._grow(size)
+
+    def place(self, stripe: int) -> Bytes:
+        """(stripe_bytes,): where the next epoch's stripe is to be written."""
+        self._written.add(stripe)
+        return self._at(stripe, 1 - _place(self._committed, stripe))
+
+    def current(self, stripe: int) -> Bytes:
+        """(stripe_bytes,): the committed bytes of a stripe; zeros where there are none yet."""
+        return self._at(stripe, _place(self._committed, stripe))
+
+    def stripe(self, mark: Mark, stripe: int) -> Bytes:
+        """(stripe_bytes,): the bytes of a stripe as committed or prepared with this mark."""
+        version = self._version(mark)
+        assert version is not None
+        return self._at(stripe, _place(version, stripe))
+
+    def prepare(self, mark: Mark) -> None:
+        """Say that every stripe of an epoch is written."""
+        places = bytearray(self._committed.places if self._committed else b"")
+        stripes = self._layout.parity_stripes(self._member, self._layout.rows(mark.lengths))
+        places.extend(bytes(max(stripes - len(places), 0)))
+        for stripe in self._written:
+            places[stripe] = 1 - _place(self._committed, stripe)
+        self._prepared = _Version(mark, bytes(places))
+        self._publish()
+
+    def commit(self, mark: Mark) -> None:
+        """Take what has this mark for the committed parity, and forget all other."""
+        self._committed, self._prepared = self._version(mark), None
+        self._written.clear()
+        self._publish()
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go of the memory; with `remove` also of the files."""
+        self._memory = np.empty(0, np.uint8)
+        if remove:
+            self._head.unlink(missing_ok=True)
+            self._stripes.unlink(missing_ok=True)
+
+    def _version(self, mark: Mark) -> _Version | None:
+        for version in (self._committed, self._prepared):
+            if version is not None and version.mark == mark:
+                return version
+        return None
+
+    def _at(self, stripe: int, place: int) -> Bytes:
+        size = self._layout.stripe_bytes
+        begin = (2 * stripe + place) * size
+        return self._memory[begin : begin + size]
+
+    def _grow(self, size: int) -> None:
+        before = self._memory.nbytes
+        try:
+            with self._stripes.open("ab") as file:
+                try:
+                    # A page that cannot be had must be missed here, not where it is written.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                except OSError:
+                    file.truncate(before)
+                    raise
+            self._map(size)
+        except OSError as error:
+            raise RecoverError(
+                f"{size / 1e6:.1f} MB of parity do not fit into {self._stripes.parent}: "
+                f"{_why(error)}; make room there, or choose another directory or fewer losses"
+            ) from error
+
+    def _map(self, size: int) -> None:
+        if size:
+            with self._stripes.open("r+b") as file:
+                flags = mmap.MAP_SHARED | _POPULATE
+                self._memory = np.frombuffer(mmap.mmap(file.fileno(), size, flags), np.uint8)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"format": FORMAT, "member": self._member, **asdict(self._layout)}
+
+    def _publish(self) -> None:
+        content = {
+            "group": self._identity(),
+            "committed": _to_json(self._committed),
+            "prepared": _to_json(self._prepared),
+        }
+        text = json.dumps(content)
+        temporary = self._head.with_suffix(".new")
+        try:
+            temporary.write_text(f"{zlib.crc32(text.encode()):08x} {text}", encoding="utf-8")
+            temporary.replace(self._head)
+        except OSError as error:
+            raise RecoverError(f"{self._head} cannot be written: {_why(error)}") from error
+
+    def _read_head(self) -> None:
+        """Take up the files of an earlier process; a damaged head counts as none."""
+        with contextlib.suppress(FileNotFoundError):
+            check, _, text = self._head.read_bytes().partition(b" ")
+            if check != b"%08x" % zlib.crc32(text):
+                return
+            content = json.loads(text)
+            if content["group"] != self._identity():
+                raise RecoverError(
+                    f"{self._head} is of another parity group ({content['group']}, here "
+                    f"{self._identity()}); remove it or choose another name"
+                )
+            versions = [_from_json(content[kind]) for kind in ("committed", "prepared")]
+            needed = max(len(version.places) if version else 0 for version in versions)
+            if 2 * needed * self._layout.stripe_bytes <= self._memory.nbytes:
+                self._committed, self._prepared = versions
+
+
+def _place(version: _Version | None, stripe: int) -> int:
+    return version.places[stripe] if version and stripe < len(version.places) else 0
+
+
+def _to_json(version: _Version | None) -> dict[str, Any] | None:
+    return {**asdict(version.mark), "places": version.places.hex()} if version else None
+
+
+def _from_json(content: dict[str, Any] | None) -> _Version | None:
+    if content is None:
+        return None
+    return _Version(Mark.from_json(content), bytes.fromhex(content["places"]))
+
+
+def _why(error: OSError) -> str:
+    return "no space is left" if error.errno == errno.ENOSPC else str(error)

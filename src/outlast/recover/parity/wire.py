@@ -1,0 +1,131 @@
+"""Messages between the members of a group, each with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup, Work
+
+from outlast.errors import RecoverError
+from outlast.recover.parity.combine import Bytes
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """What one member does for one row.
+
+    Attributes:
+        sends: To whom, and which bytes; they must stay as they are until the row is finished.
+        receives: From whom, and how many bytes.
+        finish: Called with what was received, in this order.
+    """
+
+    sends: list[tuple[int, Bytes]] = field(default_factory=list)
+    receives: list[tuple[int, int]] = field(default_factory=list)
+    finish: Callable[[list[Bytes]], None] | None = None
+
+
+class Wire:
+    """A process group as its members use it.
+
+    Args:
+        group: A gloo group that nothing else uses at the same time.
+        stripe_bytes: The longest message between two members.
+        timeout_seconds: How long any one message may take.
+    """
+
+    def __init__(self, group: ProcessGroup, stripe_bytes: int, timeout_seconds: float) -> None:
+        self._group = group
+        self._stripe_bytes = stripe_bytes
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        # Kept from update to update: fresh memory costs more than what is received into it.
+        self._pools: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """A few bytes of every member, in order of members."""
+        length = torch.tensor([len(content)])
+        lengths = [torch.empty_like(length) for _ in range(self._group.size())]
+        self._allgather(lengths, length)
+        padded = torch.zeros(max(1, *(int(each) for each in lengths)), dtype=torch.uint8)
+        padded.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
+        contents = [torch.empty_like(padded) for _ in lengths]
+        self._allgather(contents, padded)
+        return [
+            each.numpy()[: int(size)].tobytes()
+            for each, size in zip(contents, lengths, strict=True)
+        ]
+
+    def _allgather(self, into: list[torch.Tensor], own: torch.Tensor) -> None:
+        with self._failures("the others"):
+            self._group.allgather([into], [own]).wait(self._timeout)
+
+    def stream(self, rows: Iterable[int], plan: Callable[[int], RowWork]) -> None:
+        """Send, receive and finish rows in order, while the next few are on their way.
+
+        Args:
+            rows: The same for all members.
+            plan: What this member does for a row; called when the row is due.
+        """
+        due = iter(rows)
+        ahead = self._post(due, plan, 0)
+        turn = 1
+        while ahead:
+            now, ahead = ahead, self._post(due, plan, turn)
+            turn = 1 - turn
+            for work, got, pending in now:
+                for peer, message in pending:
+                    self._wait(message, f"member {peer}")
+                if work.finish is not None:
+                    work.finish(got)
+
+    def _post(
+        self, due: Iterator[int], plan: Callable[[int], RowWork], turn: int
+    ) -> list[tuple[RowWork, list[Bytes], list[tuple[int, Work]]]]:
+        """Start as many rows as there are members: in those, all members do the same work."""
+        posted = []
+        buffers = self._buffers(turn)
+        for _, row in zip(range(self._group.size()), due, strict=False):
+            work = plan(row)
+            got, pending = [], []
+            for peer, size in work.receives:
+                buffer = next(buffers)[:size]
+                with self._failures(f"member {peer}"):
+                    pending.append((peer, self._group.recv([buffer], peer, row)))
+                got.append(buffer.numpy())
+                self.received_bytes += size
+            for peer, data in work.sends:
+                with self._failures(f"member {peer}"):
+                    message = self._group.send([torch.from_numpy(data)], peer, row)
+                pending.append((peer, message))
+                self.sent_bytes += data.nbytes
+            posted.append((work, got, pending))
+        return posted
+
+    def _buffers(self, turn: int) -> Iterator[torch.Tensor]:
+        for place in itertools.count():
+            if place == len(self._pools[turn]):
+                self._pools[turn].append(torch.empty(self._stripe_bytes, dtype=torch.uint8))
+            yield self._pools[turn][place]
+
+    def _wait(self, work: Work, whom: str) -> None:
+        with self._failures(whom):
+            work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _failures(self, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).strip().splitlines()
+            raise RecoverError(
+                f"the exchange of parity with {whom} failed, or took longer than "
+                f"{self._timeout.total_seconds():g} s: {said[0] if said else 'no message'}"
+            ) from error
