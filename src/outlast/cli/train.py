@@ -83,19 +83,21 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work
 
+    ranks = ranks_from(os.environ) if launched_by(os.environ) != "alone" else None
+    processes, nodes = (ranks.world_size, ranks.nodes) if ranks else (job.launch.nproc, 1)
+    transfers = transfers_for(job, processes=processes, nodes=nodes)
     start = Start(
         job,
         fresh=fresh,
         process_faults=process_faults,
         # A link of a chain has a clock of its own; see `outlast submit`.
         stop_when=stop_when_of(os.environ),
-        stager=stager_for(job.staging),
+        stager=stager_for(job.staging, transfers.stage_bytes_per_s if transfers else 0.0),
         turns=turns_for(job.checkpoint),
-        transfers=transfers_for(job),
+        transfers=transfers,
     )
     directory = run_directory(job)
-    if launched_by(os.environ) != "alone":
-        ranks = ranks_from(os.environ)
+    if ranks is not None:
         if ranks.is_first:
             start = replace(start, prediction=prediction_for(job, ranks.world_size))
         code = work(start, ranks)

@@ -1,19 +1,27 @@
-"""How fast the copies of a run's checkpoints may be, as its job file says; for the trainer.
+"""How fast the copies of a run's checkpoints and data may be, as its job file says.
 
-The trainer knows neither file systems nor other jobs; it is handed what `transfers_for` makes.
+The trainer knows neither file systems nor plans; it is handed what `transfers_for` makes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.cluster.storage.backoff import Backoff, GentlePace
+from outlast.cluster.storage.pace import TokenBucket
+from outlast.cluster.tasks.following import TransferPlan, transfer_plan
+from outlast.cluster.tasks.read import figures_from_toml
+from outlast.cluster.tasks.sharing import Shares
+from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from outlast.cluster.tasks.build import RunFigures
     from outlast.job import Job
 
 _LEAST_BYTES_PER_S = 1e6
@@ -26,25 +34,19 @@ class GentleCopies:
 
     Attributes:
         most_bytes_per_s: What a process gets when it is alone, by tier.
+        stage_bytes_per_s: Most for staging on a node; 0: no limit.
     """
 
-    most_bytes_per_s: dict[str, float]
+    most_bytes_per_s: Mapping[str, float]
+    stage_bytes_per_s: float = 0.0
 
-    def tier(self, name: str) -> GentlePacing | None:
-        """The pacing of a tier; None where it has no copies."""
-        most = self.most_bytes_per_s.get(name, 0.0)
-        return GentlePacing(gentle_pace(most)) if most else None
+    def tiers(self) -> dict[str, Callable[[int], AbstractContextManager[GentlePace]]]:
+        """The pacing of each tier: what one of its copies has learnt, the next one knows."""
+        return {name: _always(gentle_pace(most)) for name, most in self.most_bytes_per_s.items()}
 
 
-@dataclass(frozen=True)
-class GentlePacing:
-    """One rate for all copies of a process to a tier: what one has learnt, the next one knows."""
-
-    pace: GentlePace
-
-    def __call__(self, step: int) -> AbstractContextManager[GentlePace]:
-        """The pace of the copy of a step."""
-        return contextlib.nullcontext(self.pace)
+def _always(pace: GentlePace) -> Callable[[int], AbstractContextManager[GentlePace]]:
+    return lambda step: contextlib.nullcontext(pace)
 
 
 def gentle_pace(most_bytes_per_s: float) -> GentlePace:
@@ -53,13 +55,111 @@ def gentle_pace(most_bytes_per_s: float) -> GentlePace:
     return GentlePace(Backoff(most_bytes_per_s, least_bytes_per_s=least))
 
 
-def transfers_for(job: Job) -> GentleCopies | None:
-    """What [checkpoint] asks for; None where copies only have the caps of their tiers."""
+@dataclass(frozen=True)
+class PlannedCopies:
+    """Copies that follow a plan; travels to worker processes.
+
+    All processes of a run copy the same version at the same time, each a part of it, so that each
+    shares its part of the bandwidth in the same way and none needs to ask another.
+
+    Attributes:
+        plan: Of the run.
+        processes: That copy checkpoints together.
+        nodes: That stage data together.
+    """
+
+    plan: TransferPlan
+    processes: int
+    nodes: int
+
+    @property
+    def stage_bytes_per_s(self) -> float:
+        """Most for staging on a node; 0: no limit."""
+        flow = self.plan.stage_in
+        return 0.0 if flow is None else flow.cap_bytes_per_s / self.nodes
+
+    def tiers(self) -> dict[str, Callable[[int], AbstractContextManager[TokenBucket]]]:
+        """The pacing of each tier; those of one call share the bandwidth."""
+        shares = Shares(self.plan.bytes_per_s, 1.0 / self.processes)
+        return {name: self._sharing(shares, name) for name in self.plan.copies}
+
+    def _sharing(
+        self, shares: Shares, tier: str
+    ) -> Callable[[int], AbstractContextManager[TokenBucket]]:
+        @contextlib.contextmanager
+        def pacing(step: int) -> Iterator[TokenBucket]:
+            bucket = TokenBucket()
+            shares.begin((tier, step), self.plan.copy(tier, step), bucket)
+            try:
+                yield bucket
+            finally:
+                shares.end((tier, step))
+
+        return pacing
+
+
+def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | PlannedCopies | None:
+    """What [checkpoint] asks for; None where copies only have the caps of their tiers.
+
+    Args:
+        job: Checked.
+        processes: Of the run.
+        nodes: Of the run.
+
+    Raises:
+        ClusterError: The plan cannot be read, or is of another run.
+    """
     settings = job.checkpoint
+    if settings.transfer_plan:
+        return PlannedCopies(transfer_plan(_figures_of(job)), processes, nodes)
     if not settings.back_off:
         return None
     rates = {
         "run": 1e6 * settings.drain_megabytes_per_s if settings.fast else 0.0,
         "mirror": 1e6 * settings.mirror_megabytes_per_s if settings.mirror else 0.0,
     }
-    return GentleCopies(rates)
+    return GentleCopies({name: rate for name, rate in rates.items() if rate})
+
+
+def _figures_of(job: Job) -> RunFigures:
+    """The figures of the run that checkpoint.transfer_plan names."""
+    settings = job.checkpoint
+    where = f'checkpoint.transfer_plan = "{settings.transfer_plan}"'
+    try:
+        text = Path(settings.transfer_plan).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ClusterError(f"{where} cannot be read ({reason}): give another file") from None
+    figures = figures_from_toml(text, settings.transfer_plan)
+    for problem in _differences(job, figures):
+        raise ClusterError(f"{where} {problem}")
+    return figures
+
+
+def _differences(job: Job, figures: RunFigures) -> Iterator[str]:
+    """What a plan says otherwise than the job."""
+    settings = job.checkpoint
+    tiers = {each.name: each for each in figures.tiers} if figures.save_bytes else {}
+    wanted = {
+        "run": (settings.fast, "checkpoint.fast", settings.drain_every, "drain_every"),
+        "mirror": (settings.mirror, "checkpoint.mirror", settings.mirror_every, "mirror_every"),
+    }
+    for name, (place, setting, every, key) in wanted.items():
+        if place and name not in tiers:
+            yield (
+                f'plans no copies to a tier named "{name}", but {setting} is given; add a [[tier]] '
+                "of that name, and save_bytes to its [run]"
+            )
+        if place and name in tiers and tiers[name].every != every:
+            yield (
+                f'copies every {tiers[name].every}. save to "{name}", but checkpoint.{key} = '
+                f"{every}; make them equal"
+            )
+    steps = settings.every_steps
+    if tiers and steps not in ("auto", figures.save_every_steps):
+        yield (
+            f"saves every {figures.save_every_steps} steps, but checkpoint.every_steps = {steps}; "
+            "make them equal"
+        )
+    if job.staging.directory and not figures.stage_in_bytes:
+        yield "stages no data, but staging.directory is given; add stage_in_bytes to its [run]"

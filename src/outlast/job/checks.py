@@ -136,6 +136,11 @@ def _checkpoint(job: Job) -> Iterator[str]:
                 f"checkpoint.back_off = true needs checkpoint.{name}, about what a process gets "
                 "there when it is alone"
             )
+    if settings.back_off and settings.transfer_plan:
+        yield (
+            "checkpoint.back_off = true cannot be combined with checkpoint.transfer_plan, which "
+            "says itself how much bandwidth there is; leave one of them out"
+        )
     if settings.transfer_plan and not (settings.fast or settings.mirror or job.staging.directory):
         yield (
             f'checkpoint.transfer_plan = "{settings.transfer_plan}" has no copies to plan; give '

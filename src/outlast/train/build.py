@@ -69,7 +69,6 @@ from outlast.train.waits import CommunicationWait
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.checkpoint.tiers.pace import Pacing
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
@@ -374,6 +373,7 @@ def _store(setup: SetUp) -> CheckpointStore:
     )
     # Elsewhere, an earlier run of this name may have left its checkpoints.
     run = f"{setup.job.run.name}-{setup.directory.identifier}"
+    pacings = {} if setup.transfers is None else setup.transfers.tiers()
     tiers = []
     if settings.fast:
         tiers.append(
@@ -382,7 +382,7 @@ def _store(setup: SetUp) -> CheckpointStore:
                 every=settings.drain_every,
                 keep=keep,
                 bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
-                pacing=_pacing(setup, RUN),
+                pacing=pacings.get(RUN),
             )
         )
     if settings.mirror:
@@ -392,7 +392,7 @@ def _store(setup: SetUp) -> CheckpointStore:
                 every=settings.mirror_every,
                 keep=keep,
                 bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
-                pacing=_pacing(setup, MIRROR),
+                pacing=pacings.get(MIRROR),
             )
         )
     return CheckpointStore(
@@ -406,10 +406,6 @@ def _store(setup: SetUp) -> CheckpointStore:
         writer=settings.writer,
         timeout_seconds=settings.timeout_seconds,
     )
-
-
-def _pacing(setup: SetUp, tier: str) -> Pacing | None:
-    return None if setup.transfers is None else setup.transfers.tier(tier)
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

@@ -43,6 +43,11 @@ class Ranks:
         """Whether this is rank 0, which writes metrics and talks to the person."""
         return self.rank == 0
 
+    @property
+    def nodes(self) -> int:
+        """Machines of the run, as many processes on each."""
+        return -(-self.world_size // self.local_world_size)
+
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, launch="alone")
 

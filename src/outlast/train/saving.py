@@ -139,7 +139,7 @@ def cadence_of(
     if not ranks.is_first:
         return SaveCadence(None)
     estimator = IntervalEstimator(
-        nodes=_nodes(ranks),
+        nodes=ranks.nodes,
         mtbf_seconds=settings.mtbf_hours * 3600.0 if settings.mtbf_hours else None,
         budget=settings.slowdown_budget,
         longest_seconds=settings.longest_minutes * 60.0,
@@ -158,11 +158,7 @@ def _turns_of(job: Job, ranks: Ranks, turns: Turns, state_bytes: float) -> SaveT
     return SaveTurns(
         turns,
         size_bytes=state_bytes,
-        nodes=_nodes(ranks),
-        mtbf_seconds=3600.0 * settings.mtbf_hours or NODE_MTBF_SECONDS / _nodes(ranks),
+        nodes=ranks.nodes,
+        mtbf_seconds=3600.0 * settings.mtbf_hours or NODE_MTBF_SECONDS / ranks.nodes,
         longest_seconds=settings.turn_seconds,
     )
-
-
-def _nodes(ranks: Ranks) -> int:
-    return -(-ranks.world_size // ranks.local_world_size)

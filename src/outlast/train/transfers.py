@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from outlast.records import CheckpointCopied, Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from outlast.checkpoint import DrainResult
     from outlast.checkpoint.tiers.pace import Pacing
@@ -23,8 +23,8 @@ class Transfers(Protocol):
     See `outlast.cluster.transfers`.
     """
 
-    def tier(self, name: str) -> Pacing | None:
-        """Of the copies to a tier, `RUN` or `MIRROR`; None: as fast as the cap allows."""
+    def tiers(self) -> Mapping[str, Pacing]:
+        """For `RUN` and `MIRROR`; copies to a tier that is left out have its cap alone."""
 
 
 class CopyNotes:

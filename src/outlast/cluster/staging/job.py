@@ -36,9 +36,11 @@ class NodeStager:
 
     Attributes:
         settings: The section, with a directory.
+        most_bytes_per_s: Most that a node may take by a plan; 0: no limit but that of the section.
     """
 
     settings: StagingSection
+    most_bytes_per_s: float = 0.0
 
     @property
     def timeout_seconds(self) -> float:
@@ -82,8 +84,10 @@ class NodeStager:
             )
 
     def _pacing(self) -> Pacing | None:
-        rate = 1e6 * self.settings.megabytes_per_s
-        return partial(_at, TokenBucket(rate)) if rate else None
+        limits = [
+            each for each in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if each
+        ]
+        return partial(_at, TokenBucket(min(limits))) if limits else None
 
     def _given(self, source: str, beside: tuple[str, ...]) -> StagedCopy | None:
         if self.settings.burst_buffer == "off" or is_url(source):
@@ -101,9 +105,14 @@ class NodeStager:
         return StagedCopy(folder / original.name, source, size) if size else None
 
 
-def stager_for(settings: StagingSection) -> NodeStager | None:
-    """The stager that [staging] asks for; None where it names no directory."""
-    return NodeStager(settings) if settings.directory else None
+def stager_for(settings: StagingSection, most_bytes_per_s: float = 0.0) -> NodeStager | None:
+    """The stager that [staging] asks for; None where it names no directory.
+
+    Args:
+        settings: The section.
+        most_bytes_per_s: Most that a node may take by a plan; 0: no limit but that of the section.
+    """
+    return NodeStager(settings, most_bytes_per_s) if settings.directory else None
 
 
 def _at(pace: Pace, source: str) -> AbstractContextManager[Pace | None]:

@@ -25,16 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from outlast.cluster.storage.pace import TokenBucket
-from outlast.cluster.tasks.fluid import Flow, fair_rates
+from outlast.cluster.tasks.fluid import Flow
+from outlast.cluster.tasks.sharing import Shares
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from outlast.cluster.tasks.schedule import Schedule
-
-LEAST_SHARE = 0.01
-"""Share of its cap that a transfer gets even when others should come first: those may hang."""
 
 _MOST_THREADS = 64
 _LOOK_SECONDS = 0.2
@@ -186,18 +184,14 @@ class Executor:
         for number, sources in enumerate(self._before):
             for source in sources:
                 self._after[source].append(number)
-        self._capacities = dict(self._graph.machine.bytes_per_s)
-        self._flowing: dict[int, TokenBucket] = {}
-        self._lock = threading.Lock()
+        self._shares = Shares(self._graph.machine.bytes_per_s)
         self._stopped = threading.Event()
         self._ended: queue.SimpleQueue[tuple[int, Happened]] = queue.SimpleQueue()
 
     def stop(self) -> None:
         """Give up what is under way and start nothing more; may be called from any thread."""
         self._stopped.set()
-        with self._lock:
-            for bucket in self._flowing.values():
-                bucket.stop()
+        self._shares.stop()
 
     def run(self) -> Report:
         """Do all tasks; returns when all are done, failed or given up."""
@@ -271,9 +265,7 @@ class Executor:
         start = time.monotonic() - self._zero
         error = ""
         if activity.size_bytes:
-            with self._lock:
-                self._flowing[number] = bucket
-                self._share()
+            self._shares.begin(number, flow_of(self._schedule, number), bucket)
         try:
             if self._stopped.is_set():
                 bucket.stop()
@@ -284,31 +276,11 @@ class Executor:
         except Exception as problem:  # what an action may raise is not known here
             error = f"{type(problem).__name__}: {problem}"
         finally:
-            if activity.size_bytes:
-                with self._lock:
-                    del self._flowing[number]
-                    self._share()
+            self._shares.end(number)
         end = time.monotonic() - self._zero
         outcome: Outcome = "failed" if error else "done"
         moved = bucket.passed_bytes
         self._ended.put((number, self._happened(number, outcome, (start, end), moved, error)))
-
-    def _share(self) -> None:
-        """Share the bandwidth anew among the transfers under way."""
-        numbers = list(self._flowing)
-        names = list(self._capacities)
-        flows = [
-            Flow(
-                tuple(names[each] for each in self._graph.activities[n].via),
-                self._graph.activities[n].cap_bytes_per_s,
-                self._schedule.levels[n],
-            )
-            for n in numbers
-        ]
-        for number, flow, rate in zip(
-            numbers, flows, fair_rates(flows, self._capacities), strict=True
-        ):
-            self._flowing[number].set_rate(max(rate, LEAST_SHARE * flow.cap_bytes_per_s))
 
     def _happened(
         self, number: int, outcome: Outcome, times: tuple[float, float], moved: int, error: str
@@ -343,6 +315,13 @@ class Executor:
         seconds = max((each.end_seconds for each in found.values()), default=0.0)
         tasks = sorted(found.values(), key=lambda each: (each.start_seconds, each.end_seconds))
         return Report(tuple(tasks), self._schedule.makespan_seconds, seconds)
+
+
+def flow_of(schedule: Schedule, number: int) -> Flow:
+    """What an activity that moves bytes is to the others under way."""
+    activity, names = schedule.graph.activities[number], list(schedule.graph.machine.bytes_per_s)
+    via = tuple(names[each] for each in activity.via)
+    return Flow(via, activity.cap_bytes_per_s, schedule.levels[number])
 
 
 def _with_node_order(schedule: Schedule) -> list[list[int]]:

@@ -53,26 +53,9 @@ def graph_from_toml(text: str, source: str) -> Graph:
     Raises:
         ClusterError: With the key that is wrong, unknown or missing.
     """
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"{source} is no TOML file: {error}") from error
+    content = _content(text, source)
     if "run" in content:
-        _known(content, _OF_RUN, source)
-        run = _table(content, "run", source)
-        for key in ("tiers", "evaluation", "bytes_per_s"):
-            if key in run:
-                raise ClusterError(f"{source}: {key} of [run] is a table of its own in the file")
-        tiers = tuple(
-            _made(TierFigures, each, f"{source}: [[tier]]")
-            for each in _list(content, "tier", source)
-        )
-        evaluation = None
-        if "evaluation" in content:
-            where = f"{source}: [evaluation]"
-            evaluation = _made(Evaluation, _table(content, "evaluation", source), where)
-        more = {"tiers": tiers, "evaluation": evaluation, "bytes_per_s": _rates(content, source)}
-        return run_graph(_made(RunFigures, {**run, **more}, f"{source}: [run]"))
+        return run_graph(_figures(content, source))
     _known(content, _OF_TASKS, source)
     tasks = [_made(Task, each, f"{source}: [[task]]") for each in _list(content, "task", source)]
     edges = [_made(Edge, each, f"{source}: [[edge]]") for each in _list(content, "edge", source)]
@@ -83,6 +66,47 @@ def graph_from_toml(text: str, source: str) -> Graph:
         if not isinstance(count, int) or isinstance(count, bool):
             raise ClusterError(f"{source}: {name} = {count!r} in [nodes]: give a whole number")
     return Graph(tasks, edges, Machine(nodes, _rates(content, source)))
+
+
+def figures_from_toml(text: str, source: str) -> RunFigures:
+    """The figures of a run that a file gives.
+
+    Args:
+        text: Its content.
+        source: Its name, for errors.
+
+    Raises:
+        ClusterError: With the key that is wrong, unknown or missing, also where the file lists
+            tasks in place of a run.
+    """
+    content = _content(text, source)
+    if "run" not in content:
+        raise ClusterError(f"{source} has no [run]: give the figures of the run there")
+    return _figures(content, source)
+
+
+def _content(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{source} is no TOML file: {error}") from error
+
+
+def _figures(content: Mapping[str, Any], source: str) -> RunFigures:
+    _known(content, _OF_RUN, source)
+    run = _table(content, "run", source)
+    for key in ("tiers", "evaluation", "bytes_per_s"):
+        if key in run:
+            raise ClusterError(f"{source}: {key} of [run] is a table of its own in the file")
+    tiers = tuple(
+        _made(TierFigures, each, f"{source}: [[tier]]") for each in _list(content, "tier", source)
+    )
+    evaluation = None
+    if "evaluation" in content:
+        where = f"{source}: [evaluation]"
+        evaluation = _made(Evaluation, _table(content, "evaluation", source), where)
+    more = {"tiers": tiers, "evaluation": evaluation, "bytes_per_s": _rates(content, source)}
+    return _made(RunFigures, {**run, **more}, f"{source}: [run]")
 
 
 def _rates(content: Mapping[str, Any], source: str) -> dict[str, float]:
