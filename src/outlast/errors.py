@@ -11,6 +11,7 @@ EXIT_BAD_INPUT = 2
 EXIT_TO_BE_CONTINUED = 3
 EXIT_WRONG_NUMBERS = 4
 EXIT_GIVE_UP = 5
+EXIT_HUNG = 6
 
 
 class OutlastError(Exception):

@@ -98,6 +98,14 @@ class RunDirectory:
     def _identifier_file(self) -> Path:
         return self.path / "id"
 
+    @property
+    def attempts(self) -> int:
+        """How often the run was started so far."""
+        try:
+            return (self.path / "attempts").stat().st_size
+        except OSError:
+            return 0
+
     def next_attempt(self) -> int:
         """Count one more start of the run and return its number, from 1.
 

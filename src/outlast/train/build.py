@@ -32,6 +32,7 @@ from outlast.data import (
     prepare,
 )
 from outlast.records import Warned
+from outlast.recover.beacon import Mark, no_mark
 from outlast.train.agreement import Agreement
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
@@ -54,6 +55,7 @@ from outlast.train.parallelize import (
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.ranks import together
 from outlast.train.saving import cadence_of
+from outlast.train.slowness import SlownessWatch
 from outlast.train.tensorizing import (
     SpikeWatch,
     add_update_rules,
@@ -93,6 +95,7 @@ class SetUp:
     stop: StopFlag
     parts: dict[str, float] = field(default_factory=dict)
     turns: Turns | None = None
+    mark: Mark = no_mark
     transfers: Transfers | None = None
 
     def timed(self, name: str, begun: float) -> None:
@@ -168,7 +171,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
     setup.timed("process group", begun)
     begun = time.perf_counter()
-    waits = CommunicationWait()
+    waits = CommunicationWait(setup.mark)
     if layout.pipeline > 1:
         assert mesh is not None
         engine: Engine = _pipeline_engine(setup, model, mesh)
@@ -227,6 +230,13 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
         spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
+        mark=setup.mark,
+        # Stages need not take equally long, and codes have their own word on who is slow.
+        slowness=(
+            SlownessWatch(setup.ranks.rank, layout.world_size)
+            if layout.world_size > 1 and layout.pipeline == 1 and notes is None
+            else None
+        ),
     )
     return trainer, size
 
@@ -266,6 +276,7 @@ def _replica_engine(
         waits=waits,
         data_ranks=layout.data_ranks,
         bf16_autocast=bf16 and layout.shard == 1,
+        mark=setup.mark,
     )
 
 
@@ -359,7 +370,7 @@ def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> Pipeli
         lambda logits, targets: loss_sum(logits, targets) * loss_scale[0],
     )
     replicas = mesh["replicate"].get_group()
-    return PipelineEngine(schedule, modules, device, replicas, loss_scale)
+    return PipelineEngine(schedule, modules, device, replicas, loss_scale, setup.mark)
 
 
 def _store(setup: SetUp) -> CheckpointStore:

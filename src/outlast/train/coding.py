@@ -274,10 +274,12 @@ class CodedEngine:
                 for number in range(self.loader.microbatches):
                     batch = batches[number] if own else self.loader.part(step, chunk, number)
                     loss = self.inner.loss(batch, step)
+                    self.inner.mark("backward")
                     (loss * (weight / global_tokens)).backward()  # type: ignore[no-untyped-call]
                     encoded += weight * loss.detach()
                     passes.append(time.monotonic() - begun)
         computed = time.monotonic()
+        self.inner.mark("reduce")
         outcome = self.coded.reduce(step)
         ended = time.monotonic()
         self.inner.waits.add(ended - computed)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.data import MicroBatch
+from outlast.recover.beacon import Mark, no_mark
 from outlast.train.gradients import average_over
 from outlast.train.model import logits_of
 
@@ -73,6 +74,7 @@ class ReplicaEngine:
         model: What is called in training: the model or its wrapper.
         inner: What is called in evaluation: the model without DDP.
         data_ranks: Number of ranks over which DDP or FSDP2 averages gradients.
+        mark: Told of each forward and backward pass.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class ReplicaEngine:
     waits: CommunicationWait
     data_ranks: int
     bf16_autocast: bool
+    mark: Mark = no_mark
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -94,6 +97,7 @@ class ReplicaEngine:
             last = batch is batches[-1]
             with self._synchronise_gradients(last):
                 loss = self.loss(batch, step)
+                self.mark("backward")
                 with self.waits.backward() if last else contextlib.nullcontext():
                     (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -101,6 +105,7 @@ class ReplicaEngine:
 
     def loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
         """Sum of the tokens' losses (nats) of one micro-batch in training, with its graph."""
+        self.mark("forward")
         inputs, targets, sample_ids = tensors(_never_empty(batch), self.device)
         with self.dropout.for_samples(step, sample_ids), self._autocast():
             return loss_sum(logits_of(self.model(inputs)), targets)
@@ -133,6 +138,7 @@ class PipelineEngine:
         loss_scale: One number by which the schedule's loss function multiplies; set before each
             run, because a schedule takes its loss function once.
         replicas: Ranks that hold the same stages and see other samples.
+        mark: Told of the passes, which are one phase since they overlap, and of the reduction.
     """
 
     schedule: _PipelineSchedule
@@ -140,6 +146,7 @@ class PipelineEngine:
     device: torch.device
     replicas: ProcessGroup
     loss_scale: list[float]
+    mark: Mark = no_mark
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -149,8 +156,10 @@ class PipelineEngine:
             stage.step = step
         replicas = self.replicas.size()
         self.loss_scale[0] = replicas / global_tokens
+        self.mark("forward")
         loss = self._run(batches, training=True)
         if replicas > 1:
+            self.mark("reduce")
             for stage in self.stages:
                 average_over(stage.parameters(), self.replicas)
         return loss / replicas

@@ -21,7 +21,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from outlast.errors import EXIT_BAD_INPUT, OutlastError, WrongNumbersError
 from outlast.train.ranks import ranks_from
-from outlast.train.run import Start, work
+from outlast.train.run import Start, run_directory, work
+from outlast.train.watching import Watcher
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -62,7 +63,8 @@ def launch_group(start: Start) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     }
     try:
-        outcomes = elastic_launch(config, _worker)(start)
+        with Watcher(start.job, run_directory(start.job)):
+            outcomes = elastic_launch(config, _worker)(start)
     except ChildFailedError as error:
         raise OutlastError(_last_failure(error, settings.restarts)) from None
     finally:

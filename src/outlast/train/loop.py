@@ -22,6 +22,7 @@ from outlast.records import (
     Stopwatch,
     Warned,
 )
+from outlast.recover.beacon import Mark, no_mark
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
 from outlast.train.schedule import learning_rate_factor
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from outlast.train.metering import RunMeter
     from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
+    from outlast.train.slowness import SlownessWatch
     from outlast.train.tensorizing import SpikeWatch
     from outlast.train.waits import CommunicationWait
 
@@ -85,7 +87,7 @@ class Trainer:
 
     `records` is None on ranks other than 0. `before_step` is called with the number of steps done
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
-    stop, or an empty text.
+    stop, or an empty text. `mark` is told in which phase of a step this process is.
     """
 
     job: Job
@@ -111,6 +113,8 @@ class Trainer:
     energy: RunMeter | None = None
     before_step: Callable[[int], None] | None = None
     stop_when: Callable[[], str] | None = None
+    mark: Mark = no_mark
+    slowness: SlownessWatch | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -128,7 +132,9 @@ class Trainer:
             CheckpointError: When nothing intact can be restored, or the last save fails.
         """
         begun = time.perf_counter()
+        self.mark("heal")
         first_step = self._restore()
+        self.mark("idle", first_step)
         parts["restore"] = time.perf_counter() - begun
         begun = time.perf_counter()
         if self.settle_reduction_order and first_step < self.job.train.steps:
@@ -156,6 +162,7 @@ class Trainer:
             self._save_last(last_step, first_step)
             self.cadence.close()
             self._record_guard(last_step)
+        self.mark("idle")
         if self.energy is not None:
             self._record(self.energy.finish(last_step, self.watch.so_far()))
         self._record(self.memory.measured(last_step))
@@ -198,6 +205,7 @@ class Trainer:
         done = first_step
         try:
             while done < steps:
+                self.mark("data", done)
                 if self.before_step is not None:
                     self.before_step(done)
                 begun = time.perf_counter()
@@ -225,19 +233,23 @@ class Trainer:
                     break
                 self._between_steps(done, steps, saving=saving)
         finally:
+            self.mark("idle", done)
             batches.close()
         return done
 
     def step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
         """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
+        begun = time.perf_counter()
         with self._timed("compute"):
             loss = self._gradients(step, parts)
+            self.mark("vote")
             parameters = list(self.model.parameters())
             norm = global_norm(parameters, self.pipeline_group)
             if self.job.train.gradient_clip:
                 clip(parameters, norm, self.job.train.gradient_clip)
             factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
             learning_rate = set_learning_rate(self.optimizers, factor)
+            self.mark("optimizer")
             if self.replay is not None:
                 self.replay.step(step + 1)
             else:
@@ -246,7 +258,10 @@ class Trainer:
             self._zero_gradients()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.watch.move(self.waits.take(), to="communication")
+            waited = self.waits.take()
+            self.watch.move(waited, to="communication")
+        if self.slowness is not None:
+            self.slowness.add(time.perf_counter() - begun - waited)
         return norm, learning_rate, loss
 
     def _gradients(self, step: int, parts: list[MicroBatch]) -> torch.Tensor:
@@ -265,13 +280,15 @@ class Trainer:
 
     def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> tuple[bool, bool, bool]:
         """Whether any rank wants to stop, any wants to save, and any has more to say of memory."""
+        self.mark("agree")
         with self._timed("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
             wants_save = 1.0 if self.cadence.wants(done) else 0.0
             found = 0.0 if self.guard is None else float(self.guard.found)
             grown = 1.0 if self._logs(done) and self.memory.grown() else 0.0
-            mean_loss, stops, saves, found, grown = self.agreement.sum(
-                loss, wants_stop, wants_save, found, grown
+            own = self.slowness.share() if self.slowness is not None and self._logs(done) else []
+            mean_loss, stops, saves, found, grown, *shares = self.agreement.sum(
+                loss, wants_stop, wants_save, found, grown, *own
             )
             self.waits.take()
         if found:
@@ -279,6 +296,8 @@ class Trainer:
         interval.losses.append(mean_loss)
         if self.spikes is not None and (warning := self.spikes.observe(done, mean_loss)):
             self._record(warning)
+        if self.slowness is not None and shares:
+            self._record(self.slowness.observe(shares))
         return stops > 0, saves > 0, grown > 0
 
     def _logs(self, done: int) -> bool:
@@ -314,6 +333,7 @@ class Trainer:
         if self.evaluation is None:
             return
         begun = time.perf_counter()
+        self.mark("evaluate")
         with self._timed("evaluation"):
             loss = self.evaluation.measure(self.model, self.engine, self.agreement)
             self.waits.take()
@@ -334,6 +354,7 @@ class Trainer:
         Returns:
             Why the save could not be begun, or None.
         """
+        self.mark("save")
         with self._timed("checkpoint"):
             state = {"model": self.model, "optimizer": self.optimizers}
             metrics, self._metrics = self._metrics, {}

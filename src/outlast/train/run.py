@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -39,6 +40,7 @@ from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, to
 from outlast.train.signals import StopFlag
 from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
+from outlast.train.watching import under_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,24 +160,28 @@ def work(start: Start, ranks: Ranks) -> int:
         device = device_of(ranks)
         join(ranks, device, start.job.launch.timeout_seconds)
         parts["process group"] = time.perf_counter() - begun
-        lock = None
+        lock, watch = None, contextlib.ExitStack()
         try:
             lock = together(lambda: claim(start) if ranks.is_first else None)
+            directory = run_directory(start.job)
+            mark = together(lambda: watch.enter_context(under_watch(start.job, ranks, directory)))
             setup = SetUp(
                 start.job,
                 together(lambda: preflight(start.job, ranks.world_size)),
                 ranks,
                 device,
-                run_directory(start.job),
+                directory,
                 stop,
                 parts,
                 start.turns,
+                mark,
                 transfers=start.transfers,
             )
             if start.drill is not None:
                 return start.drill.run(setup)
             return _train(setup, start, began)
         finally:
+            watch.close()
             if lock is not None:
                 lock.release()
             leave()

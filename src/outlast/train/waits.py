@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from outlast.recover.beacon import Mark, no_mark
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -30,9 +32,16 @@ if TYPE_CHECKING:
 
 
 class CommunicationWait:
-    """Sums up waiting seconds of the thread that made it; `take` returns and resets the sum."""
+    """Sums up waiting seconds of the thread that made it; `take` returns and resets the sum.
 
-    def __init__(self) -> None:
+    Args:
+        mark: Told when a backward pass has only the reduction of its gradients left.
+    """
+
+    def __init__(self, mark: Mark = no_mark) -> None:
+        self._mark = mark
+        self._watched = self._missing = 0
+        self._reducing = True
         self._thread = threading.get_ident()
         self._seconds = 0.0
         self._last_gradient = 0.0
@@ -51,16 +60,22 @@ class CommunicationWait:
 
         def note(parameter: torch.Tensor) -> None:
             self._last_gradient = time.perf_counter()
+            self._missing -= 1
+            if self._missing == 0:
+                self._begin_reduction()
 
         for parameter in model.parameters():
             if parameter.requires_grad:
+                self._watched += 1
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass that reduces gradients: count its waiting end."""
         self._last_gradient = 0.0
+        self._missing, self._reducing = self._watched, False
         yield
+        self._reducing = True
         if self._last_gradient:
             self.add(time.perf_counter() - self._last_gradient)
 
@@ -74,11 +89,18 @@ class CommunicationWait:
         finally:
             dist.Work.wait = original  # type: ignore[method-assign]
 
+    def _begin_reduction(self) -> None:
+        """Once per backward pass: of DDP at the last gradient, of FSDP2 at the first wait."""
+        if not self._reducing:
+            self._reducing = True
+            self._mark("reduce")
+
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return wait(*args, **kwargs)
+            self._begin_reduction()
             begun = time.perf_counter()
             try:
                 return wait(*args, **kwargs)

@@ -1,0 +1,232 @@
+"""Steps that never end: every thread's stack on disk, then the end of the process.
+
+A thread of each process looks at its page (see `outlast.recover.beacon`). When a step takes longer
+than its deadline, the first process of a node to notice asks all processes of the node for their
+stacks by SIGUSR2, which `faulthandler` answers from C, also where the main thread never comes back
+to Python or holds its lock; puts them below ``stacks/`` in the run; says in the event log who it
+was; kills what cannot end itself; and ends. The others end a little later by themselves, so
+whoever has started them can start them again.
+
+Time in which this process could not run, because it was stopped or frozen, is not held against the
+step: whoever wakes up late must not end for that reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import EXIT_HUNG, OutlastError
+from outlast.records import MemberLost, RecordWriter
+from outlast.recover.beacon import INSIDE, WAITING, read_beacons
+
+if TYPE_CHECKING:
+    from outlast.records import RunDirectory
+    from outlast.recover.beacon import Beacon, Reading
+    from outlast.recover.detect import StepDeadline
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Asks a process for the stacks of all its threads."""
+
+LOOK_SECONDS = 0.25
+_STALL_SECONDS = 4.0 * LOOK_SECONDS
+_ANSWER_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+
+
+class HangMonitor:
+    """Ends this process when a step of it hangs.
+
+    Args:
+        beacon: The page of this process.
+        deadline: How long a step may take; told of every step here.
+        run: Where stacks and events go.
+        rank: This process.
+    """
+
+    def __init__(
+        self, beacon: Beacon, deadline: StepDeadline, run: RunDirectory, rank: int
+    ) -> None:
+        self._beacon = beacon
+        self._deadline = deadline
+        self._run = run
+        self._rank = rank
+        self._began: float | None = None
+        self._stalled = 0.0
+        self._ended = threading.Event()
+        self._stacks: Any = None
+        self._thread = threading.Thread(target=self._watch, name="hang monitor", daemon=True)
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """See `Mark`: passes it to the page, and measures the steps."""
+        if step is not None or phase not in INSIDE:
+            now, began = time.monotonic(), self._began
+            if began is not None:
+                self._deadline.observe(now - began)
+            self._stalled = 0.0
+            self._began = now if phase in INSIDE else None
+        self._beacon.mark(phase, step)
+
+    def start(self) -> None:
+        """Begin to watch, and to answer those who ask for stacks."""
+        path = _answers(self._beacon.path.parent, self._rank)
+        # Without a file there are no answers, but hangs are found all the same.
+        with contextlib.suppress(OSError):
+            self._stacks = path.open("w", encoding="utf-8")
+            faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._beacon.alive(self._deadline.seconds, answers=self._stacks is not None)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._ended.set()
+        self._thread.join()
+        if self._stacks is not None:
+            faulthandler.unregister(STACKS_SIGNAL)
+            self._stacks.close()
+            with contextlib.suppress(OSError):
+                Path(self._stacks.name).unlink()
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.wait(LOOK_SECONDS):
+            now = time.monotonic()
+            if now - looked > _STALL_SECONDS:
+                self._stalled += now - looked
+            looked = now
+            limit, began = self._deadline.seconds, self._began
+            self._beacon.alive(limit, answers=self._stacks is not None)
+            if limit and began is not None and now - began - self._stalled > limit:
+                self._end(limit)
+
+    def _end(self, limit: float) -> None:
+        # Telling may hang as well, for example on the disk for which the step waits.
+        threading.Timer(_GRACE_SECONDS, self._exit).start()
+        own = self._beacon.read()
+        told = tell_of_hang(self._run, self._beacon.path.parent, self._rank, own.step, limit)
+        if not told:
+            # Another process of the node is at it, and its end is the end of this one.
+            time.sleep(_GRACE_SECONDS)
+        self._exit()
+
+    def _exit(self) -> None:
+        with contextlib.suppress(OSError):
+            self._beacon.path.unlink()
+        os._exit(EXIT_HUNG)
+
+
+def tell_of_hang(
+    run: RunDirectory, pages: Path, writer: int, step: int, limit_seconds: float
+) -> bool:
+    """Write the stacks of this node's processes into the run, and an event; end what is stopped.
+
+    Args:
+        run: The run.
+        pages: Where the pages of the node's processes are.
+        writer: Rank in whose event log it is noted.
+        step: Steps done.
+        limit_seconds: The deadline that was passed.
+
+    Returns:
+        False where another process of the node has done so in this attempt, or does so now.
+    """
+    attempt = run.attempts
+    folder = run.path / "stacks" / f"attempt-{attempt}.{socket.gethostname()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.parent.mkdir()
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        print(f"outlast: {folder} cannot be made: {error.strerror}", file=sys.stderr)
+    found = [(each, each.state) for each in read_beacons(pages)]
+    _ask(found)
+    time.sleep(_ANSWER_SECONDS)
+    now = time.monotonic()
+    with contextlib.suppress(OSError):
+        for each, state in found:
+            (folder / f"rank-{each.rank}.txt").write_text(
+                _stacks(pages, each, state, now), encoding="utf-8"
+            )
+    members, cause = _culprits(found)
+    note = (
+        f"{_places(found, now)}; the step may take {limit_seconds:.3g} s (recover.hang_seconds); "
+        f"stacks of all threads: {folder}"
+    )
+    silent = max((now - each.marked for each in members), default=0.0)
+    named = _named(members)
+    print(f"outlast: {named} {cause} at step {step}: {note}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OutlastError):
+        records = RecordWriter(run.path, writer, attempt)
+        records.write(MemberLost(step, named, cause, silent, note))
+        records.close()
+    end_helpless(pages, found, now, limit_seconds)
+    return True
+
+
+def end_helpless(
+    pages: Path, found: list[tuple[Reading, str]], now: float, limit_seconds: float
+) -> None:
+    """Kill those that are stopped, or have not been able to run Python for `limit_seconds`."""
+    for each, state in found:
+        silent = 0.0 < each.alive < now - limit_seconds
+        if state == "stopped" or (state == "running" and silent):
+            with contextlib.suppress(OSError):
+                # It is told already: without its page, nobody finds it dead as well.
+                (pages / f"rank-{each.rank}").unlink()
+                os.kill(each.pid, signal.SIGKILL)
+
+
+def _ask(found: list[tuple[Reading, str]]) -> None:
+    for each, state in found:
+        if each.answers and state == "running":
+            with contextlib.suppress(OSError):
+                os.kill(each.pid, STACKS_SIGNAL)
+
+
+def _culprits(found: list[tuple[Reading, str]]) -> tuple[list[Reading], str]:
+    """Who keeps the others waiting, and how: those stopped, else those that do not wait."""
+    stopped = [each for each, state in found if state == "stopped"]
+    if stopped:
+        return stopped, "stopped"
+    running = [each for each, state in found if state == "running"]
+    busy = [each for each in running if each.phase in INSIDE and each.phase not in WAITING]
+    return busy or running, "hung"
+
+
+def _named(members: list[Reading]) -> str:
+    ranks = [str(each.rank) for each in members]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or 'unknown'}"
+
+
+def _places(found: list[tuple[Reading, str]], now: float) -> str:
+    return ", ".join(
+        f"rank {each.rank} is {'' if state == 'running' else state + ' '}in {each.phase} since "
+        f"{now - each.marked:.1f} s"
+        for each, state in found
+    )
+
+
+def _stacks(pages: Path, each: Reading, state: str, now: float) -> str:
+    head = (
+        f"rank {each.rank}, process {each.pid}, {state}: phase {each.phase} after {each.step} "
+        f"steps, since {now - each.marked:.1f} s\n\n"
+    )
+    try:
+        stacks = _answers(pages, each.rank).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        stacks = ""
+    return head + (stacks or "It did not answer with its stacks.\n")
+
+
+def _answers(pages: Path, rank: int) -> Path:
+    return pages / f"stacks-{rank}.txt"

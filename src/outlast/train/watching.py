@@ -1,0 +1,150 @@
+"""Who watches a run: each process itself, and the launcher that has started it.
+
+`under_watch` gives a process its page and the thread that ends it when a step hangs. `Watcher`
+looks at the pages from the launcher, for what a process cannot find out about itself: that it was
+killed, that it is stopped, that it cannot run Python any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from outlast.errors import OutlastError
+from outlast.records import MemberLost, RecordWriter
+from outlast.recover.beacon import INSIDE, Beacon, place, read_beacons
+from outlast.recover.detect import LEAST_SECONDS, StepDeadline
+from outlast.recover.hang import HangMonitor, end_helpless, tell_of_hang
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+    from outlast.recover.beacon import Mark, Reading
+    from outlast.train.ranks import Ranks
+
+_LOOK_SECONDS = 0.2
+
+
+@contextlib.contextmanager
+def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Mark]:
+    """Keep this process's page while the context is open, and end it when a step hangs.
+
+    Raises:
+        RecoverError: When the page cannot be made.
+    """
+    beacon = Beacon(place(job.recover.memory, directory), ranks.rank)
+    monitor = HangMonitor(beacon, _deadline(job), directory, ranks.rank)
+    monitor.start()
+    try:
+        yield monitor.mark
+    finally:
+        monitor.stop()
+        beacon.close()
+
+
+def _deadline(job: Job) -> StepDeadline:
+    seconds, longest = job.recover.hang_seconds, job.launch.timeout_seconds
+    return StepDeadline(
+        first_seconds=longest,
+        fixed_seconds=None if seconds == "auto" else float(seconds),
+        # A compiled model may be compiled anew in the middle of the run.
+        least_seconds=longest if job.train.compile else LEAST_SECONDS,
+    )
+
+
+class Watcher:
+    """A thread of the launcher that notes who was killed, and kills who is stopped for too long.
+
+    While it looks, no process is forked: a fork in the middle would inherit its locks.
+
+    Args:
+        job: The job.
+        directory: Of its run, which need not be there yet.
+    """
+
+    def __init__(self, job: Job, directory: RunDirectory) -> None:
+        self._memory = job.recover.memory
+        self._directory = directory
+        self._judged: dict[tuple[int, int], bool] = {}
+        self._stopped: dict[tuple[int, int], float] = {}
+        self._ended = threading.Event()
+        self._looking = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        os.register_at_fork(
+            before=self._looking.acquire,
+            after_in_parent=self._looking.release,
+            after_in_child=self._looking.release,
+        )
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            with self._looking, contextlib.suppress(OutlastError, OSError):
+                self.look()
+
+    def look(self) -> None:
+        """Judge all pages once."""
+        pages = place(self._memory, self._directory)
+        found = [(each, each.state) for each in read_beacons(pages)]
+        fallen = []
+        for each, state in found:
+            key = (each.pid, each.started)
+            if key not in self._judged:
+                # What was dead at first sight is of an earlier run.
+                self._judged[key] = state == "dead"
+            if state == "dead" and not self._judged[key]:
+                fallen.append(each)
+            self._look_at(each, state)
+        if fallen:
+            # The others of this group end for the same reason.
+            self._judged = dict.fromkeys(self._judged, True)
+            self._note(fallen)
+        if helpless := [each for each, state in found if self._is_helpless(each, state)]:
+            limit = helpless[0].deadline_seconds
+            tell_of_hang(self._directory, pages, 0, helpless[0].step, limit)
+            end_helpless(pages, found, time.monotonic(), limit)
+
+    def _look_at(self, each: Reading, state: str) -> None:
+        key = (each.pid, each.started)
+        if state == "stopped":
+            self._stopped.setdefault(key, time.monotonic())
+        else:
+            self._stopped.pop(key, None)
+
+    def _is_helpless(self, each: Reading, state: str) -> bool:
+        """Whether `each` is stopped, or holds Python's lock, for longer than a step may take."""
+        limit, now = each.deadline_seconds, time.monotonic()
+        if not limit:
+            return False
+        if state == "stopped":
+            return now - self._stopped[each.pid, each.started] > limit
+        silent = 0.0 < each.alive < now - limit
+        return state == "running" and silent and each.phase in INSIDE
+
+    def _note(self, fallen: list[Reading]) -> None:
+        records = RecordWriter(self._directory.path, 0, max(self._directory.attempts, 1))
+        now = time.monotonic()
+        for each in fallen:
+            note = f"killed in phase {each.phase}"
+            records.write(
+                MemberLost(each.step, f"rank {each.rank}", "dead", now - each.marked, note)
+            )
+        records.close()

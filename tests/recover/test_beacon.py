@@ -1,0 +1,136 @@
+"""Pages that say where a process is, also after it was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import RecoverError
+from outlast.records import RunDirectory
+from outlast.recover.beacon import PHASES, Beacon, arm, place, read_beacons
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from outlast.recover.beacon import Beacon
+beacon = Beacon(Path(sys.argv[1]), rank=3)
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(100):
+    for phase in ("data", "forward", "backward", "optimizer"):
+        beacon.mark(phase, step if phase == "data" else None)
+print("done", flush=True)
+beacon.close()
+"""
+
+
+def worker(directory: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def test_a_page_says_where_its_process_is(tmp_path: Path) -> None:
+    beacon = Beacon(tmp_path / "pages", rank=2)
+    before = time.monotonic()
+    beacon.mark("data", 7)
+    beacon.mark("forward")
+    beacon.alive(12.5, answers=True)
+    [found] = read_beacons(tmp_path / "pages")
+    assert (found.rank, found.pid, found.step, found.phase) == (2, os.getpid(), 7, "forward")
+    assert before <= found.began <= found.marked <= found.alive <= time.monotonic()
+    assert abs(found.wall - time.time()) < 60.0
+    assert (found.deadline_seconds, found.answers, found.state) == (12.5, True, "running")
+    beacon.close()
+    assert not (tmp_path / "pages").exists()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_can_be_read_back(tmp_path: Path, phase: str) -> None:
+    beacon = Beacon(tmp_path, rank=0)
+    beacon.mark(phase)
+    assert beacon.read().phase == phase
+
+
+def test_an_armed_process_dies_in_its_phase_and_its_page_says_so(tmp_path: Path) -> None:
+    process = worker(tmp_path)
+    arm(tmp_path, 3, "backward", step=5)
+    go(process)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    [found] = read_beacons(tmp_path)
+    assert (found.step, found.phase, found.state) == (5, "backward", "dead")
+    assert found.fired >= found.marked > 0.0
+
+
+def test_it_is_armed_once_also_for_the_process_that_comes_after(tmp_path: Path) -> None:
+    first = worker(tmp_path)
+    arm(tmp_path, 3, "optimizer")
+    first.kill()
+    first.wait(timeout=60)
+    for expected in (-signal.SIGKILL, 0):
+        process = worker(tmp_path)
+        go(process)
+        assert process.wait(timeout=60) == expected
+
+
+def test_a_stopped_process_is_seen_and_goes_on(tmp_path: Path) -> None:
+    process = worker(tmp_path)
+    arm(tmp_path, 3, "forward", step=2, number=signal.SIGSTOP)
+    go(process)
+    deadline = time.monotonic() + 60.0
+    while read_beacons(tmp_path)[0].state != "stopped":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == 0
+    assert read_beacons(tmp_path) == []
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_another(tmp_path: Path) -> None:
+    beacon = Beacon(tmp_path, rank=0)
+    beacon._fields[2] -= 100
+    assert beacon.read().state == "dead"
+
+
+def test_what_cannot_be_armed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecoverError, match=r"phase = 'lunch' is none of idle, heal"):
+        arm(tmp_path, 0, "lunch")
+    with pytest.raises(RecoverError, match="rank 4 has no page"):
+        arm(tmp_path, 4, "data")
+
+
+def test_a_page_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecoverError, match=r"set recover\.memory"):
+        Beacon(tmp_path / "file", rank=0)
+
+
+def test_files_that_are_no_pages_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rank-1").write_bytes(b"")
+    (tmp_path / "rank-2").write_bytes(bytes(4096))
+    assert read_beacons(tmp_path) == []
+
+
+def test_pages_lie_in_memory_and_else_in_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create("")
+    inside = place(str(tmp_path), run)
+    assert inside.parent == tmp_path
+    assert run.identifier in inside.name
+    assert place(str(tmp_path / "nowhere"), run) == run.path / "beacons"
