@@ -1,0 +1,6 @@
+"""Live recovery: replica groups that go on, in their processes, when one of them dies."""
+
+from outlast.recover.live.groups import LiveGroups, LiveStep, Refuge
+from outlast.recover.live.lighthouse import Lighthouse, require_torchft
+
+__all__ = ["Lighthouse", "LiveGroups", "LiveStep", "Refuge", "require_torchft"]

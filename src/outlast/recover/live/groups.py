@@ -1,0 +1,405 @@
+"""Steps that several replica groups do together while some of them die, stop and return."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outlast import __version__
+from outlast.errors import RecoverError, WrongNumbersError
+from outlast.records import MemberLost, MembershipChanged, StateRecovered
+from outlast.recover.live.heal import Transfer, state_digest
+from outlast.recover.live.lighthouse import require_torchft
+from outlast.recover.live.membership import Seat, SeatSettings
+from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
+from outlast.recover.live.rules import begun, committed_in, membership, must_restore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from outlast.records.events import Event
+    from outlast.recover.live.rules import Membership
+    from outlast.state.live import State
+
+_GOOD, _LOSS = 0, 1
+_LOOK_SECONDS = 0.01
+_REFUSALS = 10
+
+
+@dataclass(frozen=True)
+class Refuge:
+    """Where a state is kept that outlives all groups, e.g. a run's checkpoints.
+
+    Attributes:
+        newest: Step of the newest state there; 0 where there is none.
+        restore: Loads it into the live objects and returns its step.
+    """
+
+    newest: Callable[[], int]
+    restore: Callable[[], int]
+
+
+@dataclass
+class LiveStep:
+    """One step, or one more attempt at it, of this group.
+
+    Attributes:
+        number: Steps committed before it.
+        share: This group's index and the number of groups among which the global batch is divided.
+        committed: Whether it has been committed; None before `commit`.
+        loss: Sum of the groups' losses, once committed.
+        sums: Sums over the groups of what was given to `commit`, once committed.
+    """
+
+    number: int
+    share: tuple[int, int]
+    _commit: Callable[[LiveStep, torch.Tensor | float, bool, Sequence[float]], bool]
+    committed: bool | None = None
+    loss: float = float("nan")
+    sums: list[float] = field(default_factory=list)
+
+    def commit(
+        self, loss: torch.Tensor | float = 0.0, *, good: bool = True, values: Sequence[float] = ()
+    ) -> bool:
+        """Sum the gradients over the groups in place, and vote.
+
+        Args:
+            loss: This group's part of the loss.
+            good: Whether this group trusts its gradients. If one group does not, none commits.
+            values: Further numbers to be summed, as many in every group.
+
+        Returns:
+            Whether every group has all sums: step the optimizer then. If not, the gradients are
+            gone, and the next attempt at this step follows.
+        """
+        return self._commit(self, loss, good, values)
+
+
+class LiveGroups:
+    """This process's replica group among the others of a job.
+
+    The groups hold equal states and divide each global batch among themselves. When one dies, the
+    others take over its share of the same step; one that returns takes a peer's state. A loop is::
+
+        groups = LiveGroups({"model": model, "optimizer": optimizer}, group=0, lighthouse=address)
+        for step in groups.steps(until=1000):
+            loss = forward_backward(batch(step.number, *step.share))  # of the global batch's mean
+            if step.commit(loss):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        state: What equal groups have equal: the model (under any name), its optimizers, objects
+            with a state_dict().
+        group: Number of this group.
+        lighthouse: ``host:port`` of torchft's lighthouse; see `Lighthouse`.
+        identity: Names the job; groups of another job, version of Outlast or of torch are refused.
+        step: Steps done in `state`.
+        refuge: Where a newer state than any group's may lie.
+        known: The newest step that the run is known to have reached, from its records for example.
+        returning: Whether this group has been started again; then it does not begin anew.
+        awaits: How many groups are to be there before the first step.
+        heartbeat_seconds: A group that is silent for so long has been dropped by then. All groups
+            and the lighthouse must have the same.
+        timeout_seconds: Longest wait for a quorum, or for groups that are alive.
+        host: Under which the other groups reach this machine.
+
+    Raises:
+        RecoverError: When torchft is missing, the lighthouse cannot be reached, or this group may
+            not take part.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        group: int,
+        lighthouse: str,
+        identity: str = "",
+        step: int = 0,
+        refuge: Refuge | None = None,
+        known: int = 0,
+        returning: bool = False,
+        awaits: int = 1,
+        heartbeat_seconds: float = 1.0,
+        timeout_seconds: float = 120.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        require_torchft()
+        self.group = group
+        self._state, self._step = state, step
+        self._refuge, self._known, self._returning = refuge, known, returning
+        self._timeout_seconds = timeout_seconds
+        self._host = host
+        models = [each for each in state.values() if isinstance(each, nn.Module)]
+        self._parameters = [p for each in models for p in each.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise RecoverError("the state has no module with parameters that are trained; give one")
+        self._buckets = Buckets(self._parameters)
+        self._device = self._parameters[0].device
+        self._transfer = Transfer(state, host, timeout_seconds)
+        self._lineage = begun(state_digest(state))
+        self._settings = SeatSettings(
+            lighthouse=lighthouse,
+            number=group,
+            identity=f"{identity or 'unnamed job'}, outlast {__version__}, "
+            f"torch {torch.__version__}",
+            host=host,
+            heartbeat_seconds=heartbeat_seconds,
+            timeout_seconds=timeout_seconds,
+        )
+        self._links: tuple[Seat, Connections] | None = None
+        self._awaits = awaits
+        self._serving = False
+        self._refusals = 0
+        self._open: LiveStep | None = None
+        self._found: Membership | None = None
+        self._events: list[Event] = []
+        self._last_commit = time.perf_counter()
+        self._last_found: Membership | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps committed in this group's state."""
+        return self._step
+
+    @property
+    def writes(self) -> bool:
+        """Whether this group is the first in its last round, which writes what is written once."""
+        return self._last_found is not None and self._last_found.index == 0
+
+    def steps(self, until: int) -> Iterator[LiveStep]:
+        """Every attempt at every step up to `until`, this group's share of it each time.
+
+        Raises:
+            RecoverError: When there is no quorum in time, or this group may not go on.
+        """
+        while self._step < until:
+            step = self.begin()
+            try:
+                yield step
+            except GeneratorExit:
+                self.end(step)
+                raise
+            if step.committed is None:
+                raise RecoverError(
+                    f"step {step.number} ended without step.commit(loss); call it once for each "
+                    "step, after the backward pass"
+                )
+            self.end(step)
+
+    def begin(self) -> LiveStep:
+        """Agree with the other groups on the next step, and heal if they are ahead.
+
+        A step that is open already is returned again.
+
+        Raises:
+            RecoverError: As `steps`.
+        """
+        if self._open is not None:
+            return self._open
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            found = self._join()
+            why = "could be connected"
+            if not found.complete:
+                why = f"were there, of {self._awaits} that are awaited"
+                time.sleep(_LOOK_SECONDS)
+            elif self._restored(found):
+                continue
+            elif self._met(found):
+                break
+            if time.monotonic() > deadline:
+                raise RecoverError(
+                    f"group {self.group} found no round in {self._timeout_seconds:g} s: only "
+                    f"{_named(found)} {why}; look at the other groups and the network between them"
+                )
+        self._note(found)
+        self._found = self._last_found = found
+        self._open = LiveStep(self._step, (found.index, found.count), self._commit)
+        return self._open
+
+    def end(self, step: LiveStep) -> None:
+        """Close an attempt, after the optimizer's step if it was committed."""
+        self._open = None
+        if step.committed:
+            assert self._found is not None
+            self._step += 1
+            self._awaits = 0
+            self._lineage = committed_in(self._found.round)
+            self._last_commit = time.perf_counter()
+
+    def news(self) -> list[Event]:
+        """Events of this group since the last call, for the run's records."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Leave: close connections and give up the seat."""
+        self._close_serving()
+        if self._links is not None:
+            seat, connections = self._links
+            connections.drop()
+            seat.close()
+        self._transfer.shutdown()
+
+    def __enter__(self) -> LiveGroups:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _linked(self) -> tuple[Seat, Connections]:
+        """The seat and the connections, from the first step on: who has a seat is waited for."""
+        if self._links is None:
+            store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            seat = Seat(self._settings, f"{self._host}:{store.port}", self._transfer.address)
+            self._store = store
+            self._links = (seat, Connections(seat, self._device, self._timeout_seconds))
+        return self._links
+
+    def _join(self) -> Membership:
+        seat, connections = self._linked()
+        answer = seat.join(
+            self._step, self._lineage, connected=connections.round, awaits=self._awaits
+        )
+        return membership(answer.name, answer.members, seat.life)
+
+    def _restored(self, found: Membership) -> bool:
+        """Load a state from the refuge if the groups may not go on without; whether it did."""
+        if self._found is not None and found.lives == self._found.lives:
+            return False
+        newest = None if self._refuge is None else self._refuge.newest()
+        why = must_restore(found, newest=newest, known=self._known, returning=self._returning)
+        if why is None:
+            return False
+        begun_at = time.perf_counter()
+        step = 0 if self._refuge is None else self._refuge.restore()
+        if step <= found.step:
+            raise RecoverError(
+                f"group {self.group} does not train on: {why}; start the group that has the newer "
+                "state, or restore a checkpoint"
+            )
+        self._step, self._lineage = step, begun(state_digest(self._state))
+        lost = max(self._known - step, 0)
+        self._known = step
+        self._events.append(
+            StateRecovered(step, "shared", time.perf_counter() - begun_at, lost, 0, [why])
+        )
+        return True
+
+    def _met(self, found: Membership) -> bool:
+        """Connect to the members, and heal from or serve those that need it; whether it worked."""
+        _, connections = self._linked()
+        try:
+            connections.connect(found)
+            if found.source is not None:
+                self._heal(found)
+            elif found.heals:
+                self._transfer.serve(self._step, list(found.heals))
+                self._serving = True
+        except RoundFailedError:
+            self._give_up()
+            return False
+        return True
+
+    def _heal(self, found: Membership) -> None:
+        assert found.source is not None
+        begun_at = time.perf_counter()
+        seat, _ = self._linked()
+        fetched = self._transfer.fetch(found.step, found.source, seat)
+        self._transfer.install(fetched)
+        behind = max(found.step - self._step, 0)
+        self._step, self._lineage = found.step, found.lineage
+        seconds = time.perf_counter() - begun_at
+        self._events.append(StateRecovered(found.step, "peer", seconds, behind, fetched.bytes))
+
+    def _give_up(self) -> None:
+        self._close_serving()
+        self._linked()[1].drop()
+
+    def _close_serving(self) -> None:
+        if self._serving:
+            self._serving = False
+            self._transfer.close()
+
+    def _commit(
+        self, step: LiveStep, loss: torch.Tensor | float, good: bool, values: Sequence[float]
+    ) -> bool:
+        if step.committed is not None:
+            raise RecoverError(f"step {step.number} was voted on already; commit it once")
+        step.committed = False
+        # Connections that failed are dropped already; the next round makes new ones.
+        with contextlib.suppress(RoundFailedError):
+            step.committed = self._sum_and_vote(step, float(loss), good, values)
+        # From here on the optimizer may change what was served.
+        self._close_serving()
+        if not step.committed:
+            for each in self._parameters:
+                each.grad = None
+        return step.committed
+
+    def _sum_and_vote(
+        self, step: LiveStep, loss: float, good: bool, values: Sequence[float]
+    ) -> bool:
+        _, connections = self._linked()
+        flat, used = self._buckets.packed()
+        connections.sum(flat)
+        # Only who has all sums votes, so a full count says that everybody has them.
+        vote = torch.tensor(
+            [1.0 if good else 0.0, loss, *values, *used],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        connections.sum([vote])
+        numbers = vote.tolist()
+        if round(numbers[_GOOD]) != step.share[1]:
+            self._refusals += 1
+            if self._refusals >= _REFUSALS:
+                raise WrongNumbersError(
+                    f"step {step.number} was refused {_REFUSALS} times in a row by a group that "
+                    "does not trust its gradients; look at that group's device"
+                )
+            return False
+        self._refusals = 0
+        self._buckets.unpack(flat, numbers[2 + len(values) :])
+        step.loss, step.sums = numbers[_LOSS], numbers[2 : 2 + len(values)]
+        return True
+
+    def _note(self, found: Membership) -> None:
+        """Events of a membership that differs from that of the last step."""
+        before = self._last_found
+        if before is None or before.lives == found.lives:
+            return
+        seconds = time.perf_counter() - self._last_commit
+        lost = [each for each in before.members if each.life not in found.lives]
+        joined = [each for each in found.members if each.life not in before.lives]
+        self._events += [
+            MemberLost(self._step, f"group {each.number}", "dead", seconds) for each in lost
+        ]
+        self._events.append(
+            MembershipChanged(
+                self._step,
+                before.count,
+                found.count,
+                "lost" if len(lost) > len(joined) else "joined",
+                seconds,
+            )
+        )
+
+
+def _named(found: Membership) -> str:
+    numbers = ", ".join(str(each.number) for each in found.members)
+    return f"the groups {numbers}"

@@ -1,0 +1,133 @@
+"""torchft's lighthouse as a process of its own, which is started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.errors import RecoverError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+TICK_MS = 10
+SILENCE_SHARE = 0.8
+"""After which part of the heartbeat the lighthouse drops a silent group.
+
+The rest is for the survivors' next step, so that they have done it when `heartbeat_seconds` are
+over since the last sign of life.
+"""
+_START_SECONDS = 20.0
+
+
+def require_torchft() -> None:
+    """Raises RecoverError when the extra ``ft`` is not installed."""
+    if importlib.util.find_spec("torchft") is None:
+        raise RecoverError(
+            'recover.mode = "live" needs torchft, which is not installed; '
+            'install it with `pip install "outlast[ft]"`, or choose recover.mode = "restart"'
+        )
+
+
+class Lighthouse:
+    """A lighthouse process on this machine, always at the same port.
+
+    Args:
+        heartbeat_seconds: A group that is silent for so long has been dropped by then.
+        smallest: Fewest groups that may train.
+        join_seconds: How long a quorum waits for a group that is alive but does not come.
+        host: Under which the groups reach this machine.
+
+    Raises:
+        RecoverError: When torchft is missing, or the process does not start.
+    """
+
+    def __init__(
+        self,
+        heartbeat_seconds: float = 1.0,
+        *,
+        smallest: int = 1,
+        join_seconds: float = 60.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        require_torchft()
+        self._settings = [
+            str(smallest),
+            str(max(int(1000 * SILENCE_SHARE * heartbeat_seconds), 1)),
+            str(TICK_MS),
+            str(int(1000 * join_seconds)),
+        ]
+        self._process, port = self._start(0)
+        self._port = port
+        self.address = f"{host}:{port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def keep_alive(self) -> bool:
+        """Start the process again if it has died; whether that was needed.
+
+        Raises:
+            RecoverError: When it does not start.
+        """
+        if self._process.poll() is None:
+            return False
+        self._process, _ = self._start(self._port)
+        return True
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Lighthouse:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, port: int) -> tuple[subprocess.Popen[bytes], int]:
+        program = Path(__file__).with_name("serve.py")
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(port), *self._settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # torchft logs several lines for each quorum, and cannot be asked for fewer.
+            stderr=subprocess.DEVNULL,
+            # Ctrl-C is for the workers, which then stop at a step's end and need a quorum for it.
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        deadline = time.monotonic() + _START_SECONDS
+        ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
+        line = process.stdout.readline() if ready else b""
+        if not line.strip().isdigit():
+            process.kill()
+            process.wait()
+            problem = line.decode(errors="replace").strip() or "it said nothing"
+            raise RecoverError(
+                f"torchft's lighthouse did not start at port {port or 'any'} within "
+                f"{_START_SECONDS:g} s: {problem}"
+            )
+        return process, int(line)

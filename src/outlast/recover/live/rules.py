@@ -1,0 +1,184 @@
+"""Who belongs to a step, who is ahead and who must heal: pure functions of one quorum's answer.
+
+Every group computes the same from the same answer, so no further agreement is needed.
+
+A state is known by its step and its *lineage*: how it began (a hash of its content), or the round
+of the quorum in which its last step was committed. Two groups with one step but two lineages have
+done that step with other partners, and may differ in their last bits; the later round wins, and the
+other group heals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outlast.errors import RecoverError
+
+_BEGUN, _COMMITTED = "0", "1"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica group as it presents itself to a quorum.
+
+    Attributes:
+        life: Unique to this start of the group.
+        number: Of the group; the lowest live one writes the run directory.
+        step: Steps committed in its state.
+        lineage: See the module.
+        identity: What all members must have in common, in words: the job and the versions.
+        address: Where its manager answers.
+        store: ``host:port`` of its key-value store, in which a round's members find each other.
+        serves: Where it serves its state.
+        connected: The round in which its connections were made; empty without any.
+        awaits: How many groups it wants to be there before it begins; 0 once it has trained.
+    """
+
+    life: str
+    number: int
+    step: int
+    lineage: str
+    identity: str
+    address: str
+    store: str
+    serves: str
+    connected: str = ""
+    awaits: int = 0
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """What tells one state from another, the more advanced the greater."""
+        return (self.step, self.lineage)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The groups that do one step together.
+
+    Attributes:
+        round: Unique to the answer of the quorum; later rounds are greater as texts.
+        members: By number.
+        index: Of this group among them.
+        source: From whom this group must take its state; None when it has the newest.
+        heals: Numbers of the groups that take it from this one.
+        step: Steps committed in the newest state.
+        lineage: Of the newest state.
+    """
+
+    round: str
+    members: tuple[Member, ...]
+    index: int
+    source: Member | None
+    heals: tuple[int, ...]
+    step: int
+    lineage: str
+
+    @property
+    def count(self) -> int:
+        """How many groups share the batch."""
+        return len(self.members)
+
+    @property
+    def lives(self) -> tuple[str, ...]:
+        """Which starts of which groups."""
+        return tuple(each.life for each in self.members)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all groups are there that everybody awaits."""
+        return self.count >= min(each.awaits for each in self.members)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the newest state has come from a step that groups have committed."""
+        return self.lineage.startswith(_COMMITTED)
+
+
+def begun(digest: str) -> str:
+    """The lineage of a state that no group has trained since it was made or loaded."""
+    return f"{_BEGUN}-{digest}"
+
+
+def committed_in(round_name: str) -> str:
+    """The lineage of a state whose last step was committed in this round."""
+    return f"{_COMMITTED}-{round_name}"
+
+
+def membership(round_name: str, present: list[Member], life: str) -> Membership:
+    """Decide who does the next step, as seen by the group `life`.
+
+    Args:
+        round_name: Unique to this answer.
+        present: All that the quorum names, this group among them.
+        life: Of this group.
+
+    Raises:
+        RecoverError: When this group does not fit the others.
+    """
+    (me,) = (each for each in present if each.life == life)
+    identity = _common_identity(present)
+    if me.identity != identity:
+        raise RecoverError(
+            f"group {me.number} is of another job or version ({me.identity}) than the groups that "
+            f"train already ({identity}); start it with the same job file and the same versions"
+        )
+    members = sorted(
+        (each for each in present if each.identity == identity),
+        key=lambda each: (each.number, each.life),
+    )
+    step, lineage = max(each.state for each in members)
+    sources = [each for each in members if each.state == (step, lineage)]
+    behind = [each for each in members if each.state != (step, lineage)]
+    pairs = {each.life: sources[number % len(sources)] for number, each in enumerate(behind)}
+    return Membership(
+        round=round_name,
+        members=tuple(members),
+        index=next(number for number, each in enumerate(members) if each.life == life),
+        source=pairs.get(life),
+        heals=tuple(each.number for each in behind if pairs[each.life].life == life),
+        step=step,
+        lineage=lineage,
+    )
+
+
+def _common_identity(present: list[Member]) -> str:
+    """Of those that have trained together, else of most, else of the lowest number."""
+
+    def weight(identity: str) -> tuple[bool, int, int]:
+        those = [each for each in present if each.identity == identity]
+        trained = any(each.lineage.startswith(_COMMITTED) for each in those)
+        return trained, len(those), -min(each.number for each in those)
+
+    return max({each.identity for each in present}, key=weight)
+
+
+def must_restore(
+    found: Membership, *, newest: int | None, known: int, returning: bool
+) -> str | None:
+    """Why training may not go on from the newest state present, or None when it may.
+
+    Args:
+        found: The membership.
+        newest: Step of the newest state that this group could restore from elsewhere; None where
+            it has no such place.
+        known: The newest step that the run is known to have reached.
+        returning: Whether this group has been started again.
+    """
+    if newest is not None and newest > found.step:
+        return (
+            f"the newest state among the groups is of step {found.step}, but one of step {newest} "
+            "is saved"
+        )
+    if found.committed:
+        return None
+    if known > found.step and not newest:
+        return (
+            f"the run has reached step {known}, but no group that is still there has a newer state "
+            f"than that of step {found.step}"
+        )
+    if returning and newest is None:
+        return (
+            f"it was started again, but no group that has trained is there any more, and step "
+            f"{found.step} would be done a second time"
+        )
+    return None
