@@ -1,7 +1,8 @@
 """What squeue, sinfo, scontrol and sacct print, as text and as JSON of several versions.
 
 ``squeue.txt``, ``sinfo.txt``, ``partition.txt``, ``config.txt`` and the files of 22.05 were
-recorded from a real Slurm 22.05.8; those of 23.11 and of sacct are written after its manual.
+recorded from a real Slurm 22.05.8, those of sacct with slurmdbd and MariaDB (in the JSON names,
+steps and resources were taken out). ``sacct.txt`` and those of 23.11 are written after its manual.
 """
 
 import math
@@ -152,6 +153,58 @@ def test_history_as_text_and_json() -> None:
     assert (cancelled.state, cancelled.exit_code) == ("CANCELLED", 143)
     assert (cancelled.limit_seconds, cancelled.elapsed_seconds) == (1800.0, 61.0)
     assert (node.state, node.exit_code, node.limit_seconds) == ("NODE_FAIL", 1, math.inf)
+
+
+def test_recorded_accounting_as_text() -> None:
+    """A job of each end, a requeued one twice, and some that never started or still run."""
+    found = history_from_text(output("sacct-22.05.txt"))
+    ends = [(each.identity, each.state, each.exit_code) for each in found]
+    assert ends == [
+        ("1", "COMPLETED", 0),
+        ("2", "FAILED", 3),
+        ("3", "TIMEOUT", 0),
+        ("4", "FAILED", 128 + 9),
+        ("6", "CANCELLED", 0),
+        ("7", "CANCELLED", 0),
+        ("5_0", "COMPLETED", 0),
+        ("5_1", "COMPLETED", 0),
+        ("5_2", "COMPLETED", 0),
+        ("11", "REQUEUED", 0),
+        ("11", "COMPLETED", 0),
+        ("12", "NODE_FAIL", 0),
+        ("13", "CANCELLED", 0),
+        ("14", "RUNNING", 0),
+        ("15_3", "RUNNING", 0),
+        ("15_4", "RUNNING", 0),
+    ]
+    jobs = {each.identity: each for each in found}
+    over, never, runs = jobs["3"], jobs["6"], jobs["14"]
+    assert (over.limit_seconds, over.elapsed_seconds) == (60.0, 73.0), "killed 13 s late"
+    assert over.started is not None
+    assert over.ended == over.started + 73.0
+    assert (never.started, never.elapsed_seconds, never.limit_seconds) == (None, 0.0, 86400.0)
+    assert (runs.ended, runs.limit_seconds, runs.nodes) == (None, math.inf, 2)
+
+
+def test_recorded_accounting_as_json_says_the_same_as_text() -> None:
+    text = [(each.identity, each) for each in history_from_text(output("sacct-22.05.txt"))]
+    found = history_from_json(output("sacct-22.05.json"))
+    assert {each.identity for each in found} == {"1", "2", "3", "4", "5_2", "6", "11", "12", "14"}
+    for job in found:
+        same = next(each for name, each in text if (name, each.state) == (job.identity, job.state))
+        assert (job.submitted, job.started, job.ended) == (
+            same.submitted,
+            same.started,
+            same.ended,
+        )
+        if job.limit_seconds is not None:
+            assert job.limit_seconds == same.limit_seconds
+        if job.started is not None:
+            assert job.nodes == same.nodes
+    # This version writes neither a job's exit code other than 0 nor that it has no limit.
+    codes = {each.identity: each.exit_code for each in found}
+    assert (codes["2"], codes["4"]) == (0, 128 + 9)
+    assert {each.identity for each in found if each.limit_seconds is None} == {"14"}
 
 
 def test_empty_accounting_is_no_history() -> None:

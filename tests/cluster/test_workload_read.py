@@ -186,3 +186,19 @@ def test_a_workload_without_a_span_has_no_load_to_scale() -> None:
         jobs.at_load(0.5)
     with pytest.raises(ClusterError, match="load = 0 must"):
         jobs.at_load(0)
+
+
+def test_recorded_accounting_is_the_same_log_as_text_and_as_json() -> None:
+    """Of a real Slurm 22.05.8: three jobs ran for over a second, and a requeued one at first."""
+    folder = Path(__file__).parent / "slurm_outputs"
+    text = read_sacct(folder / "sacct-log-22.05.txt")
+    assert (text.submit_seconds - text.submit_seconds[0]).tolist() == [0, 0, 8, 8, 8, 14, 20, 210]
+    assert text.run_seconds.tolist() == [3, 73, 1, 1, 1, 5, 87, 4]
+    assert text.limit_seconds.tolist() == [600, 60, 120, 120, 120, 1200, 1200, 600]
+    assert text.start_seconds is not None
+    assert (text.start_seconds - text.submit_seconds).tolist() == [0, 0, 1, 3, 4, 1, 0, 0]
+    assert text.notes[0] == "8 jobs that never ran, or still do are left out"
+    few = read_sacct(folder / "sacct-22.05.json")
+    assert few.run_seconds.tolist() == [3, 73, 1, 5, 87]
+    assert few.limit_seconds.tolist() == [600, 60, 120, 1200, 1200]
+    assert "root" not in (folder / "sacct-22.05.json").read_text()

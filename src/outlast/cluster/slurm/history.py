@@ -163,8 +163,12 @@ def _from_table(table: dict[str, Any]) -> EndedJob:
     signal = whole(
         (code.get("signal") or {}).get("signal_id", (code.get("signal") or {}).get("id"))
     )
+    array = table.get("array") or {}
+    first, place = whole(array.get("job_id")), number(array.get("task_id"))
+    identity = str(table.get("job_id", ""))
     return EndedJob(
-        identity=str(table.get("job_id", "")),
+        # As the text has it: a place of an array has a job number of its own besides.
+        identity=f"{first}_{int(place)}" if first and place is not None else identity,
         state=state_of(words(state.get("current"))),
         exit_code=128 + signal if signal else returned,
         nodes=whole(table.get("allocation_nodes")),
