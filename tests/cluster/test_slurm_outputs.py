@@ -1,8 +1,8 @@
-"""What squeue, sinfo, scontrol and sacct print, as text and as JSON of several versions.
+"""What squeue, sinfo, scontrol and sacct print; of sacct also JSON of several versions.
 
 ``squeue.txt``, ``sinfo.txt``, ``partition.txt``, ``config.txt`` and the files of 22.05 were
 recorded from a real Slurm 22.05.8, those of sacct with slurmdbd and MariaDB (in the JSON names,
-steps and resources were taken out). ``sacct.txt`` and those of 23.11 are written after its manual.
+steps and resources were taken out). ``sacct.txt`` and that of 23.11 are written after its manual.
 """
 
 import math
@@ -23,11 +23,10 @@ from outlast.cluster.slurm.limits import (
 )
 from outlast.cluster.slurm.nodes import (
     hosts_in,
-    partitions_from_json,
     partitions_from_text,
     partitions_with,
 )
-from outlast.cluster.slurm.queue import QueuedJob, queue_from_json, queue_from_text
+from outlast.cluster.slurm.queue import QueuedJob, queue_from_text
 from outlast.cluster.slurm.states import has_ended, is_live, is_waiting, state_of
 from outlast.errors import ClusterError
 
@@ -66,43 +65,9 @@ def test_the_queue_as_text() -> None:
     assert jobs["2"].priority > (jobs["3"].priority or 0.0)
 
 
-def test_the_queue_as_json_says_the_same_as_text() -> None:
-    text = by_number(queue_from_text(output("squeue.txt")))
-    found = by_number(queue_from_json(output("squeue-22.05.json")))
-    assert found.keys() == text.keys()
-    for name, job in found.items():
-        same = text[name]
-        assert (job.state, job.nodes, job.limit_seconds, job.partition) == (
-            same.state,
-            same.nodes,
-            same.limit_seconds,
-            same.partition,
-        )
-        assert (job.submitted, job.priority, job.comment) == (
-            same.submitted,
-            same.priority,
-            same.comment,
-        )
-
-
-def test_newer_json_has_tables_for_numbers_and_lists_of_states() -> None:
-    jobs = by_number(queue_from_json(output("squeue-23.11.json")))
-    assert jobs["1"].limit_seconds == 1800.0
-    assert jobs["2"].limit_seconds == math.inf
-    assert jobs["2"].starts is None
-    assert jobs["6"].state == "CANCELLED", "the state that it will end in"
-    assert jobs["4_2"].nodes == 1
-
-
-@pytest.mark.parametrize("text", ["", "no json", "{", "[]", '{"jobs": null}', '{"jobs": [3]}'])
-def test_what_is_no_queue_is_empty(text: str) -> None:
-    assert queue_from_json(text) == []
-    assert queue_from_text(text) == []
-
-
-def test_warnings_before_json_are_passed_over() -> None:
-    text = "squeue: warning: something\n" + output("squeue-23.11.json")
-    assert len(queue_from_json(text)) == 4
+def test_what_is_no_queue_is_empty() -> None:
+    assert queue_from_text("") == []
+    assert queue_from_text("slurm_load_jobs error\n") == []
 
 
 def test_partitions_of_sinfo_and_scontrol() -> None:
@@ -121,18 +86,6 @@ def test_partitions_of_sinfo_and_scontrol() -> None:
     assert [each.default_seconds for each in more] == [300.0, None, None]
     assert [each.most_nodes for each in more] == [None, None, None]
     assert [each.is_default for each in more] == [True, False, False]
-
-
-def test_partitions_of_json() -> None:
-    old = partitions_from_json(output("sinfo-22.05.json"))
-    assert [(each.name, each.nodes) for each in old] == [("batch", 8), ("high", 8), ("short", 2)]
-    new = partitions_from_json(output("sinfo-23.11.json"))
-    assert [(each.name, each.limit_seconds, each.up) for each in new] == [
-        ("batch", 7200.0, True),
-        ("long", math.inf, False),
-    ]
-    assert [each.most_nodes for each in new] == [None, 2]
-    assert new[0].idle_nodes == 3
 
 
 def test_groups_of_one_partition_are_added_up() -> None:
@@ -207,9 +160,15 @@ def test_recorded_accounting_as_json_says_the_same_as_text() -> None:
     assert {each.identity for each in found if each.limit_seconds is None} == {"14"}
 
 
-def test_empty_accounting_is_no_history() -> None:
-    assert history_from_text("") == []
-    assert history_from_json("{}") == []
+@pytest.mark.parametrize("text", ["", "no json", "{", "[]", '{"jobs": null}', '{"jobs": [3]}'])
+def test_empty_accounting_is_no_history(text: str) -> None:
+    assert history_from_text(text) == []
+    assert history_from_json(text) == []
+
+
+def test_warnings_before_json_are_passed_over() -> None:
+    text = "sacct: warning: something\n" + output("sacct-23.11.json")
+    assert len(history_from_json(text)) == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ it knows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outlast.cluster.durations import shown_seconds
 from outlast.cluster.slurm.commands import (
@@ -16,7 +16,6 @@ from outlast.cluster.slurm.commands import (
     SlurmUnreachableError,
     ask,
 )
-from outlast.cluster.slurm.values import document, number, whole, words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,23 +106,6 @@ def partitions_now(patience: Patience | None = None) -> list[Partition]:
         return found
 
 
-def partitions_from_json(text: str) -> list[Partition]:
-    """Partitions in the output of ``sinfo --json``.
-
-    Up to 22.05 it lists nodes with the partitions that they are in, without limits; from 23.02 on
-    groups of nodes with theirs.
-    """
-    found = document(text) or {}
-    groups = [_from_entry(each) for each in found.get("sinfo") or []]
-    if not groups:
-        groups = [one for node in found.get("nodes") or [] for one in _from_node(node)]
-    result: dict[str, Partition] = {}
-    for here in groups:
-        before = result.get(here.name)
-        result[here.name] = here if before is None else _together(before, here)
-    return list(result.values())
-
-
 def hosts_in(node_list: str) -> list[str]:
     """Names in a node list such as ``gpu[03-05,7],login``, without asking scontrol."""
     hosts: list[str] = []
@@ -156,35 +138,6 @@ def _expanded(part: str) -> list[str]:
     # A name may have several brackets, as in rack[1-2]n[1-4].
     ends = _expanded(tail) if tail else [""]
     return [f"{head}{index}{end}" for index in found for end in ends]
-
-
-def _from_entry(entry: Mapping[str, Any]) -> Partition:
-    partition = entry.get("partition") or {}
-    nodes = entry.get("nodes") or {}
-    maximums = partition.get("maximums") or {}
-    minutes = number(maximums.get("time"))
-    states = (partition.get("partition") or {}).get("state") or ["UP"]
-    total, idle = whole(nodes.get("total")), whole(nodes.get("idle"))
-    return Partition(
-        name=str(partition.get("name", "")),
-        up="UP" in [str(each).upper() for each in states],
-        is_default=False,
-        limit_seconds=float("inf") if minutes is None else 60.0 * minutes,
-        nodes=total,
-        idle_nodes=idle,
-        most_nodes=whole(maximums.get("nodes"), 0) or None,
-    )
-
-
-def _from_node(node: Mapping[str, Any]) -> list[Partition]:
-    states = words(node.get("state"))
-    flags = words(node.get("state_flags"))
-    usable = not {"DOWN", "DRAIN", "DRAINED", "FAIL", "NOT_RESPONDING"} & {*states, *flags}
-    idle = usable and "IDLE" in states
-    return [
-        Partition(str(name), True, False, float("inf"), 1, int(idle))
-        for name in node.get("partitions") or []
-    ]
 
 
 def _together(first: Partition, second: Partition) -> Partition:

@@ -1,4 +1,4 @@
-"""The queue as squeue prints it, as text or JSON.
+"""The queue as squeue prints it, in fields that all its versions have.
 
 Of other people's jobs only what a forecast needs is kept: no names, no users.
 """
@@ -6,12 +6,12 @@ Of other people's jobs only what a forecast needs is kept: no names, no users.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outlast.cluster.durations import shown_seconds
 from outlast.cluster.slurm.commands import IMPATIENT, Patience, SlurmRefusedError, ask
 from outlast.cluster.slurm.states import state_of
-from outlast.cluster.slurm.values import document, moment, number, whole, words
+from outlast.cluster.slurm.values import moment, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,13 +70,6 @@ def queue_from_text(text: str) -> list[QueuedJob]:
         for line in text.splitlines()
         if len(fields := line.split(SEPARATOR)) == len(FIELDS)
     ]
-
-
-def queue_from_json(text: str) -> list[QueuedJob]:
-    """Jobs in the output of ``squeue --json`` of any version."""
-    found = document(text) or {}
-    jobs = found.get("jobs")
-    return [_from_table(each) for each in jobs if isinstance(each, dict)] if jobs else []
 
 
 def queued(
@@ -163,26 +156,3 @@ def _leading_digits(text: str) -> Iterator[str]:
         if not letter.isdigit():
             return
         yield letter
-
-
-def _from_table(table: dict[str, Any]) -> QueuedJob:
-    limit = number(table.get("time_limit"))
-    starts, ends = moment(table.get("start_time")), moment(table.get("end_time"))
-    array, place = whole(table.get("array_job_id")), number(table.get("array_task_id"))
-    identity = str(table.get("job_id", ""))
-    if array:
-        tasks = table.get("array_task_string") or ""
-        identity = f"{array}_{int(place)}" if place is not None else f"{array}_[{tasks}]"
-    return QueuedJob(
-        identity=identity,
-        state=state_of(words(table.get("job_state"))),
-        nodes=whole(table.get("node_count")),
-        limit_seconds=None if limit is None else 60.0 * limit,
-        submitted=moment(table.get("submit_time")),
-        starts=starts,
-        ends=ends,
-        priority=number(table.get("priority")),
-        partition=str(table.get("partition") or ""),
-        reason=str(table.get("state_reason") or ""),
-        comment=str(table.get("comment") or ""),
-    )
