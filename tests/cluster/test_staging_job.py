@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from outlast.cluster.staging import (
 )
 from outlast.cluster.staging.__main__ import main
 from outlast.cluster.staging.job import directory_of
-from outlast.errors import ClusterError
+from outlast.errors import ClusterError, OutlastError
 from outlast.job import Job, StagingSection, load_job, to_toml
 
 
@@ -85,6 +88,68 @@ def test_what_cannot_be_copied_is_read_in_place_unless_required(tmp_path: Path) 
         stager_for(required)(str(tmp_path / "a.bin"))  # type: ignore[misc]
     with pytest.raises(ClusterError, match=r"url\.bin does not exist"):
         stager_for(nowhere)("memory://url.bin")  # type: ignore[misc]
+
+
+def test_without_waiting_tokens_are_read_in_place_until_there_is_a_copy(tmp_path: Path) -> None:
+    source = tmp_path / "a.bin"
+    source.write_bytes(b"ab" * 1000)
+    place = [f'staging.directory="{tmp_path}/node"', "staging.keep_free_gigabytes=0.0"]
+    job = job_of(*place, f'data.train=["{source}"]', "staging.wait=false")
+    stager = stager_for(job.staging)
+    assert stager is not None
+    first = stager(str(source))
+    assert first.path == source
+    assert first.copied_bytes == 0
+    assert "this node has no copy yet" in first.problem
+    assert "staging.wait = false" in first.problem
+    (copied,) = prefetch(job, beside_training=True)
+    assert copied.copied_bytes == 2000
+    second = stager(str(source), beside=("a.json",))
+    assert second.path == copied.path
+    assert not second.problem
+
+
+def test_without_waiting_a_damaged_copy_is_left_to_the_prefetch(tmp_path: Path) -> None:
+    source = tmp_path / "a.bin"
+    source.write_bytes(b"ab" * 1000)
+    place = [f'staging.directory="{tmp_path}/node"', "staging.keep_free_gigabytes=0.0"]
+    job = job_of(*place, f'data.train=["{source}"]', "staging.wait=false")
+    (copied,) = prefetch(job)
+    copied.path.write_bytes(b"xx" * 1000)
+    stager = stager_for(job.staging)
+    assert stager is not None
+    assert stager(str(source)).path == source
+    assert prefetch(job)[0].damaged
+    assert stager(str(source)).path == copied.path
+
+
+def test_nobody_waits_for_a_copy_under_way_without_waiting(tmp_path: Path) -> None:
+    source = tmp_path / "a.bin"
+    source.write_bytes(bytes(3 << 20))
+    place = [f'staging.directory="{tmp_path}/node"', "staging.keep_free_gigabytes=0.0"]
+    slow = ["staging.wait=false", "staging.prefetch_megabytes_per_s=0.5"]
+    job = job_of(*place, *slow, f'data.train=["{source}"]')
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    words = prefetch_command(sys.executable, tmp_path / "job.toml", 1, beside_training=True)
+    process = subprocess.Popen(words[words.index(sys.executable) :])
+    try:
+        deadline = time.monotonic() + 60.0
+        while not list((tmp_path / "node").glob("*/*/*/*.part")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        stager = stager_for(job.staging)
+        assert stager is not None
+        assert stager(str(source)).path == source
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_waiting_cannot_be_both_left_out_and_required() -> None:
+    settings = ("staging.directory=/dev/shm/x", "staging.wait=false", "staging.required=true")
+    with pytest.raises(OutlastError, match=r"staging\.required = true forbids"):
+        job_of(*settings, "data.train=['/a.bin']")
 
 
 def test_prefetching_in_the_background_gives_the_copies_or_the_error(tmp_path: Path) -> None:

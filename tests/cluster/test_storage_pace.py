@@ -134,3 +134,9 @@ def test_a_pause_between_copies_is_no_congestion():
         pace.take(10_000)
         time.sleep(0.1)
     assert pace.bytes_per_s == 10e6
+
+
+@pytest.mark.parametrize("most", [1e3, 1e6, 1e9])
+def test_a_pace_below_a_limit_never_stops(most):
+    pace = GentlePace.below(most)
+    assert 0 < pace.bytes_per_s <= most

@@ -12,7 +12,7 @@ from runs import finish, start_process
 from tiny import tiny_job
 
 from outlast.cluster.staging import stager_for
-from outlast.cluster.transfers import gentle_pace, transfers_for
+from outlast.cluster.transfers import transfers_for
 from outlast.errors import EXIT_DONE, OutlastError
 from outlast.records import CheckpointCopied, Warned, read_run
 from outlast.train.ranks import ranks_from
@@ -69,12 +69,6 @@ def test_what_one_copy_has_learnt_the_next_one_knows(tmp_path):
     pacing = pacings["mirror"]
     with pacing(2) as first, pacing(4) as second:
         assert first is second
-
-
-@pytest.mark.parametrize("most", [1e3, 1e6, 1e9])
-def test_a_gentle_pace_never_stops(most):
-    pace = gentle_pace(most)
-    assert 0 < pace.bytes_per_s <= most
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.cluster.storage.backoff import Backoff, GentlePace
+from outlast.cluster.storage.backoff import GentlePace
 from outlast.cluster.storage.pace import TokenBucket
 from outlast.cluster.tasks.following import TransferPlan, transfer_plan
 from outlast.cluster.tasks.read import figures_from_toml
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from outlast.cluster.tasks.build import RunFigures
     from outlast.job import Job
-
-_LEAST_BYTES_PER_S = 1e6
-_LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,17 +39,13 @@ class GentleCopies:
 
     def tiers(self) -> dict[str, Callable[[int], AbstractContextManager[GentlePace]]]:
         """The pacing of each tier: what one of its copies has learnt, the next one knows."""
-        return {name: _always(gentle_pace(most)) for name, most in self.most_bytes_per_s.items()}
+        return {
+            name: _always(GentlePace.below(most)) for name, most in self.most_bytes_per_s.items()
+        }
 
 
 def _always(pace: GentlePace) -> Callable[[int], AbstractContextManager[GentlePace]]:
     return lambda step: contextlib.nullcontext(pace)
-
-
-def gentle_pace(most_bytes_per_s: float) -> GentlePace:
-    """A pace that finds its rate below a limit, and never stops."""
-    least = min(_LEAST_BYTES_PER_S, _LEAST_SHARE * most_bytes_per_s)
-    return GentlePace(Backoff(most_bytes_per_s, least_bytes_per_s=least))
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,11 @@ def _staging(job: Job) -> Iterator[str]:
         )
     elif remote and not staging.directory:
         yield f"{remote[0]} is a URL and needs staging.directory, where each node keeps a copy"
+    if not staging.wait and staging.required:
+        yield (
+            "staging.wait = false reads tokens in place where there is no copy yet, which "
+            "staging.required = true forbids; set one of them to its default"
+        )
     if staging.burst_buffer != "off" and not staging.directory:
         yield (
             f'staging.burst_buffer = "{staging.burst_buffer}" needs staging.directory, where the '

@@ -21,6 +21,7 @@ from outlast.cluster.chain.ending import waiting_link_cancelled
 from outlast.cluster.chain.filling import in_the_way
 from outlast.cluster.chain.journal import note_or_print
 from outlast.cluster.chain.leading import lead_seconds_of
+from outlast.cluster.chain.prefetching import Prefetching
 from outlast.cluster.chain.program import end_program, program_of
 from outlast.cluster.slurm.commands import IMPATIENT, Patience, ask
 from outlast.cluster.slurm.history import state_now
@@ -103,14 +104,17 @@ class Watch:
                 "PYTHONUNBUFFERED": "1",
             },
         )
+        prefetching = Prefetching(self.files, self.plan, self.number, self.job)
         try:
-            return self._watch(process)
+            return self._watch(process, prefetching)
         finally:
+            prefetching.end()
             # The fence is not given back while the program runs.
             end_program(process, HANDOVER_SECONDS)
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> int:
+    def _watch(self, process: subprocess.Popen[bytes], prefetching: Prefetching) -> int:
         clock, log = self.clock, self.log
+        starts = len(log.restart_seconds)
         signal_at, signalled, stops, looked = math.inf, False, log.stops, time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,6 +130,7 @@ class Watch:
                 looked = now
                 self.measure_lead()
             self._publish()
+            prefetching.look(under_way=len(log.restart_seconds) > starts and not self.stop)
             if self.stop:
                 signal_at = min(signal_at, now + _SIGNAL_AFTER_SECONDS)
             elif clock.left_seconds() < self.lead_seconds:

@@ -114,17 +114,48 @@ class Fetching:
                 with self._claim:
                     waited_seconds = time.monotonic() - begun
                     return replace(self._make_or_check(), waited_seconds=waited_seconds)
-            if self._claim.take(shared=True):
-                # Nobody works on it: all who have waited may look at once.
-                with self._claim:
-                    manifest = read_manifest(self._folder)
-                    if manifest is not None and was_checked(self._folder, manifest):
-                        self._use()
-                        return Fetched(waited_seconds=time.monotonic() - begun)
+            if self._found_checked():
+                return Fetched(waited_seconds=time.monotonic() - begun)
             self._wait(self._whom)
             if time.monotonic() - told >= _TELL_SECONDS:
                 told = time.monotonic()
                 self._progress(self._present_bytes(), self._source.bytes)
+
+    def find(self) -> Fetched | None:
+        """Take the copy that is there; None where none is whole, or it is damaged.
+
+        A copy that somebody else reads to check it is waited for; nothing is copied.
+
+        Raises:
+            ClusterError: The check took too long.
+            OSError: A disk failed.
+        """
+        begun = time.monotonic()
+        while read_manifest(self._folder) is not None:
+            if self._claim.take():
+                with self._claim:
+                    manifest = read_manifest(self._folder)
+                    if manifest is None:
+                        return None
+                    if not (was_checked(self._folder, manifest) or self._check(manifest)):
+                        return None
+                    self._use()
+                    return Fetched(waited_seconds=time.monotonic() - begun)
+            if self._found_checked():
+                return Fetched(waited_seconds=time.monotonic() - begun)
+            self._wait(self._whom)
+        return None
+
+    def _found_checked(self) -> bool:
+        """Whether a copy is there that needs no reading; it is in use then."""
+        # Nobody works on it: all who have waited may look at once.
+        if self._claim.take(shared=True):
+            with self._claim:
+                manifest = read_manifest(self._folder)
+                if manifest is not None and was_checked(self._folder, manifest):
+                    self._use()
+                    return True
+        return False
 
     def _whom(self) -> str:
         return (

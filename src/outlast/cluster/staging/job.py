@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster.staging.readahead import ReadAhead
 from outlast.cluster.staging.source import is_url
 from outlast.cluster.staging.stage import Stage, StagedCopy
+from outlast.cluster.storage.backoff import GentlePace
 from outlast.cluster.storage.pace import TokenBucket
 from outlast.errors import ClusterError
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from outlast.cluster.staging.copying import Pace, Pacing
     from outlast.job import Job, StagingSection
 
+BESIDE = "--beside-training"
+"""Option of ``python -m outlast.cluster.staging``."""
+_NOT_YET = "this node has no copy yet"
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 
 
@@ -37,10 +41,12 @@ class NodeStager:
     Attributes:
         settings: The section, with a directory.
         most_bytes_per_s: Most that a node may take by a plan; 0: no limit but that of the section.
+        beside_training: Whether to make way for others, as a prefetch does while a run trains.
     """
 
     settings: StagingSection
     most_bytes_per_s: float = 0.0
+    beside_training: bool = False
 
     @property
     def timeout_seconds(self) -> float:
@@ -54,7 +60,7 @@ class NodeStager:
         digest: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> StagedCopy:
-        """Get a file to this node.
+        """Get a file to this node; with staging.wait = false, only if it is there already.
 
         With a burst buffer, a file of its name and size in staging.directory is the site's copy
         and is used as it is.
@@ -72,18 +78,18 @@ class NodeStager:
             if (given := self._given(source, beside)) is not None:
                 return given
             stage = stage_for(self.settings, self._pacing())
+            if not self.settings.wait and not is_url(source):
+                found = stage.find(source, beside=beside, digest=digest)
+                return found if found is not None else _in_place(source, _NOT_YET)
             return stage.fetch(source, beside=beside, digest=digest, progress=progress)
         except ClusterError as error:
             if self.settings.required or is_url(source) or not Path(source).exists():
                 raise
-            return StagedCopy(
-                Path(source),
-                source,
-                Path(source).stat().st_size,
-                problem=f"{error}; {source} is read in place (staging.required = false)",
-            )
+            return _in_place(source, f"{error}", "staging.required = false")
 
     def _pacing(self) -> Pacing | None:
+        if self.beside_training:
+            return partial(_at, GentlePace.below(1e6 * self.settings.prefetch_megabytes_per_s))
         limits = [
             each for each in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if each
         ]
@@ -113,6 +119,13 @@ def stager_for(settings: StagingSection, most_bytes_per_s: float = 0.0) -> NodeS
         most_bytes_per_s: Most that a node may take by a plan; 0: no limit but that of the section.
     """
     return NodeStager(settings, most_bytes_per_s) if settings.directory else None
+
+
+def _in_place(source: str, why: str, setting: str = "staging.wait = false") -> StagedCopy:
+    size = Path(source).stat().st_size
+    return StagedCopy(
+        Path(source), source, size, problem=f"{why}; {source} is read in place ({setting})"
+    )
 
 
 def _at(pace: Pace, source: str) -> AbstractContextManager[Pace | None]:
@@ -190,7 +203,12 @@ def _matches(pattern: str) -> list[str]:
     return sorted(glob.glob(path, recursive=True)) or [path]  # noqa: PTH207
 
 
-def prefetch(job: Job, *, progress: Callable[[int, int], None] | None = None) -> list[StagedCopy]:
+def prefetch(
+    job: Job,
+    *,
+    beside_training: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[StagedCopy]:
     """Get the tokens of a job to this node before its processes ask for them.
 
     To be called once on each node (`srun --ntasks-per-node=1`) while the link before is still
@@ -198,13 +216,19 @@ def prefetch(job: Job, *, progress: Callable[[int, int], None] | None = None) ->
     already on its way. The copies stay when this process ends. Nothing is done where
     staging.directory is empty, and nothing is tokenised.
 
+    Args:
+        job: Checked.
+        beside_training: Whether to take at most staging.prefetch_megabytes_per_s, and less where
+            others want the same bandwidth.
+        progress: Called with (bytes there, bytes in all) of a file.
+
     Raises:
         ClusterError: A copy cannot be made.
     """
-    stager = stager_for(job.staging)
-    if stager is None:
+    if not job.staging.directory:
         return []
-    required = NodeStager(stager.settings.model_copy(update={"required": True}))
+    settings = job.staging.model_copy(update={"required": True, "wait": True})
+    required = NodeStager(settings, beside_training=beside_training)
     found = []
     for source in token_files_of(job):
         beside = tuple(name for name in (header_name(source),) if name)
@@ -248,13 +272,16 @@ def told(job: Job, copies: Sequence[StagedCopy]) -> list[str]:
     return lines
 
 
-def prefetch_command(python: str, job_file: Path, nodes: int) -> tuple[str, ...]:
+def prefetch_command(
+    python: str, job_file: Path, nodes: int, *, beside_training: bool = False
+) -> tuple[str, ...]:
     """The words that prefetch on every node of a Slurm job, beside what else runs there.
 
     Args:
         python: The interpreter.
         job_file: The job, as every node sees it.
         nodes: Number of nodes.
+        beside_training: As for `prefetch`.
     """
     spread = (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
     return (
@@ -264,5 +291,6 @@ def prefetch_command(python: str, job_file: Path, nodes: int) -> tuple[str, ...]
         python,
         "-m",
         "outlast.cluster.staging",
+        *((BESIDE,) if beside_training else ()),
         str(job_file),
     )

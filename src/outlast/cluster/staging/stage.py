@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outlast.cluster.staging.copying import Pacing
+    from outlast.cluster.staging.fetching import Fetched
     from outlast.cluster.staging.space import Kept
 
 _MOUNTS = Path("/proc/mounts")
@@ -106,6 +107,33 @@ class Stage:
         Raises:
             ClusterError: The source is missing or damaged, there is no room, or it took too long.
         """
+        found = self._fetched(location, beside, digest, progress, Fetching.run)
+        assert found is not None
+        return found
+
+    def find(
+        self, location: str, *, beside: Sequence[str] = (), digest: str | None = None
+    ) -> StagedCopy | None:
+        """The copy of a file or folder that is there, whole and checked; None: there is none yet.
+
+        Args:
+            location: As for `fetch`.
+            beside: As for `fetch`.
+            digest: As for `fetch`.
+
+        Raises:
+            ClusterError: As for `fetch`.
+        """
+        return self._fetched(location, beside, digest, None, Fetching.find)
+
+    def _fetched(
+        self,
+        location: str,
+        beside: Sequence[str],
+        digest: str | None,
+        progress: Callable[[int, int], None] | None,
+        work: Callable[[Fetching], Fetched | None],
+    ) -> StagedCopy | None:
         begun = time.monotonic()
         if not is_url(location):
             location = str(Path(location).absolute())
@@ -117,11 +145,13 @@ class Stage:
             self, root, key, source, digest=digest, deadline=deadline, progress=progress
         )
         try:
-            done = fetching.run()
+            done = work(fetching)
         except OSError as error:
             raise ClusterError(
                 f"{location} cannot be staged in {self.directory} ({error.strerror or error})"
             ) from error
+        if done is None:
+            return None
         files = root / key / FILES
         return StagedCopy(
             path=files if source.is_folder else files / source.files[0].name,

@@ -17,6 +17,8 @@ from outlast.errors import ClusterError
 TOLERANCE = 0.8
 DECREASE = 0.5
 INCREASE = 0.05
+_LEAST_BYTES_PER_S = 1e6
+_LEAST_SHARE = 0.1
 
 
 class Backoff:
@@ -38,7 +40,7 @@ class Backoff:
         self,
         most_bytes_per_s: float,
         *,
-        least_bytes_per_s: float = 1e6,
+        least_bytes_per_s: float = _LEAST_BYTES_PER_S,
         start_bytes_per_s: float | None = None,
         tolerance: float = TOLERANCE,
         decrease: float = DECREASE,
@@ -100,6 +102,12 @@ class GentlePace:
         self._since: float | None = None
         self._last = 0.0
         self._moved = 0
+
+    @classmethod
+    def below(cls, most_bytes_per_s: float) -> GentlePace:
+        """A pace that finds its rate below a limit, and never stops."""
+        least = min(_LEAST_BYTES_PER_S, _LEAST_SHARE * most_bytes_per_s)
+        return cls(Backoff(most_bytes_per_s, least_bytes_per_s=least))
 
     @property
     def bytes_per_s(self) -> float:
