@@ -265,6 +265,29 @@ def test_a_url_needs_tokens_and_a_place_on_each_node() -> None:
     assert check(tokens, url, place) == []
 
 
+def test_what_is_not_waited_for_is_not_required() -> None:
+    place, unwaited = 'staging.directory = "/local"', "staging.wait = false"
+    (problem,) = check(place, unwaited, "staging.required = true")
+    assert problem.startswith("staging.wait = false reads tokens in place")
+    assert check(place, unwaited) == []
+    assert check(place, "staging.required = true") == []
+
+
+def test_copies_back_off_below_a_limit() -> None:
+    gentle, mirror = "checkpoint.back_off = true", 'checkpoint.mirror = "/safe"'
+    limit = "checkpoint.mirror_megabytes_per_s = 100.0"
+    assert "has no copies to slow down" in check(gentle)[0]
+    (problem,) = check(gentle, mirror)
+    assert problem.startswith("checkpoint.back_off = true needs checkpoint.mirror_megabytes_per_s")
+    assert check(gentle, mirror, limit) == []
+    plan = 'checkpoint.transfer_plan = "run.toml"'
+    (problem,) = check(gentle, mirror, limit, plan)
+    assert "cannot be combined with checkpoint.transfer_plan" in problem
+    assert check(mirror, plan) == []
+    assert "has no copies to plan" in check(plan)[0]
+    assert check(plan, 'staging.directory = "/local"') == []
+
+
 def test_a_burst_buffer_has_a_place_files_and_directives() -> None:
     files = ('data.source = "tokens"', 'data.train = ["a.bin"]')
     place, line = 'staging.directory = "/bb"', 'staging.burst_buffer_lines = ["#BB x"]'
