@@ -24,6 +24,7 @@ from outlast.cli.export import export
 from outlast.cli.init import init
 from outlast.cli.plan import plan
 from outlast.cli.report import report
+from outlast.cli.resize import resize
 from outlast.cli.submit import submit
 from outlast.cli.train import TrainCommand, train
 from outlast.errors import (
@@ -42,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
-for command in (submit, init, export, convert, report, doctor, drill):
+for command in (submit, init, export, convert, report, doctor, drill, resize):
     app.command()(command)
 app.add_typer(ckpt)
 app.add_typer(cluster)

@@ -124,6 +124,16 @@ class OwnerLock:
             if self._is_ours():
                 os.utime(self._path)
 
+    def is_held(self) -> bool:
+        """Whether a live process holds it, this one or another."""
+        try:
+            with self._path.open("rb") as file:
+                owner = _parse_owner(file.read())
+                age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
+        except OSError:
+            return False
+        return bool(owner) and _alive(owner, age_seconds, self.stale_after_seconds)
+
     def release(self) -> None:
         """Give the lock back, if this process still holds it."""
         self._released.set()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE = "resize.json"
+RESIZE = "resize"
+"""Why an attempt has stopped when its run goes on with another number of processes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def wish(directory: Path) -> Wish | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Wish(found, stamp) if isinstance(found, int) and found > 0 else None
+
+
+def is_wanted(directory: Path) -> bool:
+    """Whether there is a wish that is not met yet."""
+    return wish(directory) is not None
 
 
 def met(directory: Path, done: Wish) -> None:

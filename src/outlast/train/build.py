@@ -54,6 +54,7 @@ from outlast.train.parallelize import (
 )
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.ranks import together
+from outlast.train.recovering import run_memory
 from outlast.train.saving import cadence_of
 from outlast.train.slowness import SlownessWatch
 from outlast.train.tensorizing import (
@@ -95,8 +96,8 @@ class SetUp:
     stop: StopFlag
     parts: dict[str, float] = field(default_factory=dict)
     turns: Turns | None = None
-    mark: Mark = no_mark
     transfers: Transfers | None = None
+    mark: Mark = no_mark
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -190,9 +191,9 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
     add_update_rules(model, optimizers, job.tensorize, job.optimizer)
     store = _store(setup)
+    state = {"model": model, "optimizer": optimizers}
     replay = None
     if job.checkpoint.replay != "off":
-        state = {"model": model, "optimizer": optimizers}
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
     guard = None if job.guard.policy == "off" else RunGuard(job, called, optimizers)
     if energy is not None:
@@ -229,6 +230,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         ),
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
+        recovery=run_memory(job, setup.ranks, setup.directory, state, store),
         spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
         mark=setup.mark,
         # Stages need not take equally long, and codes have their own word on who is slow.

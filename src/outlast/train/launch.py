@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,13 +21,27 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from outlast.errors import EXIT_BAD_INPUT, OutlastError, WrongNumbersError
+from outlast.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_TO_BE_CONTINUED,
+    OutlastError,
+    RunError,
+    WrongNumbersError,
+)
+from outlast.records import AttemptEnded, read_run
+from outlast.recover.memory.room import forget, run_folder
+from outlast.recover.resize import RESIZE, met, wish
 from outlast.train.ranks import ranks_from
+from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
 from outlast.train.watching import Watcher
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+    from outlast.recover.resize import Wish
 
 _MONITOR_SECONDS = 0.1
 _FORKED_SECONDS = 5.0
@@ -37,6 +53,7 @@ def launch_group(start: Start) -> int:
     """Run `start` on `launch.nproc` processes of this machine and wait for them.
 
     SIGTERM, SIGUSR1 and SIGINT are passed on to the workers, which stop at the next step boundary.
+    When the run is to be resized, they stop as well, and so many as wished for go on at once.
 
     Returns:
         The exit code on which the ranks agree.
@@ -44,6 +61,30 @@ def launch_group(start: Start) -> int:
     Raises:
         OutlastError: When the group failed more often than `launch.restarts` allows.
     """
+    directory = run_directory(start.job)
+    if (old := wish(directory.path)) is not None:
+        # Who starts the run says with how many processes.
+        met(directory.path, old)
+    forwarding = {
+        number: signal.signal(number, forward_signal)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
+    try:
+        while True:
+            code = _launch(start)
+            wished = wish(directory.path)
+            if code != EXIT_TO_BE_CONTINUED or wished is None or not _is_resizing(directory):
+                return code
+            met(directory.path, wished)
+            start = replace(start, job=_resized(start.job, wished), fresh=False, again=True)
+    finally:
+        for number, handler in forwarding.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(RunError):
+            forget(run_folder(Path(start.job.recover.memory), kept_run(start.job, directory)))
+
+
+def _launch(start: Start) -> int:
     settings = start.job.launch
     config = LaunchConfig(
         min_nodes=1,
@@ -58,22 +99,26 @@ def launch_group(start: Start) -> int:
         # The stop signals are ours: elastic would kill the workers before they have saved.
         signals_to_handle="SIGQUIT",
     )
-    forwarding = {
-        number: signal.signal(number, _forward)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
     try:
         with Watcher(start.job, run_directory(start.job)):
             outcomes = elastic_launch(config, _worker)(start)
     except ChildFailedError as error:
         raise OutlastError(_last_failure(error, settings.restarts)) from None
-    finally:
-        for number, handler in forwarding.items():
-            signal.signal(number, handler)
     code, problem = outcomes[0]
     if problem is not None:
         raise OutlastError(problem)
     return int(code)
+
+
+def _is_resizing(directory: RunDirectory) -> bool:
+    """Whether the group has stopped to be resized, and for no other reason."""
+    ended = read_run(directory.path).of(AttemptEnded)
+    return bool(ended) and ended[-1][1].reason == RESIZE
+
+
+def _resized(job: Job, wished: Wish) -> Job:
+    launch = job.launch.model_copy(update={"nproc": wished.processes})
+    return job.model_copy(update={"launch": launch})
 
 
 @record
@@ -117,7 +162,8 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def _forward(number: int, frame: FrameType | None) -> None:
+def forward_signal(number: int, frame: FrameType | None) -> None:
+    """Pass a stop signal on to the processes that this one has started."""
     if number == signal.SIGINT:
         _interrupts.append(number)
         if len(_interrupts) > 1:

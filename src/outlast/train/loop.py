@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,7 +13,6 @@ from outlast.records import (
     AttemptEnded,
     CheckpointFailed,
     CheckpointInterval,
-    CheckpointRestored,
     CheckpointSaved,
     Evaluated,
     Ready,
@@ -23,8 +22,10 @@ from outlast.records import (
     Warned,
 )
 from outlast.recover.beacon import Mark, no_mark
+from outlast.recover.resize import RESIZE
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
+from outlast.train.recovering import from_disk
 from outlast.train.schedule import learning_rate_factor
 from outlast.train.transfers import CopyNotes
 
@@ -46,11 +47,28 @@ if TYPE_CHECKING:
     from outlast.train.guarding import RunGuard
     from outlast.train.memory import MemoryWatch
     from outlast.train.metering import RunMeter
+    from outlast.train.recovering import RunMemory
     from outlast.train.saving import SaveCadence
     from outlast.train.signals import StopFlag
     from outlast.train.slowness import SlownessWatch
     from outlast.train.tensorizing import SpikeWatch
     from outlast.train.waits import CommunicationWait
+
+
+class StateMovedError(Exception):
+    """The state has become that of another step: a group that was behind has taken a peer's.
+
+    Attributes:
+        step: Steps that it has done.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the state is that of step {step} now")
+        self.step = step
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass
@@ -59,6 +77,24 @@ class Interval:
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+
+
+class Agreed(NamedTuple):
+    """What any rank wants at the end of a step.
+
+    Attributes:
+        stopping: To stop.
+        resizing: To stop because the run shall go on with another number of processes.
+        saving: To save.
+        grown: To say more of its memory.
+        planning: To plan anew what is kept in memory.
+    """
+
+    stopping: bool
+    resizing: bool
+    saving: bool
+    grown: bool
+    planning: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +123,9 @@ class Trainer:
 
     `records` is None on ranks other than 0. `before_step` is called with the number of steps done
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
-    stop, or an empty text. `mark` is told in which phase of a step this process is.
+    stop, or an empty text. `writes` says whether the last save is up to this process and its ranks.
+    `resize_wanted` is asked on rank 0. `mark` is told in which phase of a
+    step this process is.
     """
 
     job: Job
@@ -113,12 +151,16 @@ class Trainer:
     energy: RunMeter | None = None
     before_step: Callable[[int], None] | None = None
     stop_when: Callable[[], str] | None = None
+    writes: Callable[[], bool] = _always
+    recovery: RunMemory | None = None
+    resize_wanted: Callable[[], bool] | None = None
     mark: Mark = no_mark
     slowness: SlownessWatch | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _pending: SaveHandle | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _published: int = -1
+    _resizing: bool = False
     _copies: CopyNotes = field(default_factory=CopyNotes)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
@@ -152,14 +194,17 @@ class Trainer:
             if self.replay is not None and first_step < self.job.train.steps:
                 # Logs lead on from a version of this attempt.
                 self._save(first_step)
-            last_step = self.train_from(first_step)
+            last_step, first_step = self._train(first_step)
             completed = last_step >= self.job.train.steps
-            if completed and first_step < last_step:
+            if completed and self._made(last_step, first_step):
                 self._evaluate(last_step)
             if self.guard is not None:
                 self.guard.finish()
                 self._record_findings()
             self._save_last(last_step, first_step)
+            if self.recovery is not None:
+                # Whoever resizes takes the state over from memory.
+                self.recovery.close(forget=not self._resizing)
             self.cadence.close()
             self._record_guard(last_step)
         self.mark("idle")
@@ -170,17 +215,13 @@ class Trainer:
         return Outcome(last_step, completed, reason)
 
     def _restore(self) -> int:
-        begun = time.perf_counter()
-        restored = self.store.restore({"model": self.model, "optimizer": self.optimizers})
-        if restored is None:
-            return 0
-        for problem in restored.skipped:
-            self._record(
-                Warned(f"{problem}; the run goes on from the version of step {restored.step}")
-            )
-        seconds = time.perf_counter() - begun
-        self._record(CheckpointRestored(restored.step, seconds, restored.skipped))
-        return restored.step
+        if self.recovery is not None:
+            step, events = self.recovery.restore()
+        else:
+            step, events = from_disk(self.store, self._state)
+        for event in events:
+            self._record(event)
+        return step
 
     def _settle(self, step: int) -> None:
         """Run one step's passes and drop the gradients.
@@ -191,6 +232,16 @@ class Trainer:
         """
         self.engine.forward_backward(self.loader.batch(step), step, self._tokens_per_step)
         self._zero_gradients()
+
+    def _train(self, first_step: int) -> tuple[int, int]:
+        """The steps done in the end, and those of the state from which this process got there."""
+        while True:
+            try:
+                return self.train_from(first_step), first_step
+            except StateMovedError as moved:
+                first_step = moved.step
+                if self.guard is not None:
+                    self.guard.restart(first_step)
 
     def train_from(self, first_step: int) -> int:
         """Train from `first_step` until all steps are done or a stop is agreed on.
@@ -217,21 +268,25 @@ class Trainer:
                     self.stop.reason = self.stop.reason or "train.stop_after_steps"
                 if self.stop_when is not None:
                     self.stop.reason = self.stop.reason or self.stop_when() or None
-                stopping, saving, grown = self._agree(loss, interval, done)
+                agreed = self._agree(loss, interval, done)
+                if self.recovery is not None:
+                    self.mark("memory")
+                    self._record(self.recovery.keep(done, plan=agreed.planning))
                 interval.step_seconds.append(time.perf_counter() - begun)
                 self.cadence.observe_step(
                     interval.step_seconds[-1], saving=self._pending is not None
                 )
-                if self._logs(done) or stopping:
+                if self._logs(done) or agreed.stopping:
                     self._record_steps(done, interval, norm, learning_rate)
                     self._record_coding(done)
-                    if grown:
+                    if agreed.grown:
                         self._record(self.memory.measured(done))
                     interval = Interval()
-                if stopping and done < steps:
+                if agreed.stopping and done < steps:
+                    self._resizing = agreed.resizing
                     self._record(StopRequested(done, self.stop.reason or "another rank"))
                     break
-                self._between_steps(done, steps, saving=saving)
+                self._between_steps(done, steps, saving=agreed.saving)
         finally:
             self.mark("idle", done)
             batches.close()
@@ -249,6 +304,8 @@ class Trainer:
                 clip(parameters, norm, self.job.train.gradient_clip)
             factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
             learning_rate = set_learning_rate(self.optimizers, factor)
+            if self.recovery is not None:
+                self.recovery.settle()
             self.mark("optimizer")
             if self.replay is not None:
                 self.replay.step(step + 1)
@@ -266,7 +323,7 @@ class Trainer:
 
     def _gradients(self, step: int, parts: list[MicroBatch]) -> torch.Tensor:
         """Both passes, again where the guard finds numbers that it cannot put right by itself."""
-        if self.guard is None:
+        if self.guard is None or self.guard.inside:
             return self.engine.forward_backward(parts, step, self._tokens_per_step)
         try:
             for attempt in self.guard.attempts():
@@ -278,17 +335,21 @@ class Trainer:
             raise
         return loss
 
-    def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> tuple[bool, bool, bool]:
-        """Whether any rank wants to stop, any wants to save, and any has more to say of memory."""
+    def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> Agreed:
+        """What any rank wants; the loss is summed up on the way."""
         self.mark("agree")
         with self._timed("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
+            wants_size = 1.0 if self.resize_wanted is not None and self.resize_wanted() else 0.0
+            if wants_size:
+                self.stop.reason = self.stop.reason or RESIZE
             wants_save = 1.0 if self.cadence.wants(done) else 0.0
+            wants_plan = 1.0 if self.recovery is not None and self.recovery.look(done) else 0.0
             found = 0.0 if self.guard is None else float(self.guard.found)
             grown = 1.0 if self._logs(done) and self.memory.grown() else 0.0
             own = self.slowness.share() if self.slowness is not None and self._logs(done) else []
-            mean_loss, stops, saves, found, grown, *shares = self.agreement.sum(
-                loss, wants_stop, wants_save, found, grown, *own
+            mean_loss, stops, sizes, saves, found, grown, plans, *shares = self.agreement.sum(
+                loss, wants_stop, wants_size, wants_save, found, grown, wants_plan, *own
             )
             self.waits.take()
         if found:
@@ -298,7 +359,7 @@ class Trainer:
             self._record(warning)
         if self.slowness is not None and shares:
             self._record(self.slowness.observe(shares))
-        return stops > 0, saves > 0, grown > 0
+        return Agreed(stops + sizes > 0, sizes > 0, saves > 0, grown > 0, plans > 0)
 
     def _logs(self, done: int) -> bool:
         """Whether the job wants a record of this step, stop or no stop."""
@@ -356,12 +417,11 @@ class Trainer:
         """
         self.mark("save")
         with self._timed("checkpoint"):
-            state = {"model": self.model, "optimizer": self.optimizers}
             metrics, self._metrics = self._metrics, {}
             self.cadence.saved(step)
             self._record_guard(step)
             try:
-                handle = self.store.save_async(step, state, metrics=metrics)
+                handle = self.store.save_async(step, self._state, metrics=metrics)
             except CheckpointError as error:
                 self.cadence.ended()
                 self._record(CheckpointFailed(step, str(error)))
@@ -372,11 +432,18 @@ class Trainer:
             self.waits.take()
         return None
 
+    def _made(self, step: int, first_step: int) -> bool:
+        """Whether the state of `step` is on no disk because it is this attempt's, or was kept."""
+        return step > first_step or (self.recovery is not None and self.recovery.unsaved)
+
     def _save_last(self, step: int, first_step: int) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over."""
         with self._timed("checkpoint"):
             error = self._collect_saved(wait=True)
-        if step > first_step and self._published < step:
+            if self._resizing and self.recovery is not None and self.recovery.holds(step):
+                # Those that go on take it from memory.
+                return
+        if self._made(step, first_step) and self._published < step and self.writes():
             error = self._save(step)
             with self._timed("checkpoint"):
                 error = self._collect_saved(wait=True) or error
@@ -440,6 +507,10 @@ class Trainer:
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizers}
 
     @property
     def _tokens_per_step(self) -> int:

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from outlast.records import (
     forecast_of,
     read_run,
 )
+from outlast.recover.resize import is_wanted
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
 from outlast.train.preflight import preflight
@@ -62,6 +64,7 @@ class Start:
     Attributes:
         job: The checked job.
         fresh: Whether an earlier run in the same directory is moved aside first.
+        again: Whether the same launcher has started it before, with another number of processes.
         drill: Faults to train with, in place of training for good.
         process_faults: What happens to processes on purpose; see `outlast.guard.inject`.
         prediction: What the job is expected to need; recorded and printed before the first step,
@@ -75,6 +78,7 @@ class Start:
 
     job: Job
     fresh: bool = False
+    again: bool = False
     drill: Drill | None = None
     process_faults: tuple[str, ...] = ()
     prediction: Predicted | None = None
@@ -152,7 +156,7 @@ def work(start: Start, ranks: Ranks) -> int:
     Raises:
         OutlastError: For what only this rank could find out, e.g. a last save that failed.
     """
-    began = _process_start(ranks)
+    began = _process_start(ranks, again=start.again)
     with StopFlag(os.getppid() if ranks.launch == "nproc" else None) as stop:
         parts = {"start and imports": time.time() - began}
         begun = time.perf_counter()
@@ -174,7 +178,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 stop,
                 parts,
                 start.turns,
-                mark,
+                mark=mark,
                 transfers=start.transfers,
             )
             if start.drill is not None:
@@ -195,12 +199,14 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         data = _load_data(setup, start.stager, records)
         trainer, size = build(setup, data, records)
         trainer.stop_when = start.stop_when
+        if ranks.is_first and ranks.launch == "nproc":
+            trainer.resize_wanted = partial(is_wanted, setup.directory.path)
         if start.process_faults:
-            trainer.before_step = _process_faults(setup, start)
+            trainer.before_step = process_faults(setup, start)
         if records is not None:
             if data.note is not None:
                 records.write(Warned(data.note))
-            records.write(_attempt_started(setup, data, size))
+            records.write(attempt_started(setup, data, size))
             if start.prediction is not None:
                 records.write(start.prediction)
             for message in trainer.guard.warnings if trainer.guard is not None else []:
@@ -209,7 +215,7 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
             outcome = trainer.run(began, setup.parts)
         trainer.record_copies()
         if records is not None:
-            _end(setup, data, trainer, records, outcome)
+            end_run(setup, data, trainer, records, outcome)
             if start.prediction is not None:
                 _say_how_it_was(setup.directory)
     finally:
@@ -233,7 +239,8 @@ def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None
     return data
 
 
-def _process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
+def process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
+    """What happens to this process on purpose, by the number of steps done."""
     from outlast.guard.inject import ProcessFaults, parse_faults
 
     faults = parse_faults(start.process_faults)
@@ -241,7 +248,7 @@ def _process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
     return ProcessFaults(faults, rank=setup.ranks.rank, marks=marks).at
 
 
-def _end(
+def end_run(
     setup: SetUp, data: Prepared, trainer: Trainer, records: RecordWriter, outcome: Outcome
 ) -> None:
     """Export and sample after the last step, and close the attempt in any case."""
@@ -288,6 +295,12 @@ def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int
 
 
 def _open_records(setup: SetUp) -> RecordWriter:
+    directory = setup.directory
+    return RecordWriter(directory.path, 0, directory.next_attempt(), sinks_of(setup))
+
+
+def sinks_of(setup: SetUp) -> list[Sink]:
+    """Where else the events of the run go, as the job says."""
     job, directory = setup.job, setup.directory
     sinks: list[Sink] = [progress_sink(job)]
     if job.log.tensorboard:
@@ -296,10 +309,11 @@ def _open_records(setup: SetUp) -> RecordWriter:
         config = job.model_dump()
         run_id = f"{job.run.name}-{fingerprint(job)}"
         sinks.append(WandbSink(job.log.wandb_project, run_id, config, directory.path))
-    return RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
+    return sinks
 
 
-def _attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptStarted:
+def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptStarted:
+    """The event that opens an attempt."""
     job = setup.job
     tokens = job.train.batch_size * job.data.sequence_length
     return AttemptStarted(
@@ -355,7 +369,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _process_start(ranks: Ranks) -> float:
+def _process_start(ranks: Ranks, *, again: bool) -> float:
     """Wall clock when the user's command began, as far as this process can know.
 
     A worker that `outlast train --nproc` has just forked counts from its launcher's start; after a
@@ -363,7 +377,7 @@ def _process_start(ranks: Ranks) -> float:
     """
     process = psutil.Process()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if ranks.launch == "nproc" and restarts == 0:
+    if ranks.launch == "nproc" and restarts == 0 and not again:
         parent = process.parent()
         process = parent if parent is not None else process
     return process.create_time()

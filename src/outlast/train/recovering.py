@@ -1,0 +1,207 @@
+"""Restarting from memory, composed for the trainer; see `outlast.recover.restart`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from outlast import __version__
+from outlast.errors import RecoverError
+from outlast.job import fingerprint
+from outlast.records import (
+    CheckpointRestored,
+    MembershipChanged,
+    StateRecovered,
+    StepsDone,
+    Warned,
+    read_run,
+)
+from outlast.recover.peers import Peers
+from outlast.recover.restart import Keeper
+from outlast.recover.sources import Candidate, cheapest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from outlast.checkpoint import CheckpointStore
+    from outlast.job import Job
+    from outlast.records import Event, RunDirectory
+    from outlast.recover.memory.find import Whole
+    from outlast.recover.restart import Recovered
+    from outlast.state.live import State
+    from outlast.train.ranks import Ranks
+
+_RECENT_STEPS = 20
+
+
+def kept_run(job: Job, directory: RunDirectory) -> str:
+    """Under which name the states of this run are kept in memory."""
+    # Of an earlier run with the same name nothing must be taken.
+    return f"{job.run.name}-{directory.identifier}"
+
+
+def run_memory(
+    job: Job, ranks: Ranks, directory: RunDirectory, state: State, store: CheckpointStore
+) -> RunMemory | None:
+    """What keeps this run's states in memory; None where nobody would start the ranks again."""
+    restarted = ranks.launch == "nproc" or (
+        ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    if job.recover.mode != "restart" or not restarted:
+        return None
+    keeper = Keeper(
+        state,
+        kept_run(job, directory),
+        f"{fingerprint(job)} outlast-{__version__}",
+        memory=job.recover.memory,
+        every_steps=job.recover.every_steps,
+    )
+    return RunMemory(keeper, state, store, directory.path if ranks.is_first else None)
+
+
+def from_disk(
+    store: CheckpointStore, state: State, passed_over: Sequence[str] = ()
+) -> tuple[int, list[Event]]:
+    """Restore the newest checkpoint: the steps that it has done, and the events.
+
+    Args:
+        store: The run's checkpoints.
+        state: Model and optimizers.
+        passed_over: One sentence for each newer state that could not be used.
+    """
+    begun = time.perf_counter()
+    restored = store.restore(state)
+    if restored is None:
+        return 0, [Warned(f"{each}; the run begins anew") for each in passed_over]
+    skipped = [*passed_over, *restored.skipped]
+    events: list[Event] = [
+        Warned(f"{each}; the run goes on from the version of step {restored.step}")
+        for each in skipped
+    ]
+    seconds = time.perf_counter() - begun
+    return restored.step, [*events, CheckpointRestored(restored.step, seconds, skipped)]
+
+
+class RunMemory:
+    """Restores a run from the cheapest place, and keeps its newest state in memory.
+
+    Args:
+        keeper: Of the memory.
+        state: Model and optimizers.
+        store: The run's checkpoints.
+        directory: Of the run, on rank 0; None elsewhere.
+
+    Attributes:
+        unsaved: Whether what was restored is on no disk, so that it must be saved in the end.
+    """
+
+    def __init__(
+        self, keeper: Keeper, state: State, store: CheckpointStore, directory: Path | None
+    ) -> None:
+        self._keeper = keeper
+        self._state = state
+        self._store = store
+        self._directory = directory
+        self._peers = Peers()
+        self._told = False
+        self.unsaved = False
+
+    def restore(self) -> tuple[int, list[Event]]:
+        """Restore the newest state that is known; the steps that it has done, and the events."""
+        passed_over: list[str] = []
+        try:
+            recovered = self._from_memory()
+        except RecoverError as error:
+            recovered = None
+            passed_over.append(str(error))
+        if recovered is not None:
+            event = StateRecovered(
+                recovered.step,
+                recovered.source,
+                recovered.seconds,
+                max(self._recorded() - recovered.step, 0),
+                recovered.size,
+            )
+            return recovered.step, [event, *self._changed(recovered.step)]
+        step, events = from_disk(self._store, self._state, passed_over)
+        return step, [*events, *self._changed(step)]
+
+    def look(self, done: int) -> bool:
+        """As `Keeper.look`."""
+        return self._keeper.look(done)
+
+    def keep(self, done: int, *, plan: bool) -> Warned | None:
+        """As `Keeper.keep`; a warning when nothing is kept from now on."""
+        self._keeper.keep(done, plan=plan)
+        if self._keeper.problem and not self._told:
+            self._told = True
+            return Warned(
+                f"{self._keeper.problem}; a restart goes on from the newest checkpoint "
+                '(recover.memory names another place, recover.mode = "off" is silent)'
+            )
+        return None
+
+    def settle(self) -> None:
+        """As `Keeper.settle`."""
+        self._keeper.settle()
+
+    def holds(self, done: int) -> bool:
+        """Whether the state after `done` steps is kept on all ranks, which ask together."""
+        self._keeper.settle()
+        return not self._peers.any(self._keeper.kept != done or bool(self._keeper.problem))
+
+    def close(self, *, forget: bool) -> None:
+        """End keeping; `forget`: what is kept is on disk as well."""
+        self._keeper.close(forget_run=forget)
+
+    def _from_memory(self) -> Recovered | None:
+        whole = self._keeper.find()
+        saved = max(self._peers.gather(self._saved_step()))
+        if whole is None or self._choice(whole, saved) == "disk":
+            return None
+        recovered = self._keeper.restore(whole)
+        self.unsaved = recovered is not None and recovered.step > saved
+        return recovered
+
+    def _choice(self, whole: Whole, saved: int) -> str:
+        """``memory`` or ``disk``; all ranks do as rank 0 says, who knows the run's step times."""
+        size = sum(entry.size for entry in whole.tensors().values())
+        candidates = [Candidate("memory", whole.step, size)]
+        if saved >= 0:
+            candidates.append(Candidate("disk", saved, size))
+        chosen = cheapest(candidates, self._step_seconds())
+        assert chosen is not None
+        return self._peers.gather(chosen.source)[0]
+
+    def _saved_step(self) -> int:
+        version = self._store.newest()
+        return -1 if version is None else version.step
+
+    def _changed(self, step: int) -> list[Event]:
+        """The event of another number of processes than before; rank 0 alone knows."""
+        if self._directory is None:
+            return []
+        # The newest attempt is this one.
+        before = read_run(self._directory).attempts[-2:-1]
+        if not before or before[0].world_size == self._peers.world_size:
+            return []
+        reason = "resized" if before[0].outcome == "to_be_continued" else "lost"
+        seconds = max(time.time() - before[0].end_time, 0.0)
+        return [
+            MembershipChanged(step, before[0].world_size, self._peers.world_size, reason, seconds)
+        ]
+
+    def _steps(self) -> list[StepsDone]:
+        if self._directory is None:
+            return []
+        return [event for _, event in read_run(self._directory).of(StepsDone)]
+
+    def _recorded(self) -> int:
+        """The last step that is on record; 0 on other ranks, which record nothing."""
+        return max((each.step for each in self._steps()), default=0)
+
+    def _step_seconds(self) -> float:
+        recent = [each for event in self._steps() for each in event.step_seconds][-_RECENT_STEPS:]
+        return sorted(recent)[len(recent) // 2] if recent else 0.0

@@ -1,0 +1,225 @@
+"""A dead worker costs no checkpoint: a run goes on from memory, on as many processes as wished."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import finish, start_process, wait_for_step
+from tiny import assert_equal_bits, losses, tiny_job, weights
+
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.job import Job
+from outlast.records import (
+    CheckpointRestored,
+    CheckpointSaved,
+    MembershipChanged,
+    StateRecovered,
+    StepsDone,
+    Warned,
+    read_run,
+)
+from outlast.recover.memory.room import run_folder
+from outlast.recover.resize import ask, is_wanted, met, wish
+from outlast.train.recovering import kept_run
+from outlast.train.run import run_directory
+
+pytestmark = pytest.mark.distributed
+
+NEVER_SAVES = ("train.steps=60", "checkpoint.every_steps=0")
+# Training loss (nats) across numbers of processes over some hundred steps.
+TOLERANCE = 1e-4
+
+
+def memory_of(tmp_path: Path) -> str:
+    return f'recover.memory="{tmp_path}/memory"'
+
+
+def kill_a_worker(process: subprocess.Popen[str]) -> None:
+    workers = [
+        each
+        for each in psutil.Process(process.pid).children()
+        if each.cmdline() == psutil.Process(process.pid).cmdline()
+    ]
+    workers[-1].kill()
+
+
+@pytest.mark.parametrize("layout", ["parallel.replicate=2", "parallel.shard=2"])
+def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
+    tmp_path: Path, layout: str
+) -> None:
+    settings = (*NEVER_SAVES, "launch.nproc=2", layout, memory_of(tmp_path))
+    whole = tiny_job(tmp_path, "whole", *settings)
+    assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
+    job = tiny_job(tmp_path, "killed", *settings)
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 20, process)
+    kill_a_worker(process)
+    code, output = finish(process)
+    assert code == EXIT_DONE, output
+    run = read_run(run_directory(job).path)
+    [(record, recovered)] = run.of(StateRecovered)
+    assert (record.attempt, recovered.source) == (2, "memory")
+    last = max(event.step for each, event in run.of(StepsDone) if each.attempt == 1)
+    assert last - 1 <= recovered.step <= last + 1
+    assert not run.of(CheckpointRestored)
+    assert_equal_bits(weights(job), weights(whole))
+    # What was kept is given back.
+    assert list((tmp_path / "memory").rglob("rank-*")) == []
+
+
+def test_without_recovery_a_restart_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    settings = ("train.steps=60", "checkpoint.every_steps=15", "launch.nproc=2")
+    job = tiny_job(tmp_path, "off", *settings, 'recover.mode="off"', memory_of(tmp_path))
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 20, process)
+    kill_a_worker(process)
+    code, output = finish(process)
+    assert code == EXIT_DONE, output
+    run = read_run(run_directory(job).path)
+    assert not run.of(StateRecovered)
+    assert [event.step % 15 for _, event in run.of(CheckpointRestored)] == [0]
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_run_that_died_after_its_last_step_is_saved_after_all(tmp_path: Path) -> None:
+    settings = ("train.steps=20", "checkpoint.every_steps=0", "launch.nproc=2")
+    job = tiny_job(tmp_path, "last", *settings, memory_of(tmp_path))
+    first = tiny_job(tmp_path, "last", *settings, memory_of(tmp_path), "launch.restarts=0")
+    # The first attempt cannot save: its checkpoints would lie below a file.
+    run_directory(first).path.mkdir(parents=True)
+    run_directory(first).checkpoints.write_text("in the way")
+    code, output = finish(start_process(first, tmp_path))
+    assert code != EXIT_DONE
+    assert "checkpoints" in output
+    run_directory(first).checkpoints.unlink()
+    code, output = finish(start_process(job, tmp_path))
+    assert code == EXIT_DONE, output
+    assert [event.step for _, event in read_run(run_directory(job).path).of(CheckpointSaved)] == [
+        20
+    ]
+
+
+def test_where_memory_is_short_training_goes_on_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "memory")],
+        capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip("only the superuser can mount a small tmpfs")
+    try:
+        job = tiny_job(tmp_path, "short", "launch.nproc=2", memory_of(tmp_path))
+        code, output = finish(start_process(job, tmp_path))
+        assert code == EXIT_DONE, output
+    finally:
+        subprocess.run(["umount", str(tmp_path / "memory")], check=True)
+    warnings = [event.message for _, event in read_run(run_directory(job).path).of(Warned)]
+    [found] = [each for each in warnings if "recover.memory" in each]
+    assert re.search(r"two copies of the state take \d+\.\d MB .* goes on from the newest", found)
+
+
+def resize(job: Job, processes: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outlast", "resize", str(run_directory(job).path)]
+        + ["--processes", str(processes)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
+    # At small steps the noise of sums in another order does not grow.
+    slow = "optimizer.learning_rate=0.0001"
+    long = ("train.steps=5000", "checkpoint.every_steps=0", slow, memory_of(tmp_path))
+    job = tiny_job(tmp_path, "resized", *long, "launch.nproc=3")
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 5, process)
+    done = resize(job, 1)
+    assert re.search(r"goes on from step \d+ with 1 processes", done.stdout), done.stderr
+    step = 0
+    for number, size in ((2, 2), (3, 4)):
+        ask(run_directory(job).path, size)
+        while len(read_run(run_directory(job).path).of(MembershipChanged)) < number:
+            step += 1
+            wait_for_step(job, step, process)
+    wait_for_step(job, read_run(run_directory(job).path).attempts[-1].first_step or 0, process)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == EXIT_TO_BE_CONTINUED, output
+    run = read_run(run_directory(job).path)
+    assert [attempt.world_size for attempt in run.attempts] == [3, 1, 2, 4]
+    changes = [event for _, event in run.of(MembershipChanged)]
+    assert [(each.before, each.after, each.reason) for each in changes] == [
+        (3, 1, "resized"),
+        (1, 2, "resized"),
+        (2, 4, "resized"),
+    ]
+    assert all(event.lost_steps == 0 for _, event in run.of(StateRecovered))
+    assert not run.of(CheckpointRestored)
+    steps = [step for step, _ in run.losses()]
+    assert steps == list(range(1, steps[-1] + 1))
+    whole = tiny_job(tmp_path, "whole", *long, f"train.stop_after_steps={steps[-1]}")
+    assert finish(start_process(whole, tmp_path))[0] == EXIT_TO_BE_CONTINUED
+    assert losses(job) == pytest.approx(losses(whole), abs=TOLERANCE)
+
+
+def test_what_cannot_be_resized_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    nothing = subprocess.run(
+        [sys.executable, "-m", "outlast", "resize", str(tmp_path / "none"), "-n", "2"],
+        capture_output=True,
+        text=True,
+    )
+    assert nothing.returncode == EXIT_BAD_INPUT
+    assert "is no run directory" in nothing.stderr
+    ended = tiny_job(tmp_path, "ended")
+    assert finish(start_process(ended, tmp_path))[0] == EXIT_DONE
+    refused = resize(ended, 2)
+    assert refused.returncode == EXIT_BAD_INPUT
+    assert "has ended (completed); there is nothing to resize" in refused.stderr
+    long = ("train.steps=100000", "checkpoint.every_steps=0", memory_of(tmp_path))
+    for name, settings, processes, sentence in (
+        ("alone", (), 2, "was started by outlast train without --nproc"),
+        ("layout", ("launch.nproc=2", "parallel.shard=2"), 3, "parallel.shard = 2"),
+    ):
+        job = tiny_job(tmp_path, name, *long, *settings)
+        process = start_process(job, tmp_path)
+        try:
+            wait_for_step(job, 1, process)
+            refused = resize(job, processes)
+            assert refused.returncode == EXIT_BAD_INPUT
+            assert sentence in refused.stderr
+            assert not is_wanted(run_directory(job).path)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def test_the_newest_wish_counts_and_is_met_once(tmp_path: Path) -> None:
+    assert wish(tmp_path) is None
+    ask(tmp_path, 3)
+    first = wish(tmp_path)
+    assert first is not None
+    assert first.processes == 3
+    os.utime(tmp_path / "resize.json", ns=(1, 1))
+    ask(tmp_path, 5)
+    # The first wish was met, but another one has come since.
+    met(tmp_path, first)
+    second = wish(tmp_path)
+    assert second is not None
+    assert second.processes == 5
+    met(tmp_path, second)
+    assert wish(tmp_path) is None
+
+
+def test_each_run_keeps_its_states_apart(tmp_path: Path) -> None:
+    jobs = [tiny_job(tmp_path, name) for name in ("one", "two")]
+    for job in jobs:
+        run_directory(job).create("")
+    folders = {run_folder(tmp_path, kept_run(job, run_directory(job))) for job in jobs}
+    assert len(folders) == 2
