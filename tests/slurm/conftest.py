@@ -37,3 +37,15 @@ def empty_queue(slurm: LocalSlurm) -> Iterator[None]:
         assert time.monotonic() < deadline, f"still in the queue: {jobs}"
         slurm.run("scancel", *sorted(set(jobs)), check=False)
         time.sleep(0.3)
+
+
+@pytest.fixture
+def occupant(slurm: LocalSlurm, empty_queue: None) -> str:
+    """The number of somebody's job on six of the eight nodes."""
+    busy = ["sbatch", "--parsable", "-N6", "-t10", "--output=/dev/null", "--wrap", "sleep 600"]
+    job = slurm.run(*busy).strip()
+    deadline = time.monotonic() + 20.0
+    while slurm.run("squeue", "-h", "-j", job, "-o", "%T").strip() != "RUNNING":
+        assert time.monotonic() < deadline, "six nodes of an empty queue are free"
+        time.sleep(0.1)
+    return job

@@ -34,7 +34,7 @@ sys.exit(3)
 
 
 def test_links_get_the_nodes_that_are_free_when_they_are_chosen(
-    tmp_path: Path, slurm: LocalSlurm
+    tmp_path: Path, slurm: LocalSlurm, occupant: str
 ) -> None:
     (tmp_path / "program.py").write_text(WAITING)
     job = job_file(
@@ -45,10 +45,8 @@ def test_links_get_the_nodes_that_are_free_when_they_are_chosen(
         "slurm.sizes=[2, 4]",
         f'slurm.command="cd {tmp_path} && {sys.executable} program.py"',
     )
-    busy = ["sbatch", "--parsable", "-N6", "-t90", "--output=/dev/null", "--wrap", "sleep 600"]
-    occupant = slurm.run(*busy).strip()
     files = files_of(tmp_path, "auto")
-    wait(lambda: state_now(occupant) == "RUNNING", files, 20.0)
+    slurm.run("scontrol", "update", f"JobId={occupant}", "TimeLimit=90")
     assert "just submit one long job, 2 nodes for" in outlast(
         "cluster", "plan", job, "--hours", 0.5
     )

@@ -221,13 +221,9 @@ def test_two_links_never_write_one_run(tmp_path: Path, slurm: LocalSlurm) -> Non
 
 
 def test_a_filler_trains_while_the_link_waits_and_hands_over(
-    tmp_path: Path, slurm: LocalSlurm
+    tmp_path: Path, slurm: LocalSlurm, occupant: str
 ) -> None:
     """The link starts while the filler trains, and waits until that has saved."""
-    occupant = slurm.run(
-        "sbatch", "--parsable", "-N6", "-t10", "--output=/dev/null", "--wrap", "sleep 600"
-    ).strip()
-    wait(lambda: state_now(occupant) == "RUNNING", program_plan(tmp_path, "")[0], 20.0)
     files, plan = program_plan(
         tmp_path,
         program(tmp_path, WATCHING),
@@ -258,11 +254,9 @@ def test_a_filler_trains_while_the_link_waits_and_hands_over(
     stop(files, after_checkpoint=False)
 
 
-def test_a_cancelled_filler_cancels_no_chain(tmp_path: Path, slurm: LocalSlurm) -> None:
-    occupant = slurm.run(
-        "sbatch", "--parsable", "-N6", "-t10", "--output=/dev/null", "--wrap", "sleep 600"
-    ).strip()
-    wait(lambda: state_now(occupant) == "RUNNING", program_plan(tmp_path, "")[0], 20.0)
+def test_a_cancelled_filler_cancels_no_chain(
+    tmp_path: Path, slurm: LocalSlurm, occupant: str
+) -> None:
     files, plan = program_plan(
         tmp_path, program(tmp_path, WATCHING), nodes=(4,), filler_nodes=(2,), filler_seconds=120.0
     )
@@ -279,12 +273,8 @@ def test_a_cancelled_filler_cancels_no_chain(tmp_path: Path, slurm: LocalSlurm) 
 
 
 def test_cancelling_the_link_that_a_filler_trains_for_cancels_the_chain(
-    tmp_path: Path, slurm: LocalSlurm
+    tmp_path: Path, slurm: LocalSlurm, occupant: str
 ) -> None:
-    occupant = slurm.run(
-        "sbatch", "--parsable", "-N6", "-t10", "--output=/dev/null", "--wrap", "sleep 600"
-    ).strip()
-    wait(lambda: state_now(occupant) == "RUNNING", program_plan(tmp_path, "")[0], 20.0)
     files, plan = program_plan(
         tmp_path,
         program(tmp_path, WATCHING),
