@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class Change:
     changed: tuple[Flags, ...]
     whole: bool
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many rows the new data reach, or the old ones did."""
         rows = self.layout.rows(self.after)
@@ -62,6 +63,8 @@ class Change:
 
     def row(self, row: int) -> RowChange:
         """How one row is brought up to date."""
+        if row < self._plain_rows:
+            return self._plain[row % self.layout.members]
         reaching, changed = [], []
         for member in self.layout.contributors(row):
             stripe = self.layout.data_stripe(member, row)
@@ -76,6 +79,24 @@ class Change:
         if self.whole or {member for member, _ in reaching} <= {member for member, _ in changed}:
             return RowChange(How.WHOLE, tuple(reaching))
         return RowChange(How.DELTA, tuple(changed))
+
+    @cached_property
+    def _plain_rows(self) -> int:
+        """The rows before this one are full of data that all changed: by far the most common."""
+        if not (self.whole or all(bool(each.all()) for each in self.changed)):
+            return 0
+        layout = self.layout
+        full = [nbytes // layout.stripe_bytes for nbytes in self.after]
+        # The first row that a member does not fill.
+        return min(layout.row_of_data(member, stripes) for member, stripes in enumerate(full))
+
+    @cached_property
+    def _plain(self) -> list[RowChange]:
+        size = self.layout.stripe_bytes
+        return [
+            RowChange(How.WHOLE, tuple((each, size) for each in self.layout.contributors(row)))
+            for row in range(self.layout.members)
+        ]
 
     def _bytes(self, lengths: tuple[int, ...], member: int, stripe: int) -> int:
         begin, end = self.layout.span(lengths[member], stripe)

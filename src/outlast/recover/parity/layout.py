@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from outlast.errors import RecoverError
 
 MOST_MEMBERS = 255
-STRIPE_BYTES = 1 << 20
+STRIPE_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)

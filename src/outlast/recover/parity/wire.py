@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +44,7 @@ class Wire:
         self._stripe_bytes = stripe_bytes
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         # Kept from update to update: fresh memory costs more than what is received into it.
-        self._pools: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._pools: tuple[list[tuple[torch.Tensor, Bytes]], ...] = ([], [])
         self.sent_bytes = 0
         self.received_bytes = 0
 
@@ -64,8 +63,10 @@ class Wire:
         ]
 
     def _allgather(self, into: list[torch.Tensor], own: torch.Tensor) -> None:
-        with self._failures("the others"):
+        try:
             self._group.allgather([into], [own]).wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failed("the others", error) from error
 
     def stream(self, rows: Iterable[int], plan: Callable[[int], RowWork]) -> None:
         """Send, receive and finish rows in order, while the next few are on their way.
@@ -94,38 +95,45 @@ class Wire:
         buffers = self._buffers(turn)
         for _, row in zip(range(self._group.size()), due, strict=False):
             work = plan(row)
-            got, pending = [], []
+            got: list[Bytes] = []
+            pending: list[tuple[int, Work]] = []
             for peer, size in work.receives:
-                buffer = next(buffers)[:size]
-                with self._failures(f"member {peer}"):
-                    pending.append((peer, self._group.recv([buffer], peer, row)))
-                got.append(buffer.numpy())
+                buffer, content = next(buffers)
+                if size < self._stripe_bytes:
+                    buffer, content = buffer[:size], content[:size]
+                pending.append((peer, self._start(self._group.recv, buffer, peer, row)))
+                got.append(content)
                 self.received_bytes += size
             for peer, data in work.sends:
-                with self._failures(f"member {peer}"):
-                    message = self._group.send([torch.from_numpy(data)], peer, row)
+                message = self._start(self._group.send, torch.from_numpy(data), peer, row)
                 pending.append((peer, message))
                 self.sent_bytes += data.nbytes
             posted.append((work, got, pending))
         return posted
 
-    def _buffers(self, turn: int) -> Iterator[torch.Tensor]:
+    def _start(self, how: Callable[..., Work], data: torch.Tensor, peer: int, row: int) -> Work:
+        try:
+            return how([data], peer, row)
+        except RuntimeError as error:
+            raise self._failed(f"member {peer}", error) from error
+
+    def _buffers(self, turn: int) -> Iterator[tuple[torch.Tensor, Bytes]]:
+        pool = self._pools[turn]
         for place in itertools.count():
-            if place == len(self._pools[turn]):
-                self._pools[turn].append(torch.empty(self._stripe_bytes, dtype=torch.uint8))
-            yield self._pools[turn][place]
+            if place == len(pool):
+                buffer = torch.empty(self._stripe_bytes, dtype=torch.uint8)
+                pool.append((buffer, buffer.numpy()))
+            yield pool[place]
 
     def _wait(self, work: Work, whom: str) -> None:
-        with self._failures(whom):
-            work.wait(self._timeout)
-
-    @contextlib.contextmanager
-    def _failures(self, whom: str) -> Iterator[None]:
         try:
-            yield
+            work.wait(self._timeout)
         except RuntimeError as error:
-            said = str(error).strip().splitlines()
-            raise RecoverError(
-                f"the exchange of parity with {whom} failed, or took longer than "
-                f"{self._timeout.total_seconds():g} s: {said[0] if said else 'no message'}"
-            ) from error
+            raise self._failed(whom, error) from error
+
+    def _failed(self, whom: str, error: RuntimeError) -> RecoverError:
+        said = str(error).strip().splitlines()
+        return RecoverError(
+            f"the exchange of parity with {whom} failed, or took longer than "
+            f"{self._timeout.total_seconds():g} s: {said[0] if said else 'no message'}"
+        )
