@@ -63,6 +63,20 @@ def test_all_members_come_to_one_decision(states: list[tuple[int, str]]) -> None
     assert sorted(healed) == behind
 
 
+def test_the_group_that_has_trained_longest_writes() -> None:
+    ahead = committed_in("r5")
+    present = [member(0), member(1, 5, ahead, since="r3"), member(2, 5, ahead, since="r1")]
+    views = [membership("r6", present, each.life) for each in present]
+    assert {view.writer for view in views} == {"2:life"}
+    # One that was stopped has trained for longer, but has to heal.
+    present.append(member(3, 4, committed_in("r4"), since="r0"))
+    assert membership("r6", present, "0:life").writer == "2:life"
+
+
+def test_at_the_start_the_lowest_group_writes() -> None:
+    assert membership("r", [member(2), member(1)], "2:life").writer == "1:life"
+
+
 def test_another_job_is_refused_by_itself_and_left_out_by_the_others() -> None:
     trained = member(0, 3, committed_in("r1"))
     others = [member(1, identity="other"), member(2, identity="other")]

@@ -30,11 +30,13 @@ class RunGuard:
 
     Attributes:
         warnings: What the guard had to say when it was installed.
+        inside: Whether the engine makes the attempts itself, before it sums over other processes.
     """
 
     def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
         settings = job.guard
         self._reported = 0
+        self.inside = False
         policy = Policy(
             level=settings.policy,
             modules=settings.modules,

@@ -16,7 +16,7 @@ from outlast.errors import RecoverError, WrongNumbersError
 from outlast.records import MemberLost, MembershipChanged, StateRecovered
 from outlast.recover.live.heal import Transfer, state_digest
 from outlast.recover.live.lighthouse import require_torchft
-from outlast.recover.live.membership import Seat, SeatSettings
+from outlast.recover.live.membership import Seat, SeatSettings, Standing
 from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
 from outlast.recover.live.rules import begun, committed_in, membership, must_restore
 
@@ -157,13 +157,13 @@ class LiveGroups:
         )
         self._links: tuple[Seat, Connections] | None = None
         self._awaits = awaits
+        self._since = ""
         self._serving = False
         self._refusals = 0
         self._open: LiveStep | None = None
         self._found: Membership | None = None
         self._events: list[Event] = []
         self._last_commit = time.perf_counter()
-        self._last_found: Membership | None = None
 
     @property
     def step(self) -> int:
@@ -171,9 +171,16 @@ class LiveGroups:
         return self._step
 
     @property
+    def met(self) -> bool:
+        """Whether this group has done a round with the others yet."""
+        return self._found is not None
+
+    @property
     def writes(self) -> bool:
-        """Whether this group is the first in its last round, which writes what is written once."""
-        return self._last_found is not None and self._last_found.index == 0
+        """Whether this group writes what is written once, by its last round."""
+        if self._found is None:
+            return False
+        return self._found.writer == self._found.members[self._found.index].life
 
     def steps(self, until: int) -> Iterator[LiveStep]:
         """Every attempt at every step up to `until`, this group's share of it each time.
@@ -222,7 +229,8 @@ class LiveGroups:
                     f"{_named(found)} {why}; look at the other groups and the network between them"
                 )
         self._note(found)
-        self._found = self._last_found = found
+        self._found = found
+        self._since = self._since or found.round
         self._open = LiveStep(self._step, (found.index, found.count), self._commit)
         return self._open
 
@@ -272,9 +280,8 @@ class LiveGroups:
 
     def _join(self) -> Membership:
         seat, connections = self._linked()
-        answer = seat.join(
-            self._step, self._lineage, connected=connections.round, awaits=self._awaits
-        )
+        mine = Standing(self._step, self._lineage, connections.round, self._since, self._awaits)
+        answer = seat.join(mine)
         return membership(answer.name, answer.members, seat.life)
 
     def _restored(self, found: Membership) -> bool:
@@ -321,6 +328,8 @@ class LiveGroups:
         seat, _ = self._linked()
         fetched = self._transfer.fetch(found.step, found.source, seat)
         self._transfer.install(fetched)
+        # Whoever has missed a step does not write on from where it was.
+        self._since = found.round
         behind = max(found.step - self._step, 0)
         self._step, self._lineage = found.step, found.lineage
         seconds = time.perf_counter() - begun_at
@@ -380,7 +389,7 @@ class LiveGroups:
 
     def _note(self, found: Membership) -> None:
         """Events of a membership that differs from that of the last step."""
-        before = self._last_found
+        before = self._found
         if before is None or before.lives == found.lives:
             return
         seconds = time.perf_counter() - self._last_commit

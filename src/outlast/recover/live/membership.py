@@ -61,6 +61,17 @@ class SeatSettings:
     timeout_seconds: float
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How far a group is; see `rules.Member`."""
+
+    step: int
+    lineage: str
+    connected: str
+    since: str
+    awaits: int
+
+
 class Seat:
     """One group's registration with the lighthouse.
 
@@ -100,29 +111,20 @@ class Seat:
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout_seconds
 
-    def join(self, step: int, lineage: str, *, connected: str, awaits: int) -> Round:
+    def join(self, mine: Standing) -> Round:
         """Take part in the next quorum, and wait until there is one.
-
-        Args:
-            step: Steps committed in this group's state.
-            lineage: Of the state; see `rules`.
-            connected: The round in which this group's connections were made, or an empty text.
-            awaits: How many groups are to be there before the first step.
 
         Raises:
             RecoverError: When there is no quorum within `timeout_seconds`.
         """
         me = Member(
-            self.life,
-            self._settings.number,
-            step,
-            lineage,
-            self._settings.identity,
-            self._manager.address(),
-            self._store,
-            self._serves,
-            connected,
-            awaits,
+            life=self.life,
+            number=self._settings.number,
+            identity=self._settings.identity,
+            address=self._manager.address(),
+            store=self._store,
+            serves=self._serves,
+            **asdict(mine),
         )
         deadline = self._deadline()
         found: Round = self._until(deadline, lambda: self._ask(me, deadline))

@@ -23,7 +23,7 @@ class Member:
 
     Attributes:
         life: Unique to this start of the group.
-        number: Of the group; the lowest live one writes the run directory.
+        number: Of the group.
         step: Steps committed in its state.
         lineage: See the module.
         identity: What all members must have in common, in words: the job and the versions.
@@ -31,6 +31,7 @@ class Member:
         store: ``host:port`` of its key-value store, in which a round's members find each other.
         serves: Where it serves its state.
         connected: The round in which its connections were made; empty without any.
+        since: The round from which on it has trained without a break; empty before its first one.
         awaits: How many groups it wants to be there before it begins; 0 once it has trained.
     """
 
@@ -43,6 +44,7 @@ class Member:
     store: str
     serves: str
     connected: str = ""
+    since: str = ""
     awaits: int = 0
 
     @property
@@ -63,6 +65,8 @@ class Membership:
         heals: Numbers of the groups that take it from this one.
         step: Steps committed in the newest state.
         lineage: Of the newest state.
+        writer: Life of the group that writes what is written once: of those that need not heal,
+            the one that has trained for the longest time.
     """
 
     round: str
@@ -72,6 +76,7 @@ class Membership:
     heals: tuple[int, ...]
     step: int
     lineage: str
+    writer: str
 
     @property
     def count(self) -> int:
@@ -138,6 +143,7 @@ def membership(round_name: str, present: list[Member], life: str) -> Membership:
         heals=tuple(each.number for each in behind if pairs[each.life].life == life),
         step=step,
         lineage=lineage,
+        writer=min(sources, key=lambda each: (not each.since, each.since, each.number)).life,
     )
 
 
