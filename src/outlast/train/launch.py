@@ -31,6 +31,7 @@ from outlast.errors import (
 from outlast.records import AttemptEnded, read_run
 from outlast.recover.memory.room import forget, run_folder
 from outlast.recover.resize import RESIZE, met, wish
+from outlast.train.model import load_code
 from outlast.train.ranks import ranks_from
 from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
@@ -86,6 +87,10 @@ def launch_group(start: Start) -> int:
 
 def _launch(start: Start) -> int:
     settings = start.job.launch
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    if method == "fork":
+        # Some 2 s of imports, at every restart, too.
+        load_code(start.job.model)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -95,7 +100,7 @@ def _launch(start: Start) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=settings.restarts,
         monitor_interval=_MONITOR_SECONDS,
-        start_method="spawn" if torch.cuda.is_available() else "fork",
+        start_method=method,
         # The stop signals are ours: elastic would kill the workers before they have saved.
         signals_to_handle="SIGQUIT",
     )

@@ -201,6 +201,16 @@ def build_model(job: Job) -> nn.Module:
     return built.train()
 
 
+def load_code(model: ModelSection) -> None:
+    """Import what builds the model, so that processes forked later need not do so again."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(model)
+    # A type without a class of its own is built, or refused, by the processes.
+    with contextlib.suppress(KeyError):
+        AutoModelForCausalLM._model_mapping[type(config)]
+
+
 def wants_weights(model: ModelSection) -> bool:
     """Whether the weights of model.directory are loaded.
 
