@@ -41,12 +41,17 @@ def lose(folder: Path, members: Collection[int]) -> None:
         shutil.rmtree(memory(folder, member), ignore_errors=True)
 
 
-def join(folder: Path, losses: int, timeout_seconds: float = 60.0) -> ParityGroup:
-    """This process's parity group."""
+def join(
+    folder: Path,
+    losses: int,
+    group: dist.ProcessGroup | None = None,
+    timeout_seconds: float = 60.0,
+) -> ParityGroup:
+    """This process's parity group, of all ranks unless told otherwise."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return ParityGroup(
-        dist.group.WORLD,
+        group or dist.group.WORLD,
         losses=losses,
         directory=memory(folder, dist.get_rank()),
         stripe_bytes=STRIPE_BYTES,

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from forked import run_ranks
 from parity_members import (
+    STRIPE_BYTES,
     die_at,
     is_state,
     join,
@@ -293,3 +295,52 @@ def test_memory_of_no_use_is_refused() -> None:
     for tensor in (torch.ones(4, 4).t(), torch.ones(4, device="meta")):
         with pytest.raises(RecoverError, match="contiguous tensors in CPU memory"):
             as_bytes(tensor)
+
+
+def _beside_steps(folder: Path) -> float:
+    dist.init_process_group("gloo")
+    group = join(folder, 1, dist.new_group(backend="gloo"))
+    old, total = None, torch.zeros(1000)
+    for step in range(1, 4):
+        new = keep(folder, step)
+        update = threading.Thread(target=group.update, args=(old, new, step))
+        update.start()
+        for _ in range(20):
+            gradient = torch.full((1000,), float(dist.get_rank()))
+            dist.all_reduce(gradient)
+            total += gradient
+        update.join()
+        old = new
+    assert group.epoch == 3
+    return float(total[0])
+
+
+def test_updates_run_beside_the_communication_of_a_step(tmp_path: Path) -> None:
+    assert run_ranks(4, _beside_steps, tmp_path) == [360.0] * 4
+    lose(tmp_path, {2})
+    _check(run_ranks(4, recover, tmp_path, 1), 3, {2})
+
+
+def _go_on(folder: Path, step: int) -> tuple[int, int]:
+    group = join(folder, 1)
+    old = state(dist.get_rank(), step - 1)
+    updated = group.update(old, keep(folder, step), step)
+    return updated.sent_bytes, old.nbytes
+
+
+def test_new_processes_go_on_with_the_parity_of_the_old_ones(tmp_path: Path) -> None:
+    run_ranks(4, train, tmp_path, 1, 2)
+    # Step 3 changes a few bytes, and only those stripes are sent.
+    for sent, nbytes in run_ranks(4, _go_on, tmp_path, 3):
+        assert 0 < sent <= 2 * STRIPE_BYTES
+    lose(tmp_path, {0})
+    _check(run_ranks(4, recover, tmp_path, 1), 3, {0})
+
+
+def test_a_member_without_its_parity_makes_all_send_everything(tmp_path: Path) -> None:
+    run_ranks(4, train, tmp_path, 1, 2)
+    lose(tmp_path, {0})
+    for sent, nbytes in run_ranks(4, _go_on, tmp_path, 3):
+        assert sent == nbytes
+    lose(tmp_path, {3})
+    _check(run_ranks(4, recover, tmp_path, 1), 3, {3})
