@@ -331,7 +331,7 @@ def _go_on(folder: Path, step: int) -> tuple[int, int]:
 def test_new_processes_go_on_with_the_parity_of_the_old_ones(tmp_path: Path) -> None:
     run_ranks(4, train, tmp_path, 1, 2)
     # Step 3 changes a few bytes, and only those stripes are sent.
-    for sent, nbytes in run_ranks(4, _go_on, tmp_path, 3):
+    for sent, _ in run_ranks(4, _go_on, tmp_path, 3):
         assert 0 < sent <= 2 * STRIPE_BYTES
     lose(tmp_path, {0})
     _check(run_ranks(4, recover, tmp_path, 1), 3, {0})
