@@ -131,7 +131,7 @@ def test_a_later_link_goes_on_as_before_where_slurm_says_nothing(
     put_queue(tmp_path, BUSY, partition(10, 4))
     put_command(tmp_path, command, f"echo '{command}: error: Access denied' >&2; exit 1")
     running = Link(files, PLAN.shaped(2, 3 * HOUR), 1, "7")
-    job, problem = running._next_job()
+    job, problem = running._succession.submit()
     assert (job, problem) == ("9", "")
     entry = chosen(files)
     assert (entry["nodes"], entry["wall_seconds"], entry.get("waits")) == (2, 3 * HOUR, None)

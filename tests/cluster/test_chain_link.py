@@ -44,10 +44,10 @@ def held_by(files: ChainFiles, job: str) -> Fence:
 
 def test_a_link_that_still_submits_does_not_submit_twice(files: ChainFiles) -> None:
     running = Link(files, PLAN, 1, "7")
-    thread = threading.Thread(target=running._submit_next)
+    thread = threading.Thread(target=running._succession.submit)
     thread.start()
     time.sleep(0.05)
-    assert running._next_job() == ("9", "")
+    assert running._succession.submit() == ("9", "")
     thread.join()
     assert len((files.run.parent / "submitted").read_text().splitlines()) == 1
 

@@ -23,7 +23,6 @@ from outlast.cluster.chain.clock import (
 )
 from outlast.cluster.chain.ending import (
     Ending,
-    is_last,
     other_jobs,
     submit_again,
 )
@@ -39,14 +38,15 @@ from outlast.cluster.chain.journal import (
 from outlast.cluster.chain.judging import TERMINATED, judge_previous
 from outlast.cluster.chain.plan import read_plan
 from outlast.cluster.chain.progress import run_log
-from outlast.cluster.chain.submission import cancel, submit_link
+from outlast.cluster.chain.submission import cancel
+from outlast.cluster.chain.succession import Succession
 from outlast.cluster.chain.verdict import (
     Verdict,
     fruitless_links,
     verdict_of,
 )
 from outlast.cluster.chain.watching import HANDOVER_SECONDS, Watch
-from outlast.cluster.slurm.commands import IMPATIENT, Patience
+from outlast.cluster.slurm.commands import IMPATIENT
 from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.nodes import hosts_in
 from outlast.cluster.slurm.queue import left_seconds_now
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 
 _SIGNAL_DELAY_SECONDS = 1.0
-_SUBMIT_PATIENCE = Patience(total_seconds=600.0)
 
 
 def run_link(
@@ -119,13 +118,9 @@ class Link:
     number: int
     job: str
     signals: list[str] = field(default_factory=list)
-    _successor: str = ""
-    _problem: str = ""
     _fenced: bool = False
     _told_to_stop: bool = False
-    _lead_seconds: float = 0.0
     _changed: threading.Event = field(default_factory=threading.Event)
-    _submitting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         """Note when the batch script began, so that set-up lines count as part of the link."""
@@ -133,6 +128,9 @@ class Link:
             self.began = float(os.environ.get(BEGAN, ""))
         except ValueError:
             self.began = time.time()
+        self._succession = Succession(
+            self.files, self.plan, self.number, self.job.partition("_")[0]
+        )
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
         """Handle Slurm's warning (USR1) and its request to end (TERM): only remember it."""
@@ -158,7 +156,9 @@ class Link:
                 return EXIT_TO_BE_CONTINUED
             # Under the fence, so that who gets it next knows whether the chain has ended.
             last = Ending(self.files, self.plan, self.number, self.job)
-            verdict = last.conclude(verdict, self._next_job, told_to_stop=self._told_to_stop)
+            verdict = last.conclude(
+                verdict, self._succession.submit, told_to_stop=self._told_to_stop
+            )
         finally:
             fence.release()
         print(f"link {self.number}: {verdict.outcome}: {verdict.reason}", flush=True)
@@ -191,11 +191,6 @@ class Link:
             print(f"job {again} goes on when job {holder} has ended", flush=True)
         return EXIT_TO_BE_CONTINUED
 
-    def _next_job(self) -> tuple[str, str]:
-        """The next link that this one has submitted, or why that was not possible."""
-        self._submit_next()
-        return self._successor, self._problem
-
     def _patience(self, holder: Holder) -> float:
         """How long a live holder of the fence is waited for; a filler is asked to save and end."""
         if self.plan.kind == "filler":
@@ -208,43 +203,21 @@ class Link:
                 replace_file(self.files.handover, self.job.encode())
         return HANDOVER_SECONDS
 
-    @property
-    def _own_number(self) -> str:
-        return self.job.partition("_")[0]
-
     def _job_state(self, job: str) -> str | None:
         return state_now(job, IMPATIENT, of_processes=True)
 
     def _work(self, fence: Fence) -> Verdict:
+        """Train, beside the submission of the next link, and judge how it went."""
         log = run_log(self.files)
         first = log.step
         fruitless = fruitless_links(entries(self.files), first)
         attempts = self.plan.attempts_without_progress
         if fruitless >= attempts:
             return verdict_of(
-                1,
-                progressed=False,
-                saved=first > 0,
-                fruitless=fruitless - 1,
-                attempts=attempts,
-                signal="",
+                1, progressed=False, saved=first > 0, fruitless=fruitless - 1, attempts=attempts
             )
         clock = self._clock()
-        note_or_print(
-            self.files,
-            "started",
-            job=self.job,
-            number=self.number,
-            began=self.began,
-            step=first,
-            nodes=self.plan.nodes_of(self.number),
-            processes=self.plan.processes_of(self.number),
-            hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
-            **({"role": "filler"} if self.plan.kind == "filler" else {}),
-        )
-        if self.plan.kind != "filler":
-            with contextlib.suppress(OSError):
-                self.files.handover.unlink()
+        self._note_start(first)
         watch = Watch(
             self.files,
             self.plan,
@@ -256,34 +229,60 @@ class Link:
             log,
             self.signals,
         )
-        self._lead_seconds = watch.measure_lead()
-        submission = None
-        if self.plan.kind == "dependent" and not is_last(self.plan, self.number):
-            # sbatch may have to wait for the controller; the training need not.
-            submission = threading.Thread(target=self._submit_next, daemon=True)
-            submission.start()
+        self._succession.lead_seconds = watch.measure_lead()
+        self._succession.begin()
+        code = self._train(watch)
+        last = run_log(self.files).step
+        self._succession.join()
+        verdict = self._verdict(code, first, last, fruitless, watch)
+        self._note_end(code, verdict, last, clock)
+        return verdict
+
+    def _train(self, watch: Watch) -> int:
+        """Run the program to its end; returns its exit code."""
         code = watch.train()
         if code in TERMINATED and not self.signals:
             # What has ended the program is on its way to this process, too.
             self._changed.wait(_SIGNAL_DELAY_SECONDS)
         watch.note_signals()
-        self._lead_seconds = watch.lead_seconds
+        self._succession.lead_seconds = watch.lead_seconds
         self._told_to_stop, self._fenced = bool(watch.stop), watch.fenced
-        last = run_log(self.files).step
-        if submission is not None:
-            submission.join(timeout=30.0)
-        verdict = verdict_of(
+        return code
+
+    def _verdict(self, code: int, first: int, last: int, fruitless: int, watch: Watch) -> Verdict:
+        """What the exit code of the program means."""
+        if self._fenced:
+            return Verdict("continue", "another link holds the fence")
+        return verdict_of(
             code,
             progressed=last > first,
             saved=last > 0,
             fruitless=fruitless,
-            attempts=attempts,
+            attempts=self.plan.attempts_without_progress,
             state=watch.state,
             signal=self.signals[-1] if self.signals else "",
             stop_asked=self.files.stop.exists(),
         )
-        if self._fenced:
-            verdict = Verdict("continue", "another link holds the fence")
+
+    def _note_start(self, step: int) -> None:
+        filler = self.plan.kind == "filler"
+        note_or_print(
+            self.files,
+            "started",
+            job=self.job,
+            number=self.number,
+            began=self.began,
+            step=step,
+            nodes=self.plan.nodes_of(self.number),
+            processes=self.plan.processes_of(self.number),
+            hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
+            **({"role": "filler"} if filler else {}),
+        )
+        if not filler:
+            with contextlib.suppress(OSError):
+                self.files.handover.unlink()
+
+    def _note_end(self, code: int, verdict: Verdict, step: int, clock: LinkClock) -> None:
         note_or_print(
             self.files,
             "ended",
@@ -292,11 +291,10 @@ class Link:
             code=code,
             verdict=verdict.outcome,
             reason=verdict.reason,
-            step=last,
+            step=step,
             left=clock.limit_left_seconds(),
             seconds=time.time() - self.began,
         )
-        return verdict
 
     def _clock(self) -> LinkClock:
         known = known_left_seconds(os.environ, self.plan.limit_seconds, self.began)
@@ -308,33 +306,3 @@ class Link:
         )
         clock.refresh()
         return clock
-
-    def _submit_next(self) -> None:
-        # The thread that does so first may still be waiting for the controller.
-        with self._submitting:
-            if self._successor:
-                return
-            try:
-                self._successor = self._submitted_next()
-            except ClusterError as error:
-                self._problem = str(error)
-                print(f"the next link could not be submitted: {error}", flush=True)
-
-    def _submitted_next(self) -> str:
-        number, after = self.number + 1, self._own_number
-        if not self.plan.chooses:
-            return submit_link(
-                self.files,
-                self.plan,
-                number,
-                after=after,
-                lead_seconds=self._lead_seconds,
-                patience=_SUBMIT_PATIENCE,
-            )
-        # Needs NumPy, which other links do not wait for.
-        from outlast.cluster.chain.choosing import choose_next, submit_chosen
-
-        chosen = choose_next(self.files, self.plan, number, after)
-        job = submit_chosen(self.files, chosen, number, after=after, patience=_SUBMIT_PATIENCE)
-        print(f"link {number} is job {job}: {chosen.reason}", flush=True)
-        return job
