@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from parity_members import (
 )
 
 from outlast.errors import RecoverError
+from outlast.recover.parity import ParityGroup
 from outlast.recover.parity.buffers import as_bytes
 from outlast.recover.parity.exchange import Update
 from outlast.recover.parity.rebuild import Rebuild
@@ -344,3 +346,24 @@ def test_a_member_without_its_parity_makes_all_send_everything(tmp_path: Path) -
         assert sent == nbytes
     lose(tmp_path, {3})
     _check(run_ranks(4, recover, tmp_path, 1), 3, {3})
+
+
+def _documented(code: list[str], folder: Path) -> tuple[int, bool]:
+    names: dict[str, Any] = {}
+    exec(code[0].replace("/dev/shm/my-run", str(folder)), names)
+    names["parity"].close()
+    again = ParityGroup(names["group"], directory=folder)
+    if dist.get_rank() == 1:
+        again.close(remove=True)
+        again = ParityGroup(names["group"], directory=folder)
+    exec(code[1], names)
+    mine = {} if dist.get_rank() == 1 else names["state"]
+    step, data, lost, _ = names["again"](again, mine)
+    expected = names["state"][7].view(torch.uint8).numpy()
+    return step, lost == (1,) and bool((data == expected).all())
+
+
+def test_the_documented_lines_run(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "parity.md"
+    code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert run_ranks(3, _documented, code, tmp_path) == [(7, True)] * 3
