@@ -71,6 +71,16 @@ def test_a_dry_run_prints_the_exact_script_and_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_of_another_run_is_refused_before_anything_is_submitted(
+    outlast: Outlast, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.toml").write_text("[run]\nsteps = 9\nstep_seconds = 1.0\nnodes = 1\n")
+    settings = ["checkpoint.transfer_plan=plan.toml", "checkpoint.mirror=/safe"]
+    code, _, err = outlast("submit", "slurm.wall_time=8h", *settings, "--dry-run")
+    assert code == 2
+    assert 'plans no copies to a tier named "mirror"' in err
+
+
 def test_without_sbatch_the_sentence_says_where_it_would_be(outlast: Outlast) -> None:
     code, _, err = outlast("submit", "slurm.wall_time=8h")
     assert code == 2

@@ -50,10 +50,13 @@ def submit(
         refuse_second,
     )
     from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.transfers import transfers_for
     from outlast.job import load_job, to_toml
 
     job_file, settings = jobs_arguments(job_file, overrides)
     job = load_job(job_file, settings)
+    # A plan of another run is refused here, not on the nodes.
+    transfers_for(job, processes=1, nodes=1)
     files = files_of(job)
     if not dry_run:
         refuse_second(files)

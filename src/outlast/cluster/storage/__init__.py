@@ -16,7 +16,9 @@ from outlast.cluster.storage.periods import (
     waste_of,
     young_daly,
 )
+from outlast.cluster.storage.savers import Saver
 from outlast.cluster.storage.simulate import Wasted, simulate_saves
+from outlast.cluster.storage.slurm_jobs import SlurmJobs
 from outlast.cluster.storage.turns import Request, ask, turn
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "GentlePace",
     "Periods",
     "Request",
+    "Saver",
     "SavingJob",
+    "SlurmJobs",
     "TokenBucket",
     "Wasted",
     "ask",
