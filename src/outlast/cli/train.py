@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.errors import EXIT_DONE
+from outlast.errors import EXIT_DONE, RecoverError
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -97,6 +97,12 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         transfers=transfers,
     )
     directory = run_directory(job)
+    live = job.recover.mode == "live"
+    if live and ranks is not None:
+        raise RecoverError(
+            'recover.mode = "live" starts its groups itself, on one machine; start the run without '
+            'torchrun or srun, or choose recover.mode = "restart"'
+        )
     if ranks is not None:
         if ranks.is_first:
             start = replace(start, prediction=prediction_for(job, ranks.world_size))
@@ -106,15 +112,24 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         return code
     from outlast.train.preflight import preflight
 
-    preflight(job, job.launch.nproc)
+    if live:
+        from outlast.train.live_launch import group_count
+
+        processes = group_count(job)
+    else:
+        preflight(job, processes)
     if not fresh:
         check_directory(job, directory)
         if is_complete(directory):
             print(f"{directory.path} is complete; --fresh starts it anew")
             show(job, directory)
             return EXIT_DONE
-    start = replace(start, prediction=prediction_for(job, job.launch.nproc))
-    if job.launch.nproc > 1:
+    start = replace(start, prediction=prediction_for(job, processes))
+    if live:
+        from outlast.train.live_launch import launch_live
+
+        code = launch_live(start)
+    elif processes > 1:
         from outlast.train.launch import launch_group
 
         code = launch_group(start)

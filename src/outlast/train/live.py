@@ -1,0 +1,362 @@
+"""One replica group of a run that goes on live: the trainer among groups that come and go.
+
+Each group is one process with a whole trainer of its own. Three of its parts are replaced: the
+engine, which takes this group's share of each batch and sums over the groups; the agreement, which
+is what the groups voted on with the step; and the records, which only the first live group writes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from outlast.data import BatchLoader, microbatch_count
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.job import fingerprint
+from outlast.records import Event, RecordWriter, StateRecovered, StepsDone, Warned, read_run
+from outlast.recover.live import LiveGroups, Refuge
+from outlast.train.agreement import Agreement
+from outlast.train.build import SetUp, build, configure_torch, load_data
+from outlast.train.layout import Layout
+from outlast.train.loop import StateMovedError
+from outlast.train.preflight import preflight
+from outlast.train.ranks import Ranks, device_of
+from outlast.train.recovering import from_disk
+from outlast.train.run import (
+    attempt_started,
+    end_run,
+    process_faults,
+    run_directory,
+    sinks_of,
+)
+from outlast.train.signals import StopFlag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from outlast.data import MicroBatch
+    from outlast.job import Job
+    from outlast.records import RunDirectory, Sink
+    from outlast.recover.live import LiveStep
+    from outlast.train.engine import Engine
+    from outlast.train.guarding import RunGuard
+    from outlast.train.loop import Trainer
+    from outlast.train.run import Start
+
+_STOP, _SAVE = 0, 1
+
+
+@dataclass(frozen=True)
+class Post:
+    """A group's place in the run.
+
+    Attributes:
+        number: Of the group.
+        groups: How many there are to be.
+        lighthouse: ``host:port``.
+        attempt: Of the run, from 1.
+        returning: Whether the group has been started again.
+        known: Steps that the run is known to have done.
+    """
+
+    number: int
+    groups: int
+    lighthouse: str
+    attempt: int
+    returning: bool = False
+    known: int = 0
+
+
+def job_of_group(job: Job) -> Job:
+    """The job as one group sees it: a process without replicas of its own."""
+    return job.model_copy(
+        update={"parallel": job.parallel.model_copy(update={"replicate": 1, "shard": 1})}
+    )
+
+
+def known_steps(directory: RunDirectory) -> int:
+    """Steps that the records say the run has done."""
+    done = read_run(directory.path).of(StepsDone) if directory.exists() else []
+    return done[-1][1].step if done else 0
+
+
+class GroupLoader(BatchLoader):
+    """Leaves it to the engine to gather samples, when it knows this group's share."""
+
+    def prefetching(
+        self, first_step: int, last_step: int
+    ) -> Generator[tuple[int, list[MicroBatch]], None, None]:
+        """Yields every step, with no samples."""
+        for step in range(first_step, last_step):
+            yield step, []
+
+    def of(self, step: int, index: int, count: int, micro_batch_size: int) -> list[MicroBatch]:
+        """The micro-batches of one of `count` groups."""
+        parts = microbatch_count(self.batch_size, count, micro_batch_size)
+        mine = BatchLoader(self.windows, self.order, self.batch_size, index, count, parts)
+        return mine.batch(step)
+
+
+class GroupRecords(RecordWriter):
+    """The run's event log as one of several groups sees it.
+
+    Until the first round nobody knows who writes, so events wait for it.
+
+    Args:
+        directory: Of the run.
+        post: Of this group.
+        sinks: Makes the other places that want the events.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, post: Post, sinks: Callable[[], list[Sink]]
+    ) -> None:
+        super().__init__(directory.path, 0, post.attempt)
+        self._directory = directory
+        self._post = post
+        self._other_places: Callable[[], list[Sink]] | None = sinks
+        self._waiting: list[Event] = []
+        self._own: RecordWriter | None = None
+        self.groups: LiveGroups | None = None
+
+    def write(self, event: Event) -> None:
+        """Append `event`, if this is the first live group."""
+        if self.groups is None or not self.groups.met:
+            self._waiting.append(event)
+            return
+        # What a group says at its start is said by the first of those that start the run.
+        waiting = [] if self._post.returning else self._waiting
+        self._waiting = []
+        if not self.groups.writes:
+            return
+        if self._other_places is not None:
+            self._sinks, self._other_places = self._other_places(), None
+        for each in (*waiting, event):
+            super().write(each)
+
+    def tell(self, event: Event) -> None:
+        """Write what concerns this group alone, whoever writes the run's events."""
+        if self.groups is not None and self.groups.writes:
+            self.write(event)
+            return
+        if self._own is None:
+            self._own = RecordWriter(self._directory.path, self._post.number, self.attempt)
+        self._own.write(event)
+
+    def close(self) -> None:
+        """Close the files."""
+        super().close()
+        if self._own is not None:
+            self._own.close()
+
+
+class LiveEngine:
+    """The engine of one group: sums over the groups what another engine computes of its share.
+
+    Args:
+        trainer: Of this group, as built for a process alone.
+        post: Of this group.
+        records: Of the run.
+    """
+
+    def __init__(self, trainer: Trainer, post: Post, records: GroupRecords) -> None:
+        self._trainer = trainer
+        self._inner: Engine = trainer.engine
+        self._guard: RunGuard | None = trainer.guard
+        self._loader = GroupLoader(
+            trainer.loader.windows, trainer.loader.order, trainer.loader.batch_size
+        )
+        self._post = post
+        self._records = records
+        self._groups: LiveGroups | None = None
+        self._first_step = 0
+        self._attempt: LiveStep | None = None
+        trainer.engine, trainer.loader = self, self._loader
+        trainer.agreement = Voted(self, trainer.device)
+        trainer.writes = lambda: self.writes
+        if trainer.guard is not None:
+            trainer.guard.inside = True
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], step: int, global_tokens: int
+    ) -> torch.Tensor:
+        """See `Engine`; `batches` are left aside, and the loss is the sum over the groups.
+
+        Raises:
+            StateMovedError: When this group was behind, and has the state of another step now.
+            RecoverError: When the groups cannot go on.
+        """
+        groups = self._groups or self._join(step)
+        while True:
+            attempt = groups.begin()
+            for event in groups.news():
+                if isinstance(event, StateRecovered):
+                    self._records.tell(event)
+                else:
+                    self._records.write(event)
+            if attempt.number != step:
+                raise StateMovedError(attempt.number)
+            loss = self._own_part(attempt, global_tokens)
+            begun = time.perf_counter()
+            done = attempt.commit(loss, values=self._wishes(step + 1))
+            self._trainer.waits.add(time.perf_counter() - begun)
+            if done:
+                self._attempt = attempt
+                return torch.tensor(attempt.loss)
+            groups.end(attempt)
+
+    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+        """See `Engine`; every group evaluates all samples."""
+        return self._inner.evaluate(batch)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this group writes what is written once."""
+        return self._groups is not None and self._groups.writes
+
+    def close_step(self) -> LiveStep:
+        """The step that was committed last, whose optimizer step is done by now."""
+        attempt = self._attempt
+        assert self._groups is not None
+        assert attempt is not None
+        self._groups.end(attempt)
+        return attempt
+
+    def close(self) -> None:
+        """Leave the groups."""
+        if self._groups is not None:
+            self._groups.close()
+
+    def _join(self, step: int) -> LiveGroups:
+        trainer, post = self._trainer, self._post
+        job = trainer.job
+        state = {"model": trainer.model, "optimizer": trainer.optimizers}
+
+        def newest() -> int:
+            found = trainer.store.newest()
+            return 0 if found is None else found.step
+
+        self._groups = self._records.groups = LiveGroups(
+            state,
+            group=post.number,
+            lighthouse=post.lighthouse,
+            identity=fingerprint(job),
+            step=step,
+            refuge=Refuge(newest, lambda: from_disk(trainer.store, state)[0]),
+            known=post.known,
+            returning=post.returning,
+            awaits=1 if post.returning else post.groups,
+            heartbeat_seconds=job.recover.heartbeat_seconds,
+            timeout_seconds=job.launch.timeout_seconds,
+        )
+        self._first_step = step
+        return self._groups
+
+    def _own_part(self, attempt: LiveStep, global_tokens: int) -> torch.Tensor:
+        """This group's gradients and loss, computed again where the guard finds them wrong."""
+        size = self._trainer.job.train.micro_batch_size
+        parts = self._loader.of(attempt.number, *attempt.share, size)
+        loss = torch.zeros(())
+        for again in self._guard.attempts() if self._guard is not None else (0,):
+            if again:
+                self._drop_gradients()
+            loss = self._inner.forward_backward(parts, attempt.number, global_tokens)
+        return loss
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _wishes(self, done: int) -> list[float]:
+        """What this group wants when the step that is voted on is done."""
+        trainer = self._trainer
+        last_stop = trainer.job.train.stop_after_steps
+        if last_stop and done - self._first_step >= last_stop:
+            trainer.stop.reason = trainer.stop.reason or "train.stop_after_steps"
+        saves = self.writes and trainer.cadence.wants(done)
+        return [1.0 if trainer.stop.reason else 0.0, 1.0 if saves else 0.0]
+
+
+class Voted(Agreement):
+    """What the groups agreed on together with a step's gradients."""
+
+    def __init__(self, engine: LiveEngine, device: torch.device) -> None:
+        super().__init__(Layout(), 0, device)
+        self._engine = engine
+
+    def sum(self, value: torch.Tensor, *flags: float) -> list[float]:
+        """The step's loss and the votes on it; what only this group has to say stays as it is."""
+        if not flags:
+            return super().sum(value)
+        attempt = self._engine.close_step()
+        stops, saves = attempt.sums[_STOP], attempt.sums[_SAVE]
+        _, resizes, _, *others = flags
+        return [float(value), stops, resizes, saves if self._engine.writes else 0.0, *others]
+
+
+def train_group(start: Start, post: Post) -> int:
+    """Train as one group of a run, from set-up to the end.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        OutlastError: When this group cannot go on.
+    """
+    began = time.time()
+    job = job_of_group(start.job)
+    ranks = Ranks(0, 1, post.number, post.groups, "live")
+    with StopFlag(os.getppid()) as stop:
+        configure_torch(job, ranks)
+        setup = SetUp(
+            job,
+            preflight(job, 1),
+            ranks,
+            device_of(ranks),
+            run_directory(job),
+            stop,
+            {"start and imports": time.time() - began},
+            start.turns,
+            transfers=start.transfers,
+        )
+        records = GroupRecords(setup.directory, post, lambda: sinks_of(setup))
+        try:
+            return _train(setup, start, post, records, began)
+        finally:
+            records.close()
+
+
+def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began: float) -> int:
+    data = load_data(setup)
+    trainer, size = build(setup, data, records)
+    trainer.stop_when = start.stop_when
+    engine = LiveEngine(trainer, post, records)
+    if start.process_faults:
+        trainer.before_step = process_faults(setup, start)
+    if data.note is not None:
+        records.write(Warned(data.note))
+    opening = attempt_started(setup, data, size)
+    records.write(
+        replace(
+            opening,
+            world_size=post.groups,
+            parallel={**opening.parallel, "replicate": post.groups},
+        )
+    )
+    if start.prediction is not None:
+        records.write(start.prediction)
+    for message in trainer.guard.warnings if trainer.guard is not None else []:
+        records.write(Warned(message))
+    try:
+        with trainer.store:
+            outcome = trainer.run(began, setup.parts)
+        trainer.record_copies()
+        if trainer.writes():
+            end_run(setup, data, trainer, records, outcome)
+    finally:
+        engine.close()
+    return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
