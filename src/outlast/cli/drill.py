@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.drill_processes import Asked, drill_processes
 from outlast.cli.train import JobFile, Overrides, Processes, jobs_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DONE, GuardError, OutlastError
 
@@ -36,6 +37,28 @@ def drill(
             "Without it, one flip of any bit at every site in turn.",
         ),
     ] = None,
+    kill: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE", help="Kill processes at this rate, e.g. 6/min, 0.1/s or 30/h."
+        ),
+    ] = "",
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PHASE",
+            help="Kill a process in this phase (data, forward, backward, reduce, vote, optimizer, "
+            "agree, memory, parity, save, evaluate, heal), or all; may be given several times.",
+        ),
+    ] = None,
+    stop: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Stop processes for so long, and do not kill them."),
+    ] = 0.0,
+    trials: Annotated[
+        int | None,
+        typer.Option(help="How often: at each phase (1), or in all at the rate (6)."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything that a fault leaves open.")] = 0,
     nproc: Processes = None,
     output: Annotated[
@@ -43,6 +66,9 @@ def drill(
     ] = None,
 ) -> None:
     """Train with faults on purpose: what do they harm, what is found, what is put right?
+
+    With --kill, --at or --stop, real processes of a run are killed or stopped again and again: how
+    many times does it go on, how fast, what is done twice, and are the last weights the same?
 
     Wrong numbers go into one process group with three copies of the run: without faults, with
     faults and no protection, with faults and the job's guard (guard.policy=full unless the
@@ -54,6 +80,10 @@ def drill(
     from outlast.job import load_job
 
     job_file, settings = jobs_arguments(job_file, overrides)
+    asked = Asked(kill, tuple(at or ()), stop, trials, seed)
+    if asked.wanted:
+        _strike_processes(job_file, settings, asked, nproc, output)
+        return
     settings = ["guard.policy=full", *settings]
     if nproc is not None:
         settings.append(f"launch.nproc={nproc}")
@@ -71,6 +101,24 @@ def drill(
     if output is not None and result:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not result.get("processes", {}).get("bits_equal", True):
+        raise typer.Exit(EXIT_CRASHED)
+
+
+def _strike_processes(
+    job_file: Path | None,
+    settings: list[str],
+    asked: Asked,
+    nproc: int | None,
+    output: Path | None,
+) -> None:
+    if nproc is not None:
+        settings = [*settings, f"launch.nproc={nproc}"]
+    result = drill_processes(job_file, settings, asked)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    # Survivors that go on without the dead sum up in another order.
+    same = result["bits_equal"] or result["mode"] == "live"
+    if not same or result["survived"] < result["struck"]:
         raise typer.Exit(EXIT_CRASHED)
 
 

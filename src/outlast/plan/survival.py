@@ -24,6 +24,7 @@ from outlast.plan.reliability.recovery import (
     Tier,
     lost_nodes,
 )
+from outlast.recover.cost import transfer_seconds
 
 if TYPE_CHECKING:
     from outlast.plan.cases import Array
@@ -152,7 +153,7 @@ def _saves(context: Context, settings: Settings, nodes: float, state: float) -> 
         written = save_seconds(sizes, ENCODING_BYTES_PER_S * nodes, rate)
         write = 0.0 if tier == "memory" else written
         blocked = max(staging, LEAST_OVERHEAD_SECONDS)
-        priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), state / rate
+        priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), transfer_seconds(state, rate)
     rates = _rates(cluster, used, nodes)
     if sum(rates) <= 0.0:
         base, every = NO_FAILURES_SECONDS, tuple(1 for _ in used)

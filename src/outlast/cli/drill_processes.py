@@ -1,0 +1,344 @@
+"""``outlast drill --kill/--at/--stop``: kill the processes of a real run, and see what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import EXIT_DONE, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.job import Job
+    from outlast.records import RunDirectory
+    from outlast.recover.cost import WayBack
+    from outlast.recover.drill import DrilledRun, Outcome, Trial
+
+DEMONSTRATION = (
+    "train.steps=150",
+    "checkpoint.every_steps=25",
+    "evaluate.every_steps=0",
+    "sample.tokens=0",
+    "export.huggingface=false",
+)
+"""Settings of the embedded job where nothing else is asked for: a minute."""
+
+STRUCK = ("data", "forward", "backward", "reduce", "vote", "optimizer", "agree", "save", "heal")
+"""What ``--at all`` stands for, but ``memory`` and ``parity`` where the run has them."""
+
+_DEADLINE_SECONDS = 120.0
+_MOST_STARTS = 5
+_SPARE_RESTARTS = 3
+_DEMONSTRATED_KILLS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        kill: Kills per time, as text; empty for none.
+        phases: In which phases; ``all`` for all.
+        stop_seconds: Stop processes for so long in the place of killing them.
+        trials: How often at each phase, or how many kills at the rate; None: once, or 6.
+        seed: Of everything that is drawn.
+    """
+
+    kill: str
+    phases: tuple[str, ...]
+    stop_seconds: float
+    trials: int | None
+    seed: int
+
+    @property
+    def wanted(self) -> bool:
+        """Whether processes are to be struck at all."""
+        return bool(self.kill or self.phases or self.stop_seconds)
+
+
+def drill_processes(job_file: Path | None, settings: list[str], asked: Asked) -> dict[str, Any]:
+    """Train undisturbed and under trials, and compare; prints a table and what it means."""
+    from outlast.job import load_job
+
+    if job_file is None and not any(each.startswith("train.steps") for each in settings):
+        settings = [*DEMONSTRATION, *settings]
+    job = load_job(job_file, settings)
+    if job.launch.nproc == 1:
+        settings = [*settings, "launch.nproc=2"]
+        job = load_job(job_file, settings)
+    trials = _trials(job, asked)
+    settings = [
+        *settings,
+        "log.every_steps=1",
+        # Striking who comes up takes two restarts.
+        f"launch.restarts={2 * len(trials) + _SPARE_RESTARTS}",
+    ]
+    clean = _run(job_file, settings, _named(job, "drill-clean"), asked)
+    clean.start("--fresh")
+    print("drill: training undisturbed, to compare with", flush=True)
+    _must_end(clean, _directory(job, "drill-clean"))
+    drilled = _run(job_file, settings, _named(job, "drill-struck"), asked)
+    try:
+        outcomes = _struck(drilled, trials)
+        _must_end(drilled, _directory(job, "drill-struck"))
+    finally:
+        drilled.end()
+    result = _result(job, asked, outcomes, drilled.starts)
+    print_processes(result)
+    return result
+
+
+def _trials(job: Job, asked: Asked) -> list[Trial]:
+    from outlast.errors import RecoverError
+    from outlast.recover.drill import per_second, trials_at, trials_by_rate
+
+    if asked.kill and asked.phases:
+        raise RecoverError("--kill and --at say both when to strike: give one of them")
+    if asked.stop_seconds < 0.0:
+        raise RecoverError(f"--stop {asked.stop_seconds:g}: give seconds above 0")
+    if asked.trials is not None and asked.trials < 1:
+        raise RecoverError(f"--trials {asked.trials}: give at least 1")
+    ranks = job.launch.nproc
+    if asked.kill:
+        rate = per_second(asked.kill)
+        return trials_by_rate(rate, ranks, asked.trials or _DEMONSTRATED_KILLS, asked.seed)
+    phases = asked.phases or STRUCK
+    if "all" in phases:
+        phases = STRUCK + (("memory",) if job.recover.mode == "restart" else ())
+    if asked.stop_seconds and "all" in asked.phases:
+        # A process that is only stopped takes over no state.
+        phases = tuple(each for each in phases if each != "heal")
+    return trials_at(phases, ranks, asked.trials or 1, asked.seed)
+
+
+def _struck(run: DrilledRun, trials: list[Trial]) -> list[Outcome]:
+
+    outcomes: list[Outcome] = []
+    run.start("--fresh")
+    began = run.began()
+    for number, trial in enumerate(trials, 1):
+        if began is None:
+            raise OutlastError("the drill's run ended before its first step; see its log")
+        outcome = run.trial(trial, began)
+        outcomes.append(outcome)
+        print(f"drill: {number} of {len(trials)}: {_sentence(outcome)}", flush=True)
+        if outcome.took_place and not outcome.survived and run.starts < _MOST_STARTS:
+            run.end()
+            run.start()
+            resumed = time.monotonic()
+            began = None if (now := run.began()) is None else began + now - resumed
+    return outcomes
+
+
+def _sentence(outcome: Outcome) -> str:
+    where = f"rank {outcome.rank} in {outcome.phase or 'any phase'} after step {outcome.step}"
+    if not outcome.took_place:
+        return f"{where} was not struck: {outcome.note}"
+    if not outcome.survived:
+        return f"{where}: NOT survived: {outcome.note}"
+    return f"{where}: next step after {outcome.seconds:.2f} s, {outcome.lost_steps} done again"
+
+
+def _must_end(run: DrilledRun, directory: RunDirectory) -> None:
+    """Wait for the end, and start the run again where it ends before its last step."""
+    while (
+        code := run.finish(without_progress_seconds=_DEADLINE_SECONDS)
+    ) != EXIT_DONE and run.starts < _MOST_STARTS:
+        run.start()
+    if code != EXIT_DONE:
+        how = "hung" if code is None else f"ended with exit code {code}"
+        raise OutlastError(
+            f"the drill's run {directory.path.name} was started {run.starts} times and {how} at "
+            f"last; see {_log(directory)}"
+        )
+
+
+def _named(job: Job, name: str) -> Job:
+    run = job.run.model_copy(update={"name": f"{job.run.name}-{name}"})
+    return job.model_copy(update={"run": run})
+
+
+def _directory(job: Job, name: str) -> RunDirectory:
+    from outlast.records import RunDirectory
+
+    return RunDirectory(Path(job.run.directory) / f"{job.run.name}-{name}")
+
+
+def _log(directory: RunDirectory) -> Path:
+    return directory.path.with_name(f"{directory.path.name}.log")
+
+
+def _run(job_file: Path | None, settings: list[str], job: Job, asked: Asked) -> DrilledRun:
+    from outlast.records import RunDirectory
+    from outlast.recover.drill import DrilledRun
+
+    directory = RunDirectory(Path(job.run.directory) / job.run.name)
+    directory.path.parent.mkdir(parents=True, exist_ok=True)
+    _log(directory).unlink(missing_ok=True)
+    file = [str(job_file)] if job_file else []
+    name = f"run.name={json.dumps(job.run.name)}"
+    return DrilledRun(
+        [sys.executable, "-m", "outlast", "train", *file, *settings, name],
+        directory,
+        memory=job.recover.memory,
+        log=_log(directory),
+        ranks=job.launch.nproc,
+        deadline_seconds=_DEADLINE_SECONDS + asked.stop_seconds,
+        stop_seconds=asked.stop_seconds,
+        live=job.recover.mode == "live",
+    )
+
+
+def _result(job: Job, asked: Asked, outcomes: list[Outcome], starts: int) -> dict[str, Any]:
+    struck = [each for each in outcomes if each.took_place]
+    survived = [each for each in struck if each.survived]
+    clean, disturbed = (_directory(job, name) for name in ("drill-clean", "drill-struck"))
+    equal, distance = _compare(job)
+    seconds = [each.seconds for each in survived]
+    return {
+        "mode": job.recover.mode,
+        "processes": job.launch.nproc,
+        "seed": asked.seed,
+        "stop_seconds": asked.stop_seconds,
+        "trials": [dataclasses.asdict(each) for each in outcomes],
+        "struck": len(struck),
+        "survived": len(survived),
+        "starts": starts,
+        "lost_steps": sum(each.lost_steps for each in survived),
+        "lost_samples": sum(each.lost_steps for each in survived) * job.train.batch_size,
+        "median_seconds": statistics.median(seconds) if seconds else None,
+        "longest_seconds": max(seconds, default=None),
+        "goodput": _goodput(job, asked, clean, disturbed, len(struck)),
+        "bits_equal": equal,
+        "largest_difference": distance,
+    }
+
+
+def _compare(job: Job) -> tuple[bool, float]:
+    """Whether both runs' last weights are equal bit for bit, and their largest difference."""
+    import torch
+
+    from outlast.train.export import load_trained
+
+    first, second = (
+        load_trained(_named(job, name), _directory(job, name))[0].state_dict()
+        for name in ("drill-clean", "drill-struck")
+    )
+    equal = first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+    differences = (
+        float((first[name].double() - second[name].double()).abs().max())
+        for name in first
+        if name in second and first[name].numel()
+    )
+    return equal, max(differences, default=0.0)
+
+
+def _goodput(
+    job: Job, asked: Asked, clean: RunDirectory, disturbed: RunDirectory, struck: int
+) -> dict[str, float]:
+    """Share of the struck run's time that was progress: measured, and predicted from the other."""
+    from outlast.recover.cost import lost_seconds, share_of_progress
+
+    work, wall = (_training_seconds(each) for each in (clean, disturbed))
+    step = work / max(job.train.steps - 1, 1)
+    kept = job.recover.mode == "restart" and job.launch.nproc > 1
+    every = job.recover.every_steps if kept else int(job.checkpoint.every_steps or 1)
+    if asked.stop_seconds:
+        predicted = work / (work + struck * asked.stop_seconds)
+    elif asked.kill:
+        predicted = _planned(asked.kill, step, every, way_back(clean))
+    else:
+        predicted = share_of_progress(work, struck, way_back(clean), lost_seconds(step, every))
+    return {"measured": min(work / wall, 1.0), "predicted": predicted}
+
+
+def _training_seconds(directory: RunDirectory) -> float:
+    """From the first step to the last, over all attempts."""
+    from outlast.records import StepsDone, read_run
+
+    steps = read_run(directory.path).of(StepsDone)
+    return max(steps[-1][0].monotonic - steps[0][0].monotonic, 1e-9)
+
+
+def way_back(clean: RunDirectory) -> WayBack:
+    """How long a restart takes, from the set-up of a run that was not disturbed."""
+    from outlast.records import Ready, StepsDone, read_run
+    from outlast.recover.cost import REFORM_SECONDS, WayBack, detection_seconds
+
+    run = read_run(clean.path)
+    parts = run.of(Ready)[0][1].parts
+    # A worker is forked from a launcher that has imported everything.
+    again = sum(seconds for name, seconds in parts.items() if name != "start and imports")
+    steps = [seconds for _, event in run.of(StepsDone) for seconds in event.step_seconds]
+    warming = max(steps[0] - statistics.median(steps), 0.0)
+    return WayBack(detection_seconds(), REFORM_SECONDS + again + warming)
+
+
+def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
+    """What `outlast plan`'s model of failures expects at this rate."""
+    from outlast.plan.reliability.failures import FailureCause
+    from outlast.plan.reliability.goodput import goodput
+    from outlast.plan.reliability.recovery import DAY_SECONDS, Reliability, Restart, Tier
+    from outlast.recover.drill import per_second
+
+    cause = FailureCause(
+        name="kill",
+        per_node_day=per_second(kill) * DAY_SECONDS,
+        detection_seconds=back.detection_seconds,
+    )
+    run = Reliability(
+        nodes=1,
+        causes=(cause,),
+        interval_seconds=every * step,
+        tiers=(Tier(name="memory", restore_seconds=back.load_seconds),),
+        restart=Restart.of(back),
+    )
+    return float(goodput(run).ettr[0])
+
+
+def print_processes(result: dict[str, Any]) -> None:
+    """The table of a drill of processes, and in words what it means."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"drill, recover.mode = {result['mode']}, {result['processes']} processes",
+        title_justify="left",
+    )
+    table.add_column("phase")
+    for name in ("struck", "survived", "steps done again", "next step after (s)"):
+        table.add_column(name, justify="right")
+    taken = [each for each in result["trials"] if each["struck"]]
+    for phase in dict.fromkeys(each["phase"] for each in taken):
+        rows = [each for each in taken if each["phase"] == phase]
+        well = [each for each in rows if each["survived"]]
+        seconds = [each["seconds"] for each in well]
+        table.add_row(
+            phase,
+            str(len(rows)),
+            str(len(well)),
+            str(sum(each["lost_steps"] for each in well)),
+            f"{statistics.median(seconds):.2f}" if seconds else "-",
+        )
+    Console(width=100).print(table)
+    missed = len(result["trials"]) - len(taken)
+    print(
+        f"{result['survived']} of {result['struck']} survived"
+        + (f"; {missed} did not take place" if missed else "")
+        + f"; {result['lost_steps']} steps ({result['lost_samples']} samples) were done again"
+    )
+    goodput = result["goodput"]
+    print(
+        f"goodput: {100 * goodput['measured']:.1f} % measured, "
+        f"{100 * goodput['predicted']:.1f} % predicted"
+    )
+    same = "equal the undisturbed run's bit for bit"
+    if not result["bits_equal"]:
+        same = f"differ from the undisturbed run's by {result['largest_difference']:.3g} at most"
+    print(f"the final weights {same}")

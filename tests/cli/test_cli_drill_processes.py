@@ -1,0 +1,95 @@
+"""``outlast drill --at/--kill/--stop``: real runs whose processes are struck."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import tiny_job
+
+from outlast.cli.drill_processes import Asked, drill_processes, print_processes
+from outlast.errors import EXIT_DONE, RecoverError
+from outlast.job import to_toml
+
+
+def drill(folder: Path, *arguments: str, settings: tuple[str, ...] = ()) -> tuple[int, str, dict]:
+    job = tiny_job(folder, "drilled", "train.steps=40", "checkpoint.every_steps=10", *settings)
+    (folder / "job.toml").write_text(to_toml(job))
+    output = folder / "result.json"
+    command = [sys.executable, "-m", "outlast", "drill", str(folder / "job.toml")]
+    done = subprocess.run(
+        [*command, *arguments, "--json", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    result = json.loads(output.read_text()) if output.exists() else {}
+    return done.returncode, done.stdout + done.stderr, result
+
+
+@pytest.mark.distributed
+def test_deaths_in_the_middle_of_a_step_a_save_and_a_restart(tmp_path: Path) -> None:
+    code, output, result = drill(tmp_path, "--at", "reduce", "--at", "save", "--at", "heal")
+    assert code == EXIT_DONE, output
+    assert sorted(each["phase"] for each in result["trials"]) == ["heal", "reduce", "save"]
+    assert (result["struck"], result["survived"]) == (3, 3), output
+    assert result["bits_equal"]
+    assert result["lost_samples"] == 12 * result["lost_steps"]
+    assert all(each["seconds"] > 0.0 for each in result["trials"])
+    assert 0.0 < result["goodput"]["measured"] <= 1.0
+    assert 0.0 < result["goodput"]["predicted"] <= 1.0
+    assert "3 of 3 survived" in output
+    assert "the final weights equal the undisturbed run's bit for bit" in output
+
+
+@pytest.mark.distributed
+def test_a_stopped_process_goes_on_and_a_phase_that_never_comes_is_told(tmp_path: Path) -> None:
+    arguments = ("--stop", "0.5", "--at", "backward", "--at", "parity")
+    code, output, result = drill(tmp_path, *arguments, settings=("recover.mode=off",))
+    assert code == EXIT_DONE, output
+    assert (result["struck"], result["survived"], result["lost_steps"]) == (1, 1, 0), output
+    assert result["starts"] == 1
+    assert result["bits_equal"]
+    assert result["median_seconds"] >= 0.5
+    assert "the run has ended without another phase parity" in output
+    assert "1 did not take place" in output
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (Asked("often", (), 0.0, None, 0), "--kill often: give kills per time above 0"),
+        (Asked("1/s", ("data",), 0.0, None, 0), "--kill and --at say both when to strike"),
+        (Asked("", ("lunch",), 0.0, None, 0), "--at lunch: give one of heal"),
+        (Asked("", ("data",), 0.0, 0, 0), "--trials 0: give at least 1"),
+        (Asked("", (), -1.0, None, 0), "--stop -1: give seconds above 0"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused(asked: Asked, sentence: str) -> None:
+    assert asked.wanted
+    with pytest.raises(RecoverError, match=sentence):
+        drill_processes(None, [], asked)
+
+
+def test_what_was_not_survived_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = {"phase": "data", "struck": 1.0, "survived": False, "lost_steps": 0, "seconds": 0.0}
+    print_processes(
+        {
+            "mode": "off",
+            "processes": 2,
+            "trials": [trial],
+            "struck": 1,
+            "survived": 0,
+            "lost_steps": 0,
+            "lost_samples": 0,
+            "goodput": {"measured": 0.5, "predicted": 0.75},
+            "bits_equal": False,
+            "largest_difference": 0.25,
+        }
+    )
+    told = capsys.readouterr().out
+    assert "0 of 1 survived" in told
+    assert "goodput: 50.0 % measured, 75.0 % predicted" in told
+    assert "differ from the undisturbed run's by 0.25 at most" in told
