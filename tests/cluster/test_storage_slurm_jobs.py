@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import threading
 import time
 
@@ -90,7 +91,7 @@ def test_the_job_decides_who_is_asked_and_in_which_order(tmp_path, monkeypatch, 
         "checkpoint.turn_order=fcfs",
         f"checkpoint.turn_ask_slurm={str(ask_slurm).lower()}",
     ]
-    turns = turns_for(load_job(None, overrides).checkpoint)
+    turns = pickle.loads(pickle.dumps(turns_for(load_job(None, overrides).checkpoint)))
     about = {"nodes": 1, "unsaved_seconds": 9.0, "mtbf_seconds": 1e5, "period_seconds": 9.0}
     first = turns.ask(1e6, **about)
     assert first.ready()
