@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.cli.asks import asks
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -22,54 +23,75 @@ HOUR = 3600.0
 _GENERATED_JOBS = 3000
 
 
-def simulate(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class AskedLog:
+    """Whose jobs the others' are."""
+
     swf: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A log in the Standard Workload Format.")
-    ] = None,
+    ] = None
     sacct: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Output of sacct --allusers --parsable2, or --json."),
-    ] = None,
+    ] = None
     generated: Annotated[
         int | None,
         typer.Option(min=2, metavar="NODES", help="Without a log: generated jobs on a machine."),
-    ] = None,
+    ] = None
     partition: Annotated[
         str | None, typer.Option(help="Of sacct's text: only this partition's jobs.")
-    ] = None,
+    ] = None
     machine_nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the log's machine; default: as it shows.")
-    ] = None,
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedRun:
+    """The run that is submitted, and what it may ask for."""
+
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Of the run; default: an eighth of the machine.")
-    ] = None,
-    hours: Annotated[float, typer.Option(min=0.01, help="Of the run on these nodes.")] = 24.0,
+    ] = None
+    hours: Annotated[float, typer.Option(min=0.01, help="Of the run on these nodes.")] = 24.0
     size: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Other node counts it can run on; default: 1/4 to 4 times."),
-    ] = None,
+    ] = None
     exponent: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Speed grows as nodes to this power.")
-    ] = 0.9,
-    restart: Annotated[float, typer.Option(min=0.0, help="Seconds to a link's first step.")] = 300,
-    save: Annotated[float, typer.Option(min=0.0, help="Seconds of a link's last save.")] = 60.0,
+    ] = 0.9
+    restart: Annotated[float, typer.Option(min=0.0, help="Seconds to a link's first step.")] = 300
+    save: Annotated[float, typer.Option(min=0.0, help="Seconds of a link's last save.")] = 60.0
     max_time: Annotated[
         str, typer.Option(help="Longest wall time, as Slurm writes it: 24:00:00, 2-00:00:00.")
-    ] = "UNLIMITED",
-    links: Annotated[float, typer.Option(min=0.1, help="Hours of a link of policy links.")] = 8.0,
+    ] = "UNLIMITED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedComparison:
+    """What is compared, and how."""
+
+    links: Annotated[float, typer.Option(min=0.1, help="Hours of a link of policy links.")] = 8.0
     policy: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(POLICIES)}; default: all.")
-    ] = None,
+    ] = None
     load: Annotated[
         list[float] | None,
         typer.Option(min=0.01, help="Stretch the arrivals to this load; default: the log's own."),
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Moments at which the run is submitted.")] = 10,
+    ] = None
+    runs: Annotated[int, typer.Option(min=1, help="Moments at which the run is submitted.")] = 10
     backfill: Annotated[
         str, typer.Option(help="easy, or conservative: as Slurm's with a deep queue.")
-    ] = "easy",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
+    ] = "easy"
+
+
+@asks
+def simulate(
+    asked_log: AskedLog,
+    asked_run: AskedRun,
+    comparison: AskedComparison,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of tables.")
     ] = False,
@@ -87,92 +109,70 @@ def simulate(
 
     --json: {"log", "jobs", "machine_nodes", "run", "notes", "rows"}, times in seconds.
     """
-    from outlast.cluster.policies.replay import replay
-
-    log = _log(
-        swf, sacct, generated=generated, partition=partition, machine_nodes=machine_nodes, seed=seed
-    )
-    job, limits = _run(
-        log,
-        hours,
-        nodes=nodes,
-        sizes=size,
-        exponent=exponent,
-        restart=restart,
-        save=save,
-        max_time=max_time,
-    )
-    kind = _backfill(backfill)
-    chosen = _policies(policy, links * HOUR, kind)
-    loads = load or [log.load]
-    rows: list[Row] = []
-    for each in loads:
-        stretched = log.at_load(each) if load else log
-        rows += replay(stretched, chosen, job, limits, runs=runs, seed=seed, backfill=kind)
+    log = _log(asked_log)
+    job, limits = _run(log, asked_run)
+    rows = _rows(log, job, limits, comparison, asked_log.seed)
     if json:
         _print_json(log, job, rows)
     else:
         _print(log, job, rows)
 
 
-def _log(
-    swf: Path | None,
-    sacct: Path | None,
-    *,
-    generated: int | None,
-    partition: str | None,
-    machine_nodes: int | None,
-    seed: int,
-) -> Workload:
+def _rows(
+    log: Workload, job: MalleableJob, limits: Limits, asked: AskedComparison, seed: int
+) -> list[Row]:
+    """One row for each load and policy."""
+    from outlast.cluster.policies.replay import replay
+
+    kind = _backfill(asked.backfill)
+    chosen = _policies(asked.policy, asked.links * HOUR, kind)
+    rows: list[Row] = []
+    for each in asked.load or [log.load]:
+        stretched = log.at_load(each) if asked.load else log
+        rows += replay(stretched, chosen, job, limits, runs=asked.runs, seed=seed, backfill=kind)
+    return rows
+
+
+def _log(asked: AskedLog) -> Workload:
     from outlast.cluster.workload.lublin import lublin
     from outlast.cluster.workload.sacct import read_sacct
     from outlast.cluster.workload.swf import read_swf
 
-    if sum(each is not None for each in (swf, sacct, generated)) != 1:
+    if sum(each is not None for each in (asked.swf, asked.sacct, asked.generated)) != 1:
         raise ClusterError("give one of --swf FILE, --sacct FILE and --generated NODES")
-    if partition is not None and sacct is None:
+    if asked.partition is not None and asked.sacct is None:
         raise ClusterError("--partition belongs to --sacct: other logs are read whole")
-    if swf is not None:
-        return read_swf(swf, nodes=machine_nodes)
-    if sacct is not None:
-        return read_sacct(sacct, nodes=machine_nodes, partition=partition)
-    return lublin(_GENERATED_JOBS, generated or 0, load=0.85, seed=seed)
+    if asked.swf is not None:
+        return read_swf(asked.swf, nodes=asked.machine_nodes)
+    if asked.sacct is not None:
+        return read_sacct(asked.sacct, nodes=asked.machine_nodes, partition=asked.partition)
+    return lublin(_GENERATED_JOBS, asked.generated or 0, load=0.85, seed=asked.seed)
 
 
-def _run(
-    log: Workload,
-    hours: float,
-    *,
-    nodes: int | None,
-    sizes: list[int] | None,
-    exponent: float,
-    restart: float,
-    save: float,
-    max_time: str,
-) -> tuple[MalleableJob, Limits]:
+def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
     """The run that is submitted, and what it may ask for."""
     from outlast.cluster.durations import limit_seconds
     from outlast.cluster.policies.job import Limits, MalleableJob, PowerSpeed
 
-    reference = nodes or max(log.machine_nodes // 8, 1)
+    reference = asked.nodes or max(log.machine_nodes // 8, 1)
     if reference > log.machine_nodes:
         raise ClusterError(
             f"--nodes {reference}: the log's machine has {log.machine_nodes} nodes; give fewer"
         )
-    others = sizes or [reference // 4, reference // 2, 2 * reference, 4 * reference]
+    others = asked.size or [reference // 4, reference // 2, 2 * reference, 4 * reference]
     possible = {each for each in others if 1 <= each <= log.machine_nodes}
     job = MalleableJob(
-        work_seconds=hours * HOUR,
+        work_seconds=asked.hours * HOUR,
         reference_nodes=reference,
         sizes=tuple(sorted({reference, *possible})),
-        speed=PowerSpeed(reference, exponent),
-        restart_seconds=restart,
-        save_seconds=save,
+        speed=PowerSpeed(reference, asked.exponent),
+        restart_seconds=asked.restart,
+        save_seconds=asked.save,
     )
-    longest = limit_seconds(max_time)
+    longest = limit_seconds(asked.max_time)
     if job.progress(reference, longest) <= 0.0:
         raise ClusterError(
-            f"--max-time {max_time}: restart and last save alone take "
+            f"--max-time {asked.max_time}: restart and last save alone take "
             f"{job.overhead(reference):g} s; give more"
         )
     return job, Limits(max_wall_seconds=longest, max_nodes=log.machine_nodes)

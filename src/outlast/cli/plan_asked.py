@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
@@ -140,44 +137,3 @@ class Layout:
     ] = None
     shard_ranks: Annotated[int | None, _option("Of one sharding group; 0: all.", _WHICH)] = None
     recompute: Annotated[str | None, _option("none, attention or full.", _WHICH)] = None
-
-
-def asks(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes an `Asked`, or also a `Layout`, with their fields as its options.
-
-    So that six commands need not each repeat them all.
-    """
-    given = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {each.name: each.annotation for each in given if each.annotation in (Asked, Layout)}
-    shared = {name: _parameters(kind) for name, kind in groups.items()}
-    own = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for each in given
-        if each.name not in groups
-    ]
-
-    @functools.wraps(command)
-    def called(**values: Any) -> None:
-        made = {
-            name: kind(**{each.name: values.pop(each.name) for each in shared[name]})
-            for name, kind in groups.items()
-        }
-        command(**made, **values)
-
-    every = [*(each for options in shared.values() for each in options), *own]
-    called.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in every}
-    return called
-
-
-def _parameters(kind: type[Asked] | type[Layout]) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=hints[each.name],
-        )
-        for each in fields(kind)
-    ]

@@ -6,7 +6,8 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from outlast.cli.plan_asked import Asked, Layout, asks
+from outlast.cli.asks import asks
+from outlast.cli.plan_asked import Asked, Layout
 from outlast.cli.plan_rank import AsJson
 from outlast.hardware.figure import Unavailable
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.plan_asked import Asked, Layout, asks
+from outlast.cli.asks import asks
+from outlast.cli.plan_asked import Asked, Layout
 from outlast.cli.plan_rank import AsJson
 from outlast.errors import EXIT_CRASHED, PlanError
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.plan_asked import Asked, asks
+from outlast.cli.asks import asks
+from outlast.cli.plan_asked import Asked
 
 if TYPE_CHECKING:
     from rich.console import Console
