@@ -137,6 +137,14 @@ def test_the_log_is_read_as_it_grows(tmp_path: Path) -> None:
         more.write('{"v": 1, "kind": "checkpoint_saved", "step": 60, "seconds": 4.0}\n{"kind": "ch')
     assert log.read()
     assert (log.step, len(log.save_seconds)) == (60, 6), "a torn line waits for its end"
+    with file.open("a") as more:
+        more.write('eckpoint_failed", "step": 70, "reason": "no space"}\n')
+    assert log.read()
+    assert (log.step, log.failure) == (60, "no space")
+    with file.open("a") as more:
+        more.write('{"v": 1, "kind": "checkpoint_saved", "step": 80, "seconds": 4.0}\n')
+    assert log.read()
+    assert (log.step, log.failure) == (80, "")
 
 
 def test_status_without_slurm_tells_links_gaps_and_time_left(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_wrong_input_is_not_tried_again_unless_something_was_saved() -> None:
     assert of(EXIT_BAD_INPUT, progressed=True).outcome == "continue"
 
 
+def test_a_save_that_failed_is_told_whatever_follows_from_it() -> None:
+    failure = "the checkpoint of step 80 failed: No space left on device"
+    for progressed, fruitless in ((True, 0), (False, 0), (False, 2)):
+        verdict = of(2, progressed=progressed, fruitless=fruitless, failure=failure)
+        assert f"ended with code 2: {failure}" in verdict.reason
+    assert failure not in of(EXIT_DONE, failure=failure).reason, "a later save went well"
+
+
 def test_what_slurm_did_is_no_attempt() -> None:
     for state in ("PREEMPTED", "NODE_FAIL"):
         verdict = of(143, progressed=False, fruitless=2, state=state, signal="SIGTERM")

@@ -216,6 +216,8 @@ class Link:
             return verdict_of(
                 1, progressed=False, saved=first > 0, fruitless=fruitless - 1, attempts=attempts
             )
+        # Whatever an earlier link could not write is not this one's failure.
+        log.failure = ""
         clock = self._clock()
         self._note_start(first)
         watch = Watch(
@@ -233,6 +235,7 @@ class Link:
         self._succession.begin()
         code = self._train(watch)
         last = run_log(self.files).step
+        log.read()
         self._succession.join()
         verdict = self._verdict(code, first, last, fruitless, watch)
         self._note_end(code, verdict, last, clock)
@@ -262,6 +265,7 @@ class Link:
             state=watch.state,
             signal=self.signals[-1] if self.signals else "",
             stop_asked=self.files.stop.exists(),
+            failure=watch.log.failure,
         )
 
     def _note_start(self, step: int) -> None:

@@ -20,9 +20,10 @@ _SAVED = b'"kind": "checkpoint_saved"'
 _READY = b'"kind": "ready"'
 _STARTED = b'"kind": "attempt_started"'
 _STOPPING = b'"kind": "stop_requested"'
+_FAILED = b'"kind": "checkpoint_failed"'
 # A line begins with its envelope, the kind in it.
 _HEAD_BYTES = 60
-_WANTED = (_SAVED, _READY, _STARTED, _STOPPING)
+_WANTED = (_SAVED, _READY, _STARTED, _STOPPING, _FAILED)
 
 
 @dataclass
@@ -35,6 +36,7 @@ class RunLog:
         restart_seconds: Of each start, to its first step.
         steps: Of the whole run; 0 where not known.
         stops: How often its ranks have agreed to stop.
+        failure: Why the newest checkpoint could not be written; empty where it was.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class RunLog:
     stops: int = 0
     save_seconds: list[float] = field(default_factory=list)
     restart_seconds: list[float] = field(default_factory=list)
+    failure: str = ""
     _offset: int = 0
 
     def read(self) -> bool:
@@ -67,11 +70,13 @@ class RunLog:
             event: dict[str, Any] = json.loads(line)
             match event["kind"]:
                 case "checkpoint_saved":
-                    self.step = int(event["step"])
+                    self.step, self.failure = int(event["step"]), ""
                     if float(event["seconds"]) > 0.0:
                         self.save_seconds.append(float(event["seconds"]))
                 case "ready":
                     self.restart_seconds.append(float(event["seconds"]))
+                case "checkpoint_failed":
+                    self.failure = str(event["reason"])
                 case "stop_requested":
                     self.stops += 1
                 case "attempt_started":

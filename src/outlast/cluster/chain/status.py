@@ -7,6 +7,7 @@ is predicted from them.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _USEFUL = ("compute", "data", "communication", "evaluation", "other")
 """Purposes of `outlast.records` that a run without interruptions has as well."""
 _NOT_KNOWN = "not known"
+_LEAST_FREE_BYTES = 2**20
+"""With less a link cannot keep its log, journal and fence."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
     if ask_slurm:
         links = _with_elapsed(links)
     outcome, reason = _outcome(journal, links, live, problem, asked=ask_slurm and not problem)
+    if outcome == "stalled":
+        reason = _without_space(files, reason)
     seconds = spent_seconds(files, links)
     total = sum(seconds.values())
     known = total > 0.0 and _NOT_KNOWN not in seconds
@@ -302,6 +307,17 @@ def _outcome(
     if not asked:
         return "unknown", problem or "Slurm was not asked"
     return "stalled", "nothing of it is in the queue; `outlast cluster resume` goes on"
+
+
+def _without_space(files: ChainFiles, reason: str) -> str:
+    """`reason`, and whether the disk is full: then the last link could not even say so."""
+    try:
+        free_bytes = shutil.disk_usage(files.path).free
+    except OSError:
+        return reason
+    if free_bytes >= _LEAST_FREE_BYTES:
+        return reason
+    return f"{reason}, once there is space: the disk of {files.run} is full"
 
 
 def as_json(status: ChainStatus) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def verdict_of(
     state: str | None = None,
     signal: str = "",
     stop_asked: bool = False,
+    failure: str = "",
 ) -> Verdict:
     """What follows when the program of a link has ended.
 
@@ -70,6 +71,7 @@ def verdict_of(
         state: What Slurm said of the job when it was told to end; None where it was not.
         signal: By which it was told, or an empty text.
         stop_asked: Whether `outlast cluster stop` was given.
+        failure: Why its last checkpoint could not be written, or an empty text.
     """
     if code == EXIT_DONE:
         return Verdict("done", "all steps are done")
@@ -81,7 +83,7 @@ def verdict_of(
         return Verdict("continue", "saved, to be continued")
     if state in NOT_ITS_FAULT:
         return Verdict("continue", f"Slurm ended the job ({state})")
-    how = _how(code, signal)
+    how = f"{_how(code, signal)}: {failure}" if failure else _how(code, signal)
     if progressed:
         return Verdict("continue", how)
     if code == EXIT_BAD_INPUT and not saved:
