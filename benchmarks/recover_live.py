@@ -61,8 +61,11 @@ def outlast_group(number: int, address: str, returning: bool, say: Callable[...,
         for step in groups.steps(until=10**9):
             index, count = step.share
             first, last = SAMPLES * index // count, SAMPLES * (index + 1) // count
-            loss = loss_of(model, step.number, first, last)
-            loss.backward()
+            first = last if step.idle else first
+            loss = torch.zeros(())
+            if not step.idle:
+                loss = loss_of(model, step.number, first, last)
+                loss.backward()
             if step.commit(loss.detach(), values=[last - first]):
                 optimizer.step()
                 digest = state_digest(state) if step.number % 10 == 0 else ""

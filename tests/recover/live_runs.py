@@ -54,6 +54,7 @@ class Plan:
     bad: tuple[int, ...] = ()
     awaits: int = 1
     stop: Path | None = None
+    rests: bool = False
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -160,11 +161,13 @@ def _train(
             current[0] = step.number if current[0] >= 0 else -1
             at("data")
             numbers = samples(step.number, *step.share)
+            passes = not (plan.rests and step.idle)
             time.sleep(plan.step_seconds)
             at("forward")
-            loss = loss_of(model, numbers)
+            loss = loss_of(model, numbers) if passes else torch.zeros(())
             at("backward")
-            loss.backward()
+            if passes:
+                loss.backward()
             good = step.number not in plan.bad or refused >= 2
             refused += not good
             wishes = [float(plan.stop is not None and plan.stop.exists())]

@@ -56,7 +56,10 @@ def test_two_groups_die_in_one_step_and_the_third_goes_on(tmp_path: Path) -> Non
     assert survivor.of("event").count("member_lost") == 2
 
 
-def test_a_group_that_returns_takes_the_state_of_a_peer_to_the_last_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_group_that_returns_takes_the_state_of_a_peer_to_the_last_bit(
+    rests: bool, tmp_path: Path
+) -> None:
     stop = tmp_path / "stop"
     plan = Plan(steps=100_000, awaits=2, stop=stop)
     with arena(tmp_path) as groups:
@@ -64,7 +67,7 @@ def test_a_group_that_returns_takes_the_state_of_a_peer_to_the_last_bit(tmp_path
         dead = groups.start(1, replace(plan, fault=Fault("backward", 4)))
         assert dead.end() == -signal.SIGKILL
         # Another seed: whatever it has made itself must not matter.
-        back = groups.start(1, replace(plan, returning=True, seed=7))
+        back = groups.start(1, replace(plan, returning=True, seed=7, rests=rests))
         back.wait_for(lambda life: len(life.steps()) >= 3)
         stop.touch()
         assert survivor.end() == back.end() == 0

@@ -30,6 +30,8 @@ def test_those_behind_are_spread_over_those_ahead() -> None:
     assert [view.source and view.source.number for view in views] == [None, None, 0, 1]
     assert [view.heals for view in views] == [(2,), (3,), (), ()]
     assert {view.step for view in views} == {5}
+    # Those that heal leave this step's batch to the others.
+    assert [view.share for view in views] == [(0, 2), (1, 2), (0, 2), (0, 2)]
 
 
 def test_of_two_versions_of_one_step_the_one_committed_later_is_kept() -> None:

@@ -200,7 +200,7 @@ class LiveEngine:
                     self._records.write(event)
             if attempt.number != step:
                 raise StateMovedError(attempt.number)
-            loss = self._own_part(attempt, global_tokens)
+            loss = torch.zeros(()) if attempt.idle else self._own_part(attempt, global_tokens)
             begun = time.perf_counter()
             done = attempt.commit(loss, values=self._wishes(step + 1))
             self._trainer.waits.add(time.perf_counter() - begun)

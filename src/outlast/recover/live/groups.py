@@ -53,6 +53,9 @@ class LiveStep:
     Attributes:
         number: Steps committed before it.
         share: This group's index and the number of groups among which the global batch is divided.
+        idle: Whether the others do this step's whole batch, because this group has only just taken
+            their state. A loop may then leave out both passes, which spares the others a wait;
+            what it computes does not count.
         committed: Whether it has been committed; None before `commit`.
         loss: Sum of the groups' losses, once committed.
         sums: Sums over the groups of what was given to `commit`, once committed.
@@ -60,6 +63,7 @@ class LiveStep:
 
     number: int
     share: tuple[int, int]
+    idle: bool
     _commit: Callable[[LiveStep, torch.Tensor | float, bool, Sequence[float]], bool]
     committed: bool | None = None
     loss: float = float("nan")
@@ -231,7 +235,7 @@ class LiveGroups:
         self._note(found)
         self._found = found
         self._since = self._since or found.round
-        self._open = LiveStep(self._step, (found.index, found.count), self._commit)
+        self._open = LiveStep(self._step, found.share, found.source is not None, self._commit)
         return self._open
 
     def end(self, step: LiveStep) -> None:
@@ -356,14 +360,20 @@ class LiveGroups:
         # From here on the optimizer may change what was served.
         self._close_serving()
         if not step.committed:
-            for each in self._parameters:
-                each.grad = None
+            self._drop_gradients()
         return step.committed
+
+    def _drop_gradients(self) -> None:
+        for each in self._parameters:
+            each.grad = None
 
     def _sum_and_vote(
         self, step: LiveStep, loss: float, good: bool, values: Sequence[float]
     ) -> bool:
         _, connections = self._linked()
+        if step.idle:
+            self._drop_gradients()
+            loss = 0.0
         flat, used = self._buckets.packed()
         connections.sum(flat)
         # Only who has all sums votes, so a full count says that everybody has them.
@@ -374,7 +384,8 @@ class LiveGroups:
         )
         connections.sum([vote])
         numbers = vote.tolist()
-        if round(numbers[_GOOD]) != step.share[1]:
+        assert self._found is not None
+        if round(numbers[_GOOD]) != self._found.count:
             self._refusals += 1
             if self._refusals >= _REFUSALS:
                 raise WrongNumbersError(

@@ -61,6 +61,8 @@ class Membership:
         round: Unique to the answer of the quorum; later rounds are greater as texts.
         members: By number.
         index: Of this group among them.
+        share: Index of this group among those that compute, and their number. A group that heals
+            computes nothing yet: it has the first one's share in name.
         source: From whom this group must take its state; None when it has the newest.
         heals: Numbers of the groups that take it from this one.
         step: Steps committed in the newest state.
@@ -72,6 +74,7 @@ class Membership:
     round: str
     members: tuple[Member, ...]
     index: int
+    share: tuple[int, int]
     source: Member | None
     heals: tuple[int, ...]
     step: int
@@ -80,7 +83,7 @@ class Membership:
 
     @property
     def count(self) -> int:
-        """How many groups share the batch."""
+        """How many groups take part."""
         return len(self.members)
 
     @property
@@ -135,10 +138,12 @@ def membership(round_name: str, present: list[Member], life: str) -> Membership:
     sources = [each for each in members if each.state == (step, lineage)]
     behind = [each for each in members if each.state != (step, lineage)]
     pairs = {each.life: sources[number % len(sources)] for number, each in enumerate(behind)}
+    computing = [each.life for each in sources]
     return Membership(
         round=round_name,
         members=tuple(members),
         index=next(number for number, each in enumerate(members) if each.life == life),
+        share=(computing.index(life) if life in computing else 0, len(computing)),
         source=pairs.get(life),
         heals=tuple(each.number for each in behind if pairs[each.life].life == life),
         step=step,
