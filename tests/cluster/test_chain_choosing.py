@@ -203,3 +203,24 @@ def test_a_long_queue_is_simulated_with_easy_backfill(files: ChainFiles, tmp_pat
     assert found.forecast is not None
     assert found.forecast.p10_seconds > 24 * HOUR
     assert len(found.forecast.wait_seconds) == 8
+
+
+def test_recent_accounting_says_when_jobs_really_end(files: ChainFiles, tmp_path: Path) -> None:
+    """Users who ask for ten times what they use; without accounting they are taken to use half."""
+    put_queue(tmp_path, BUSY, partition(10, 4))
+    plan = replace(PLAN, nodes=(8,), sizes=(8,))
+    assumed = choose_first(files, plan, 1, seconds=HOUR).forecast
+    heads = "JobID|Submit|Start|End|ElapsedRaw|TimelimitRaw|NNodes|State"
+    rows = [f"{each}|{each}|{each}|{each + 360}|360|60|1|COMPLETED" for each in range(1, 61)]
+    (tmp_path / "accounting").write_text("\n".join([heads, *rows]) + "\n")
+    put_command(tmp_path, "sacct", f'echo "$@" >> {tmp_path}/asked; cat {tmp_path}/accounting')
+    learnt = choose_first(files, plan, 1, seconds=HOUR).forecast
+    assert assumed is not None
+    assert learnt is not None
+    assert learnt.p50_seconds == pytest.approx(0.1 * 30 * HOUR, rel=0.1)
+    assert assumed.p50_seconds > 3.0 * learnt.p50_seconds
+    assert "--partition=batch --format=JobID,Submit,Start,End" in (tmp_path / "asked").read_text()
+    put_command(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    without = choose_first(files, plan, 1, seconds=HOUR).forecast
+    assert without is not None
+    assert without.p50_seconds == assumed.p50_seconds

@@ -33,7 +33,7 @@ def print_candidates(
         site: What the cluster allows.
         costs: Of a link.
         train_seconds: That are left on the reference.
-        log: What the queue's users did; None: as is assumed without a log.
+        log: What the queue's users did; None: as recent accounting says.
     """
     if not site.known:
         return

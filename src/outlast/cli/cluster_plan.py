@@ -23,7 +23,8 @@ _CLOCK = (
 _CHOICE = (
     "time limit and nodes of a link are those with which the run is predicted to end first on the "
     "queue as it is when the link is submitted: the first one's now, each later one's as the link "
-    "before it begins"
+    "before it begins; how much of their limits jobs use is taken from recent accounting (sacct), "
+    "and assumed where there is none"
 )
 _LEAD = (
     "the lead is the one that maximises (W - x) F(x) over what saves have taken, and at least "

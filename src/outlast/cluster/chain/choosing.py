@@ -24,6 +24,8 @@ from outlast.cluster.slurm.nodes import partitions_now
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
     from outlast.cluster.chain.planning import Costs, Site
     from outlast.cluster.policies.automatic import Choice
@@ -61,7 +63,6 @@ def choose_now(
     *,
     behaviour: Behaviour | None = None,
     correction: Correction | None = None,
-    samples: int = 32,
     after: str = "",
 ) -> Choice:
     """The best of all shapes of `job` on the live queue.
@@ -70,9 +71,8 @@ def choose_now(
         plan: Of the chain.
         site: What the cluster allows.
         job: What is left; see `job_of`.
-        behaviour: Of the queue's users; None: as is assumed without a log.
+        behaviour: Of the queue's users; None: as accounting says, see `behaviour_now`.
         correction: From past predictions.
-        samples: Ways in which the queue may go on.
         after: The running job for whose end the link waits.
 
     Raises:
@@ -97,13 +97,25 @@ def choose_now(
     waiting = len(situation.queue.pending_nodes)
     return choose(
         situation,
-        behaviour,
+        behaviour or behaviour_now([each.name for each in partitions]),
         walls=walls,
         backfill=as_slurm(situation.queue),
-        samples=min(samples, max(_SAMPLED_JOBS // max(waiting, 1), _FEWEST_SAMPLES)),
+        samples=min(_SAMPLES, max(_SAMPLED_JOBS // max(waiting, 1), _FEWEST_SAMPLES)),
         correction=correction,
         after=int(after) if after.isdigit() else None,
     )
+
+
+def behaviour_now(partitions: Sequence[str]) -> Behaviour:
+    """How much of their limits jobs use, by recent accounting; assumed where that says nothing.
+
+    Whether one may see everybody's jobs there is not known, so what arrives is not taken from it.
+    """
+    from outlast.cluster.policies.behaviour import Behaviour
+    from outlast.cluster.workload.sacct import recent_jobs
+
+    log = recent_jobs(partitions)
+    return Behaviour.assumed() if log is None else Behaviour.learnt(log, arrivals=False)
 
 
 def job_of(plan: ChainPlan, costs: Costs, seconds: float, sizes: tuple[int, ...]) -> MalleableJob:
@@ -264,7 +276,6 @@ def _chosen(
         site,
         job,
         correction=correction_of(starts_nearby(files)),
-        samples=_SAMPLES,
         after=after,
     )
     best, reason = choice.best, choice.reason

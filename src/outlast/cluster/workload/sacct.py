@@ -1,4 +1,4 @@
-"""Jobs out of Slurm's accounting: ``sacct --parsable2`` or ``sacct --json``, written to a file.
+"""Jobs out of Slurm's accounting: asked now, or a file of ``sacct --parsable2`` or ``--json``.
 
     sacct -a -X -P -S 2026-01-01 -o JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State
 
@@ -8,17 +8,22 @@ Names of users, accounts and jobs may be in the file; they are not read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from outlast.cluster.durations import shown_seconds
+from outlast.cluster.slurm.commands import Patience, ask
 from outlast.cluster.slurm.history import history_from_json
 from outlast.cluster.workload.jobs import Workload
 from outlast.cluster.workload.records import Record, workload_of
 from outlast.errors import ClusterError
 
 _NEEDED = ("JobID", "Submit")
+_FIELDS = "JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State"
+RECENT_DAYS = 2
+"""Of accounting that is asked now: enough jobs of a busy partition, and little work for it."""
+_PATIENCE = Patience(answer_seconds=30.0, total_seconds=0.0)
 
 
 def read_sacct(
@@ -41,14 +46,34 @@ def read_sacct(
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path} cannot be read as a log: {error}") from None
+    return _read(text, path.name, nodes=nodes, partition=partition)
+
+
+def recent_jobs(partitions: Sequence[str]) -> Workload | None:
+    """Jobs of these partitions that ended in the last `RECENT_DAYS`, of all that one may see.
+
+    Returns:
+        None where accounting is missing, switched off, refused, slow, or has no job that ran.
+    """
+    command = ["sacct", "--allusers", "--allocations", "--duplicates", "--parsable2"]
+    command += [f"--starttime=now-{RECENT_DAYS}days", f"--partition={','.join(partitions)}"]
+    try:
+        return _read(ask([*command, f"--format={_FIELDS}"], _PATIENCE), "accounting")
+    except ClusterError:
+        return None
+
+
+def _read(
+    text: str, name: str, *, nodes: int | None = None, partition: str | None = None
+) -> Workload:
     skipped: Counter[str] = Counter()
     if text.lstrip().startswith("{"):
         if partition is not None:
             raise ClusterError("partition is read from sacct's text only, not from its JSON")
         records = _from_json(text)
     else:
-        records = _from_text(text, path, partition, skipped)
-    return workload_of(records, machine_nodes=nodes, name=path.name, skipped=skipped)
+        records = _from_text(text, name, partition, skipped)
+    return workload_of(records, machine_nodes=nodes, name=name, skipped=skipped)
 
 
 def _from_json(text: str) -> Iterator[Record]:
@@ -66,7 +91,7 @@ def _from_json(text: str) -> Iterator[Record]:
 
 
 def _from_text(
-    text: str, path: Path, partition: str | None, skipped: Counter[str]
+    text: str, source: str, partition: str | None, skipped: Counter[str]
 ) -> Iterator[Record]:
     lines = iter(text.splitlines())
     names = next(lines, "").split("|")
@@ -78,7 +103,7 @@ def _from_text(
     ]
     if missing:
         raise ClusterError(
-            f"{path}: its first line must name sacct's columns, parted by |; it lacks "
+            f"{source}: its first line must name sacct's columns, parted by |; it lacks "
             f"{', '.join(missing)}"
         )
     for line in lines:
