@@ -54,6 +54,7 @@ def bars(quick: bool) -> list[Bar]:
             *_mounted_bytes(place, 32 if quick else 128),
             *_throughput(place, megabytes, rounds),
             *_waiting(place, 32 if quick else 256, rounds),
+            *_beside_training(place, megabytes, rounds),
             *_reading(place, megabytes, rounds),
             *_direct(place, megabytes, rounds),
         ]
@@ -355,6 +356,58 @@ def _waiting(place: Path, megabytes: int, rounds: int) -> list[Bar]:
             "polls every 20 ms",
         ),
         at_most("finding a copy that is there", median(again), "s", 0.02, "of any size"),
+    ]
+
+
+def _steps_beside(job: Path, *options: str) -> float:
+    """Median seconds of a step of matrix products on all cores while a process stages."""
+    node = job.parent / "node"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outlast.cluster.staging", *options, str(job)],
+        stdout=subprocess.DEVNULL,
+    )
+    while not list(node.rglob("*.part")) and process.poll() is None:
+        time.sleep(0.005)
+    found = [_step_seconds()]
+    while process.poll() is None:
+        found.append(_step_seconds())
+    if process.returncode:
+        raise SystemExit(f"staging ended with {process.returncode}")
+    shutil.rmtree(node)
+    return median(found)
+
+
+def _step_seconds() -> float:
+    matrix = np.ones((512, 512), dtype=np.float32)
+    begun = time.perf_counter()
+    for _ in range(4):
+        matrix @ matrix
+    return time.perf_counter() - begun
+
+
+def _beside_training(place: Path, megabytes: int, rounds: int) -> list[Bar]:
+    source = _make(place / "beside.bin", megabytes)
+    job = place / "job.toml"
+    job.write_text(
+        f'data.source = "tokens"\ndata.train = ["{source}"]\n'
+        f'staging.directory = "{place / "node"}"\nstaging.keep_free_gigabytes = 0.0\n'
+        '[model.settings]\nmodel_type = "llama"\n'
+    )
+    alone, beside, at_once = [], [], []
+    for _ in range(rounds):
+        alone.append(median([_step_seconds() for _ in range(50)]))
+        for found, options in ((beside, ["--beside-training"]), (at_once, [])):
+            drop_from_memory(source)
+            found.append(_steps_beside(job, *options))
+    source.unlink()
+    return [
+        at_most(
+            "step on all cores beside a prefetch, over alone",
+            median(beside) / median(alone),
+            "x",
+            1.1,
+            f"{median(at_once) / median(alone):.2f} x beside staging that does not make way",
+        ),
     ]
 
 
