@@ -48,7 +48,8 @@ def test_the_best_interval_is_measured_and_told(tmp_path: Path) -> None:
     "overrides", [["launch.nproc=1"], ["launch.nproc=2", "parallel.shard=2"]], ids=["1", "2 shards"]
 )
 def test_with_replay_logs_a_kill_costs_no_logged_step(tmp_path: Path, overrides: list[str]) -> None:
-    settings = ('checkpoint.replay="bf16"', "checkpoint.every_steps=0", "train.steps=40")
+    replay = ('checkpoint.replay="bf16"', 'recover.mode="off"')
+    settings = (*replay, "checkpoint.every_steps=0", "train.steps=40")
     whole = tiny_job(tmp_path, "whole", *settings, *overrides)
     assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
     job = tiny_job(tmp_path, "killed", *settings, *overrides)

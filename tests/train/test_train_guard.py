@@ -22,6 +22,7 @@ from outlast.guard.inject import inject, parse_faults
 from outlast.job import to_toml
 from outlast.records import (
     Guarded,
+    MemberLost,
     Run,
     Warned,
     WrongNumbers,
@@ -296,11 +297,27 @@ def test_numbers_that_stay_wrong_stop_every_rank(layout: str, tmp_path: Path) ->
         assert "go on from the newest checkpoint" in message
     events = [each for each in found(job) if each.outcome != "not_finite"]
     assert {(each.step, each.found_on) for each in events} == {(2, bad)}
+    [(_, lost)] = read_run(run_directory(job).path).of(MemberLost)
+    assert (lost.member, lost.cause) == (f"rank {bad}", "corrupt")
     # Without the defective device the same command goes on, from before the wrong numbers.
     assert train(job, 2) == EXIT_DONE
     plain = tiny_job(tmp_path, "plain", *settings, "guard.policy=off")
     assert train(plain, 2) == EXIT_DONE
     assert_equal_bits(weights(job), weights(plain))
+
+
+def _error_in_a_group(job: Job, faults: list[str]) -> tuple[str, str]:
+    os.environ["OUTLAST_LAUNCH"] = "nproc"
+    return _error_of(job, faults)
+
+
+def test_what_memory_holds_is_not_trusted_after_wrong_numbers(tmp_path: Path) -> None:
+    memory = f'recover.memory="{tmp_path}/memory"'
+    job = tiny_job(tmp_path, "memory", *SHORT, "guard.policy=linear", memory)
+    errors = run_ranks(2, _error_in_a_group, job, [f"{PERSISTENT}:rank=1"])
+    assert [name for name, _ in errors] == ["WrongNumbersError"] * 2
+    assert (tmp_path / "memory").exists()
+    assert list((tmp_path / "memory").rglob("rank-*")) == []
 
 
 def _outlast(arguments: list[str], faults: list[str]) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +31,7 @@ from outlast.train.schedule import learning_rate_factor
 from outlast.train.transfers import CopyNotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -190,7 +191,7 @@ class Trainer:
             for message in self.energy.warnings:
                 self._record(Warned(message))
         self.watch.lap()
-        with self.waits.in_collectives():
+        with self.waits.in_collectives(), self._forgetting_wrong_numbers():
             if self.replay is not None and first_step < self.job.train.steps:
                 # Logs lead on from a version of this attempt.
                 self._save(first_step)
@@ -213,6 +214,16 @@ class Trainer:
         self._record(self.memory.measured(last_step))
         reason = "" if completed else self.stop.reason or "another rank"
         return Outcome(last_step, completed, reason)
+
+    @contextlib.contextmanager
+    def _forgetting_wrong_numbers(self) -> Iterator[None]:
+        """What is kept in memory may be what is wrong: a restart must read a checkpoint."""
+        try:
+            yield
+        except WrongNumbersError:
+            if self.recovery is not None:
+                self.recovery.close(forget=True)
+            raise
 
     def _restore(self) -> int:
         if self.recovery is not None:
