@@ -55,6 +55,8 @@ class Plan:
     awaits: int = 1
     stop: Path | None = None
     rests: bool = False
+    host: str = "127.0.0.1"
+    interface: str = ""
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -94,8 +96,10 @@ def reference(steps: int, seed: int = 0) -> list[float]:
     return losses
 
 
-def _group(number: int, address: str, out: Path, plan: Plan) -> None:
+def group(number: int, address: str, out: Path, plan: Plan) -> None:
     torch.set_num_threads(1)
+    if plan.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = plan.interface
     reduce.BUCKET_BYTES = 256
     model, optimizer = make(plan.seed)
     with out.open("w", buffering=1) as file:
@@ -154,6 +158,7 @@ def _train(
         known=plan.known,
         returning=plan.returning,
         awaits=plan.awaits,
+        host=plan.host,
         timeout_seconds=plan.timeout_seconds,
     ) as groups:
         refused = 0
@@ -272,7 +277,7 @@ class Arena:
     def start(self, number: int, plan: Plan) -> Life:
         out = self.folder / f"group{number}-{len(self.lives)}.jsonl"
         process = multiprocessing.get_context("fork").Process(
-            target=_group, args=(number, self.lighthouse.address, out, plan)
+            target=group, args=(number, self.lighthouse.address, out, plan)
         )
         process.start()
         self.lives.append(Life(process, out))

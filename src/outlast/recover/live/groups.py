@@ -222,11 +222,11 @@ class LiveGroups:
             why = "could be connected"
             if not found.complete:
                 why = f"were there, of {self._awaits} that are awaited"
-                time.sleep(_LOOK_SECONDS)
             elif self._restored(found):
                 continue
             elif self._met(found):
                 break
+            time.sleep(_LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise RecoverError(
                     f"group {self.group} found no round in {self._timeout_seconds:g} s: only "

@@ -69,33 +69,34 @@ class Connections:
         self._given_up = [each for each in self._given_up if not each.closed()]
         if found.count == 1:
             return
-        done, problem, links = threading.Event(), [], []
+        done, problem, link = threading.Event(), [], _Link(found)
 
         def configure() -> None:
             try:
-                links.append(self._connected(found))
+                self._configure(link)
             except Exception as error:
                 problem.append(error)
             done.set()
 
         # Waits for all members; a peer that dies now must not hold this process up.
         threading.Thread(target=configure, daemon=True).start()
-        why = self._seat.wait(done, found.members, self._timeout_seconds)
+        why = self._seat.wait(done, found.members, self._timeout_seconds, link.given_up)
         if why or problem:
+            link.give_up()
             raise RoundFailedError(why or str(problem[0]))
-        self._link = links[0]
+        self._link = link
 
-    def _connected(self, found: Membership) -> _Link:
-        place = found.members[0].store
+    def _configure(self, link: _Link) -> None:
+        found, place = link.found, link.found.members[0].store
         host, _, port = place.rpartition(":")
         limit = timedelta(seconds=self._timeout_seconds)
-        store = dist.TCPStore(
+        link.store = dist.TCPStore(
             host, int(port), is_master=False, wait_for_workers=False, timeout=limit
         )
         group = self._kind(timeout=limit)
         at = f"{place}/outlast/{found.round}"
         group.configure(at, self._seat.life, found.index, found.count)
-        return _Link(found, group, store)
+        link.group = group
 
     def drop(self) -> None:
         """Give the connections up, and tell the peers."""
@@ -147,8 +148,8 @@ class _Link:
     """
 
     found: Membership
-    group: Any
-    store: dist.TCPStore
+    group: Any = None
+    store: dist.TCPStore | None = None
     works: list[Any] = field(default_factory=list)
 
     @property
@@ -159,12 +160,14 @@ class _Link:
         """Tell the peers that this member waits for them no more."""
         # Whose store is gone is a member itself, and its peers find it silent.
         with contextlib.suppress(RuntimeError):
-            self.store.set(self._key, "1")
+            if self.store is not None:
+                self.store.set(self._key, "1")
 
     def given_up(self) -> str:
         """Why the round is of no more use, or an empty text."""
         with contextlib.suppress(RuntimeError):
-            return "a member has given the round up" if self.store.check([self._key]) else ""
+            given_up = self.store is not None and self.store.check([self._key])
+            return "a member has given the round up" if given_up else ""
         return "the round's store has gone"
 
     def closed(self) -> bool:
