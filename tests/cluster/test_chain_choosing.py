@@ -121,7 +121,8 @@ def test_a_link_that_will_do_all_that_is_left_has_a_follower_as_it_is(
     put_queue(tmp_path, [in_queue(7, "RUNNING", 4, 10.0)], partition(10, 6))
     found = choose_next(files, PLAN.shaped(4, 10 * HOUR), 2, "7")
     assert (found.plan.nodes, found.plan.limit_seconds) == ((4,), 10 * HOUR)
-    assert found.reason == "as the link before: that is expected to do all that is left"
+    shape = "4 node(s) for 10:00:00"
+    assert found.reason == f"{shape}, as the link before: that is expected to do all that is left"
 
 
 @pytest.mark.parametrize("command", ["sinfo", "squeue"])
@@ -135,7 +136,8 @@ def test_a_later_link_goes_on_as_before_where_slurm_says_nothing(
     assert (job, problem) == ("9", "")
     entry = chosen(files)
     assert (entry["nodes"], entry["wall_seconds"], entry.get("waits")) == (2, 3 * HOUR, None)
-    assert entry["reason"].startswith("as the link before: nothing can be chosen now")
+    shape = "2 node(s) for 03:00:00"
+    assert entry["reason"].startswith(f"{shape}, as the link before: nothing can be chosen now")
     script = files.script(2).read_text()
     assert script.splitlines()[-1].endswith(f" {files.path} 2 link 2 {3 * HOUR:g}")
     assert "#SBATCH --time=03:00:00\n" in script
@@ -181,7 +183,7 @@ def test_status_says_what_was_chosen_and_what_was_predicted(
     put_queue(tmp_path, BUSY, partition(10, 4))
     submit_chosen(files, choose_first(files, replace(PLAN, sizes=(8,)), 1, seconds=HOUR), 1)
     found = status_of(files)
-    assert found.chosen.startswith("link 1, job 9, 8 node(s) for ")
+    assert found.chosen.startswith("link 1, job 9: ")
     assert "8 nodes for" in found.chosen
     note(files, "started", job="9", number=1, began=time.time() + 60.0, step=0, nodes=8)
     (link,) = status_of(files).links

@@ -19,6 +19,7 @@ from outlast.cluster.chain.progress import run_log
 from outlast.cluster.chain.starts import correction_of, predicted_fields, starts_nearby
 from outlast.cluster.chain.submission import submit_link
 from outlast.cluster.chain.work import SPEED_EXPONENT, work_seconds
+from outlast.cluster.durations import duration_text
 from outlast.cluster.slurm.limits import chosen_partitions
 from outlast.cluster.slurm.nodes import partitions_now
 from outlast.errors import ClusterError
@@ -206,7 +207,8 @@ def choose_next(files: ChainFiles, link: ChainPlan, number: int, job: str) -> Ch
 
 def _as_before(plan: ChainPlan, link: ChainPlan, number: int, why: str) -> Chosen:
     nodes = link.nodes[0] if plan.sizes else plan.nodes_of(number)
-    reason = f"as the link before: {why}"
+    limit = "" if link.limit_seconds is None else f" for {duration_text(link.limit_seconds)}"
+    reason = f"{nodes} node(s){limit}, as the link before: {why}"
     shaped = dataclasses.replace(
         plan, nodes=(nodes,), limit_seconds=link.limit_seconds, reason=reason
     )

@@ -34,7 +34,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from outlast.cluster.durations import duration_text
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -139,8 +138,7 @@ def choice_words(journal: Sequence[Entry]) -> str:
     if not chosen or not links or str(chosen[-1]["job"]) != str(links[-1]["job"]):
         return ""
     found = chosen[-1]
-    shape = f"{found['nodes']} node(s) for {duration_text(float(found['wall_seconds']))}"
-    return f"link {found['number']}, job {found['job']}, {shape}: {found['reason']}"
+    return f"link {found['number']}, job {found['job']}: {found['reason']}"
 
 
 def links_submitted(journal: Sequence[Entry]) -> list[Entry]:
