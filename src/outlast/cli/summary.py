@@ -18,6 +18,7 @@ from outlast.records import (
     coding_totals,
     guard_totals,
     read_run,
+    recovery_totals,
 )
 from outlast.report.energy import energy_sentence, energy_to_loss
 
@@ -93,6 +94,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         yield "guard", guarded
     if (coded := _coded(run)) is not None:
         yield "gradient coding", coded
+    if (recovered := recovery_totals(run)) is not None:
+        yield "recovery", recovered.sentence()
     yield "energy", energy_sentence(run)
     if (to_loss := energy_to_loss(run)) is not None:
         yield "energy to loss", to_loss

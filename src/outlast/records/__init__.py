@@ -41,6 +41,7 @@ from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
 from outlast.records.lock import OwnerLock
 from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
+from outlast.records.recovered import RecoveryTotals, recovery_totals, recovery_words
 from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
 from outlast.records.staged import DataStaged
 from outlast.records.stopwatch import Stopwatch
@@ -82,6 +83,7 @@ __all__ = [
     "Ready",
     "Record",
     "RecordWriter",
+    "RecoveryTotals",
     "Run",
     "RunDirectory",
     "Sampled",
@@ -105,6 +107,8 @@ __all__ = [
     "measured_figures",
     "predicted_words",
     "read_run",
+    "recovery_totals",
+    "recovery_words",
     "replace_file",
     "scalars",
     "sync_directory",

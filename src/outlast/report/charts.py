@@ -41,6 +41,7 @@ HATCH = {"fillmode": "overlay", "fgcolor": "var(--panel)", "solidity": 0.25}
 _LANE_STYLES = {
     "checkpoint": ("checkpoint", "circle"),
     "restore": ("restart", "triangle-left"),
+    "membership": ("restart", "star"),
     "evaluation": ("evaluation", "diamond"),
     "stop request": ("data", "square"),
     "warning": ("caution", "triangle-up"),

@@ -10,6 +10,7 @@ from outlast.report.compare import comparison
 from outlast.report.energy import energy_figure, energy_part
 from outlast.report.forecast import forecast_figure, forecast_part
 from outlast.report.guarded import guard_part
+from outlast.report.recovered import recovery_part
 from outlast.report.summary import KeyFigure, Unavailable, key_figures, outcome
 from outlast.report.tables import (
     Cell,
@@ -164,6 +165,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             "tensorized", "Tensorized layers", _TENSORIZED_NOTE, _each(overviews, tensorized_part)
         ),
         _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
+        _section("recovery", "Recovery", "", _each(overviews, recovery_part)),
         _section("coding", "Gradient coding", _CODING_NOTE, _each(overviews, coding)),
         _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
         '<div class="pair">',

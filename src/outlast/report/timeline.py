@@ -13,9 +13,13 @@ from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
     Evaluated,
+    MemberLost,
+    MembershipChanged,
+    StateRecovered,
     StepsDone,
     StopRequested,
     Warned,
+    recovery_words,
 )
 from outlast.report import text
 from outlast.report.summary import OUTCOME_WORDS
@@ -26,7 +30,15 @@ if TYPE_CHECKING:
     from outlast.records import Record
     from outlast.report.overview import Overview
 
-LANES = ("checkpoint", "restore", "evaluation", "stop request", "warning", "failure")
+LANES = (
+    "checkpoint",
+    "restore",
+    "membership",
+    "evaluation",
+    "stop request",
+    "warning",
+    "failure",
+)
 
 _SHORTEST_GAP_SECONDS = 0.05
 
@@ -109,8 +121,14 @@ def _of_record(record: Record) -> Iterator[Mark]:
         case Warned(message=message):
             origin = f"rank {record.rank}: " if record.rank else ""
             yield Mark("warning", record.time, origin + message)
+        case MemberLost() as lost:
+            # Whoever notices writes it.
+            yield Mark("failure", record.time, recovery_words(lost))
         case _ if record.rank:
             return
+        case StateRecovered() | MembershipChanged() as event:
+            lane = "restore" if isinstance(event, StateRecovered) else "membership"
+            yield Mark(lane, record.time, recovery_words(event))
         case CheckpointSaved() as saved:
             words = (
                 f"checkpoint of step {saved.step:,} on disk after {text.duration(saved.seconds)} "

@@ -7,8 +7,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from outlast.errors import WrongNumbersError
 from outlast.guard import Finding, Guard, Policy, guard
-from outlast.records import Guarded, WrongNumbers
+from outlast.guard.findings import HARMFUL
+from outlast.records import Guarded, MemberLost, WrongNumbers
 from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class RunGuard:
     def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
         settings = job.guard
         self._reported = 0
+        self._gave_up = False
         self.inside = False
         policy = Policy(
             level=settings.policy,
@@ -51,7 +54,11 @@ class RunGuard:
 
     def attempts(self) -> Iterator[int]:
         """See `Guard.attempts`."""
-        return self.guard.attempts()
+        try:
+            yield from self.guard.attempts()
+        except WrongNumbersError:
+            self._gave_up = True
+            raise
 
     def restart(self, step: int) -> None:
         """See `Guard.restart`."""
@@ -66,15 +73,21 @@ class RunGuard:
         """Findings of this process that are not recorded yet."""
         return len(self.guard.ledger.findings) - self._reported
 
-    def news(self) -> list[WrongNumbers]:
+    def news(self) -> list[WrongNumbers | MemberLost]:
         """All ranks' findings since the last call, by rank; all ranks call it together.
+
+        Where the attempts have ended with wrong numbers, their ranks count as lost.
 
         Returns:
             Events on rank 0, nothing on the others.
         """
         mine = self.guard.ledger.findings[self._reported :]
         self._reported += len(mine)
-        return [_event(finding) for findings in gathered(mine) for finding in findings]
+        events = [_event(finding) for findings in gathered(mine) for finding in findings]
+        if not self._gave_up:
+            return [*events]
+        corrupt = {each.found_on: each for each in events if each.outcome in HARMFUL}
+        return [*events, *(_lost(each) for each in corrupt.values())]
 
     def summary(self, step: int) -> Guarded:
         """What has been checked in this attempt so far."""
@@ -89,6 +102,11 @@ class RunGuard:
             modules=len(coverage),
             uncovered=dict(uncovered),
         )
+
+
+def _lost(wrong: WrongNumbers) -> MemberLost:
+    note = f"{wrong.operation} of {wrong.module} stays wrong on {wrong.device}"
+    return MemberLost(wrong.step, f"rank {wrong.found_on}", "corrupt", 0.0, note)
 
 
 def _event(finding: Finding) -> WrongNumbers:

@@ -34,14 +34,18 @@ from outlast.records import (
     Evaluated,
     Event,
     GradientsCoded,
+    MemberLost,
+    MembershipChanged,
     Predicted,
     Ready,
     Sink,
+    StateRecovered,
     StepsDone,
     StopRequested,
     Warned,
     WrongNumbers,
     predicted_words,
+    recovery_words,
 )
 
 if TYPE_CHECKING:
@@ -99,17 +103,22 @@ def message_of(event: Event) -> str | None:
         case Evaluated():
             bits = "" if event.bits_per_byte is None else f", {event.bits_per_byte:.3f} bits/byte"
             return f"step {event.step}: validation loss {event.loss:.4f} nats{bits}"
-        case CheckpointSaved() | CheckpointFailed() | CheckpointRestored() | CheckpointInterval():
+        case (
+            CheckpointSaved()
+            | CheckpointCopied()
+            | CheckpointFailed()
+            | CheckpointRestored()
+            | CheckpointInterval()
+        ):
             return _about_checkpoints(event)
-        case CheckpointCopied():
-            size = f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s"
-            return f"step {event.step}: checkpoint copied on to {event.place}, {size}"
         case WrongNumbers() | GradientsCoded():
             return _about_numbers(event)
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
         case Warned():
             return f"warning: {event.message}"
+        case StateRecovered() | MemberLost() | MembershipChanged():
+            return recovery_words(event)
         case AttemptEnded(outcome="to_be_continued"):
             return f"saved at step {event.step}; the same command goes on from there"
         case _:
@@ -117,7 +126,11 @@ def message_of(event: Event) -> str | None:
 
 
 def _about_checkpoints(
-    event: CheckpointSaved | CheckpointFailed | CheckpointRestored | CheckpointInterval,
+    event: CheckpointSaved
+    | CheckpointCopied
+    | CheckpointFailed
+    | CheckpointRestored
+    | CheckpointInterval,
 ) -> str:
     match event:
         case CheckpointSaved():
@@ -125,6 +138,9 @@ def _about_checkpoints(
                 f"step {event.step}: checkpoint saved, {event.bytes / 1e6:.1f} MB in "
                 f"{event.seconds:.2f} s (training waited {event.blocked_seconds * 1e3:.0f} ms)"
             )
+        case CheckpointCopied():
+            size = f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s"
+            return f"step {event.step}: checkpoint copied on to {event.place}, {size}"
         case CheckpointFailed():
             return f"warning: {event.reason}; training goes on"
         case CheckpointRestored():
