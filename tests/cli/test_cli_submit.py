@@ -382,3 +382,54 @@ def test_plan_and_explain_say_what_and_why(outlast: Outlast) -> None:
     assert code == 0
     assert "afterany" in out
     assert "a job that is cancelled stays cancelled" in out
+
+
+def idle_cluster(tmp_path: Path) -> None:
+    """Eight nodes that nobody uses."""
+    line = "\x1f".join(["batch", "up", "1-00:00:00", "0/8/0/8", "OFF", "batch*"])
+    put(tmp_path, "sinfo", f"printf '%s\\n' '{line}'")
+    put(tmp_path, "squeue", "true")
+
+
+AUTO = ['slurm.wall_time="auto"', "slurm.nodes=[2]", "run.name=a"]
+
+
+def test_a_chosen_link_is_shown_before_it_is_submitted(outlast: Outlast, tmp_path: Path) -> None:
+    idle_cluster(tmp_path)
+    code, out, err = outlast("submit", *AUTO, "--hours", 10, "--dry-run")
+    assert (code, err) == (0, "")
+    assert "#SBATCH --time=11:04:00\n" in out, "a tenth more than it takes, and a lead"
+    assert (
+        "# Chosen: just submit one long job, 2 nodes for 11.1 h: predicted to start at once" in out
+    )
+    put(tmp_path, "sbatch", "echo 41")
+    code, out, err = outlast("submit", *AUTO, "slurm.sizes=[2, 4]", "--hours", 10)
+    assert (code, err) == (0, "")
+    assert "chosen: 4 nodes for " in out
+    assert ", predicted to start at once, end the job in 5.38 h, one long job on 2 nodes" in out
+    code, out, _ = outlast("cluster", "explain", *AUTO)
+    assert code == 0
+    assert "chosen last: link 1, job 41: 4 nodes for " in out
+    assert "no predicted start of this folder's runs has been seen yet" in out
+    code, out, _ = outlast("cluster", "resume", "runs/a")
+    assert code == 0
+    assert "end the job in 5.38 h" in out, "it remembers the hours while no step is measured"
+
+
+def test_what_is_left_is_asked_for_only_where_it_is_used(outlast: Outlast) -> None:
+    code, _, err = outlast("submit", "slurm.wall_time=8h", "--hours", 10, "--dry-run")
+    assert code == 2
+    assert (
+        '--hours = 10 is only used where the time limit is chosen: set slurm.wall_time = "auto"'
+        in err
+    )
+    code, _, err = outlast("submit", *AUTO, "--dry-run")
+    assert code == 2
+    assert "this machine cannot ask Slurm (sinfo, squeue): submit on a login node" in err
+
+
+def test_sizes_that_the_partition_has_not_are_refused(outlast: Outlast, tmp_path: Path) -> None:
+    idle_cluster(tmp_path)
+    code, _, err = outlast("submit", *AUTO, "slurm.sizes=[16, 32]", "--dry-run")
+    assert code == 2
+    assert "slurm.sizes = [16, 32]: one job may have 8 nodes there; add smaller numbers" in err

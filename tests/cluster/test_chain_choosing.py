@@ -125,6 +125,23 @@ def test_a_link_that_will_do_all_that_is_left_has_a_follower_as_it_is(
     assert found.reason == f"{shape}, as the link before: that is expected to do all that is left"
 
 
+def test_what_was_said_to_be_left_counts_until_a_step_is_measured(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    put_queue(tmp_path, [in_queue(7, "RUNNING", 4, 2.0)], partition(10, 6, "1-00:00:00"))
+    link = PLAN.shaped(4, 2 * HOUR)
+    unknown = choose_next(files, link, 2, "7")
+    assert "no step is measured yet, so this is for as much work as the longest" in unknown.reason
+    write_plan(files, replace(PLAN, work_seconds=5 * HOUR, sizes=(4,)))
+    said = choose_next(files, link, 2, "7")
+    # The running link does almost two of the five hours.
+    assert said.plan.limit_seconds == pytest.approx(1.1 * 3.1 * HOUR, rel=0.05)
+    write_plan(files, replace(PLAN, work_seconds=HOUR, sizes=(4,)))
+    assert "expected to do all that is left" in choose_next(files, link, 2, "7").reason
+    trained(files, hours=40.0)
+    assert choose_next(files, link, 2, "7").plan.limit_seconds == 24 * HOUR
+
+
 @pytest.mark.parametrize("command", ["sinfo", "squeue"])
 def test_a_later_link_goes_on_as_before_where_slurm_says_nothing(
     files: ChainFiles, tmp_path: Path, command: str

@@ -240,6 +240,12 @@ def test_fillers_need_a_chain_that_grows() -> None:
     assert check("slurm.filler_nodes = [2]") == []
 
 
+def test_links_that_are_submitted_at_once_cannot_be_chosen_one_by_one() -> None:
+    (problem,) = check('slurm.chain = "array"', "slurm.links = 3", 'slurm.wall_time = "auto"')
+    assert problem.startswith('slurm.wall_time = "auto" chooses whenever a link is submitted')
+    assert check('slurm.wall_time = "auto"') == []
+
+
 def test_places_of_an_array_are_alike() -> None:
     array = ('slurm.chain = "array"', "slurm.links = 3")
     (problem,) = check(*array, "slurm.nodes = [4, 2]")

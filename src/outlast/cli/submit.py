@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,6 +71,7 @@ def submit(
             'slurm.wall_time = "auto", or leave it out'
         )
     seconds = None if hours is None else 3600.0 * hours
+    plan = dataclasses.replace(plan, work_seconds=seconds or 0.0)
     step = 0 if fresh else None
     chosen = choice_of(files, plan.from_link(number), number, seconds=seconds, step=step)
     if dry_run:

@@ -168,8 +168,8 @@ def choose_first(
         files: Of the chain.
         plan: Of it.
         number: Of the link.
-        seconds: Training that is left on the first of the plan's nodes; None: as measured, or
-            before the first steps as much as the longest link could do.
+        seconds: Training that is left on the first of the plan's nodes; None: as measured, before
+            the first steps as the plan says, or else as much as the longest link could do.
         step: That is done; None: of the newest checkpoint.
         after: The job for whose end it waits.
 
@@ -263,6 +263,7 @@ def _chosen(
     costs = costs_of(plan, log.save_seconds, measured_restart=bool(log.restart_seconds))
     reference = plan.nodes_of(number)
     measured = work_seconds(files, plan, reference, step=step) if seconds is None else seconds
+    measured = (plan.work_seconds or None) if measured is None else measured
     longest = longest_seconds(site)
     # As much as the longest link could do, where nobody knows.
     left = max(longest - costs.restart_seconds - costs.save_seconds, 60.0)

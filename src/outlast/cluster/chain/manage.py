@@ -158,7 +158,11 @@ def resume(files: ChainFiles, plan: ChainPlan | None = None, job_text: str = "")
     refuse_second(files)
     used = before
     if plan is not None:
-        used = dataclasses.replace(plan.from_link(before.first_number), chain=before.chain)
+        used = dataclasses.replace(
+            plan.from_link(before.first_number),
+            chain=before.chain,
+            work_seconds=before.work_seconds,
+        )
     number = next_number(files)
     if used.links and number > used.links and used.kind != "dependent":
         # The links of an earlier submission are used up: as many again, on the nodes that follow.

@@ -105,6 +105,8 @@ class ChainPlan:
             longest then. See `outlast.cluster.chain.choosing`.
         sizes: Node counts that are chosen from, too; none: the nodes are those of `nodes`.
         reason: Why a link that was chosen is as it is.
+        work_seconds: Training that was said to be left when the chain was submitted, on the first
+            of `nodes`, for choices before a step is measured; 0: nothing was said.
     """
 
     chain: str
@@ -137,6 +139,7 @@ class ChainPlan:
     chooses: bool = False
     sizes: tuple[int, ...] = ()
     reason: str = ""
+    work_seconds: float = 0.0
 
     def nodes_of(self, number: int) -> int:
         """Nodes of link `number`; the last of `nodes` stands for all later links."""
