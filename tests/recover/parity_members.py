@@ -87,10 +87,12 @@ def train(folder: Path, losses: int, steps: int) -> int:
     return epoch
 
 
-def recover(folder: Path, losses: int) -> Recovered:
-    """Make the newest state whole; a rebuilt one goes into the memory."""
+def recover(folder: Path, losses: int, step: int | None = None) -> Recovered:
+    """Make a step's state whole, the newest unless told; a rebuilt one goes into the memory."""
     group = join(folder, losses)
-    found = group.recover(slots(folder), lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    found = group.recover(
+        slots(folder), lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), step
+    )
     group.close()
     member = dist.get_rank()
     torch.save(torch.from_numpy(found.data.copy()), memory(folder, member) / f"{found.epoch}.slot")

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -244,11 +245,21 @@ def _disagree(folder: Path) -> int | None:
     return group.epoch
 
 
+def test_a_group_that_was_ahead_of_others_can_go_back(tmp_path: Path) -> None:
+    run_ranks(4, train, tmp_path, 1, 2)
+    lose(tmp_path, {3})
+    possible, found = zip(*run_ranks(4, _go_back, tmp_path), strict=True)
+    assert set(possible) == {(2, 1)}
+    _check(list(found), 1, {3})
+    lose(tmp_path, {0})
+    _check(run_ranks(4, recover, tmp_path, 1, 1), 1, {0})
+
+
 def _go_back(folder: Path) -> tuple[tuple[int, ...], Any]:
     group = join(folder, 1)
     possible = group.epochs(slots(folder))
-    found = group.recover(slots(folder), lambda nbytes: bytearray(nbytes), epoch=1)
-    return possible, found
+    group.close()
+    return possible, recover(folder, 1, 1)
 
 
 def test_groups_that_roll_back_together_have_both_steps_until_all_agreed(tmp_path: Path) -> None:
@@ -292,8 +303,11 @@ def test_files_of_another_group_are_refused(tmp_path: Path) -> None:
     assert all("is of another parity group" in each for each in said)
 
 
-def test_memory_of_no_use_is_refused() -> None:
+def test_memory_of_any_type_is_bytes_and_what_is_none_is_refused() -> None:
     assert as_bytes(torch.ones(3, dtype=torch.bfloat16)).nbytes == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.from_numpy(as_bytes(memoryview(b"abc"))).tolist() == [97, 98, 99]
     for tensor in (torch.ones(4, 4).t(), torch.ones(4, device="meta")):
         with pytest.raises(RecoverError, match="contiguous tensors in CPU memory"):
             as_bytes(tensor)

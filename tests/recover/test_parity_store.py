@@ -1,5 +1,10 @@
 """The parity file keeps the last epoch whatever happens to the next; situations are judged."""
 
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +40,7 @@ def test_an_epoch_that_is_written_in_part_leaves_the_last_one(tmp_path: Path) ->
     file.commit(_mark(1))
     _write(file, 2)
     again = _file(tmp_path)
-    assert (again.committed, again.prepared) == (_mark(1), None)
+    assert (again.committed, again.marks) == (_mark(1), (_mark(1),))
     assert np.all(again.stripe(_mark(1), 2) == 1)
 
 
@@ -47,11 +52,36 @@ def test_a_prepared_epoch_and_the_last_one_are_both_there(tmp_path: Path) -> Non
         if epoch == 1:
             file.commit(_mark(epoch))
     again = _file(tmp_path)
-    assert (again.committed, again.prepared) == (_mark(1), _mark(2))
+    assert (again.committed, again.marks) == (_mark(1), (_mark(1), _mark(2)))
     assert np.all(again.stripe(_mark(1), 0) == 1)
     assert np.all(again.stripe(_mark(2), 0) == 2)
     again.begin(LAYOUT.rows(LENGTHS))
-    assert _file(tmp_path).prepared is None
+    assert _file(tmp_path).marks == (_mark(1),)
+
+
+def test_the_epoch_before_is_there_until_the_next_one_begins(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    for epoch in (1, 2):
+        _write(file, epoch)
+        file.prepare(_mark(epoch))
+        file.commit(_mark(epoch))
+    again = _file(tmp_path)
+    assert again.marks == (_mark(2), _mark(1))
+    assert np.all(again.stripe(_mark(1), 0) == 1)
+    _write(file, 3)
+    assert _file(tmp_path).marks == (_mark(2),)
+
+
+def test_a_group_that_was_ahead_goes_back_and_on(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    for epoch in (1, 2):
+        _write(file, epoch)
+        file.prepare(_mark(epoch))
+        file.commit(_mark(epoch))
+    file.commit(_mark(1))
+    assert _file(tmp_path).marks == (_mark(1),)
+    _write(file, 3)
+    assert np.all(file.stripe(_mark(1), 0) == 1)
 
 
 def test_stripes_that_stay_need_no_writing(tmp_path: Path) -> None:
@@ -75,7 +105,7 @@ def test_a_damaged_head_counts_as_none(tmp_path: Path, damage: bytes) -> None:
     (head,) = tmp_path.glob("*.head")
     head.write_bytes(damage)
     again = _file(tmp_path)
-    assert (again.committed, again.prepared) == (None, None)
+    assert again.marks == ()
 
 
 def test_a_head_without_its_stripes_counts_as_none(tmp_path: Path) -> None:
@@ -84,7 +114,7 @@ def test_a_head_without_its_stripes_counts_as_none(tmp_path: Path) -> None:
     file.prepare(_mark(1))
     (stripes,) = tmp_path.glob("*.stripes")
     stripes.write_bytes(b"")
-    assert _file(tmp_path).prepared is None
+    assert _file(tmp_path).marks == ()
 
 
 def test_closed_files_go_if_asked(tmp_path: Path) -> None:
@@ -92,7 +122,7 @@ def test_closed_files_go_if_asked(tmp_path: Path) -> None:
     _write(file, 1)
     file.prepare(_mark(1))
     file.close()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
     file.close(remove=True)
     assert not list(tmp_path.iterdir())
 
@@ -135,3 +165,25 @@ def test_a_stale_file_of_another_history_is_told_apart() -> None:
 
 def test_too_many_losses_leave_nothing() -> None:
     assert _judge([{1: 0}, {1: 0}, {}, {}], [[_mark(1)], [_mark(1)], [], []]) == []
+
+
+def _hold(folder: Path, pipe: Connection) -> None:
+    _file(folder)
+    pipe.send(None)
+    time.sleep(60)
+
+
+def test_a_member_that_is_still_alive_keeps_its_files(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    holder = fork.Process(target=_hold, args=(tmp_path, theirs))
+    holder.start()
+    try:
+        assert ours.poll(60)
+        os.kill(holder.pid or 0, signal.SIGSTOP)
+        with pytest.raises(RecoverError, match="is still alive as another process"):
+            _file(tmp_path)
+    finally:
+        holder.kill()
+        holder.join()
+    assert _file(tmp_path).committed is None

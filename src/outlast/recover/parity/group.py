@@ -256,13 +256,12 @@ class ParityGroup:
     def _survey(self, slots: Mapping[int, Bytes]) -> tuple[list[Situation], dict[int, list[int]]]:
         """What can be made whole, and the hashes of this member's own slots."""
         hashes = {epoch: hash_stripes(self._layout, slot) for epoch, slot in slots.items()}
-        marks = [mark for mark in (self._file.committed, self._file.prepared) if mark]
         report = Report(
             {
                 epoch: (slot.nbytes, digest(hashes[epoch], slot.nbytes))
                 for epoch, slot in slots.items()
             },
-            tuple(marks),
+            self._file.marks,
         )
         reports = [Report.from_json(each) for each in gather(self._wire, report.to_json())]
         return situations(self._layout, reports), hashes

@@ -4,6 +4,8 @@ Every stripe has two places. An update fills those that are not in use; then a s
 head, is replaced by a rename and says which place of each stripe holds the parity of which epoch:
 ``prepared`` once all of this member's stripes are written, ``committed`` once all members' are.
 So a death at any byte leaves the parity of the last epoch as it was, and nothing needs undoing.
+Until the next update begins, the epoch before is there as well, for jobs of several groups of
+which some were behind.
 (A journal of old stripes would take as much memory wherever most of the state changes in a step,
 and would copy each stripe once more.)
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -78,10 +81,13 @@ class ParityFile:
         self._stripes = Path(directory) / f"{name}.{member}.stripes"
         self._committed: _Version | None = None
         self._prepared: _Version | None = None
+        self._previous: _Version | None = None
         self._written: set[int] = set()
         self._memory = np.empty(0, np.uint8)
+        self._lock = -1
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
+            self._take()
             self._map(self._stripes.stat().st_size if self._stripes.exists() else 0)
             self._read_head()
         except OSError as error:
@@ -93,19 +99,19 @@ class ParityFile:
         return self._committed.mark if self._committed else None
 
     @property
-    def prepared(self) -> Mark | None:
-        """Parity that is whole here, though perhaps not at every member."""
-        return self._prepared.mark if self._prepared else None
+    def marks(self) -> tuple[Mark, ...]:
+        """Of all parity that is whole here: committed, before that, and prepared."""
+        return tuple(version.mark for version in self._versions)
 
     def begin(self, rows: int) -> None:
-        """Get ready to write an epoch whose data reach `rows` rows; forgets a prepared one.
+        """Get ready to write an epoch whose data reach `rows` rows; forgets all but the committed.
 
         Raises:
             RecoverError: Where the memory does not suffice; what is committed stays.
         """
         self._written.clear()
-        if self._prepared is not None:
-            self._prepared = None
+        if self._prepared is not None or self._previous is not None:
+            self._prepared = self._previous = None
             self._publish()
         stripes = self._layout.parity_stripes(self._member, rows)
         size = 2 * stripes * self._layout.stripe_bytes
@@ -138,8 +144,10 @@ class ParityFile:
         self._publish()
 
     def commit(self, mark: Mark) -> None:
-        """Take what has this mark for the committed parity, and forget all other."""
-        self._committed, self._prepared = self._version(mark), None
+        """Take what has this mark for the committed parity."""
+        version = self._version(mark)
+        self._previous = self._committed if version is self._prepared else None
+        self._committed, self._prepared = version, None
         self._written.clear()
         self._publish()
 
@@ -147,14 +155,36 @@ class ParityFile:
         """Let go of the memory; with `remove` also of the files."""
         self._memory = np.empty(0, np.uint8)
         if remove:
-            self._head.unlink(missing_ok=True)
-            self._stripes.unlink(missing_ok=True)
+            for file in (self._head, self._stripes, self._head.with_suffix(".lock")):
+                file.unlink(missing_ok=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take(self) -> None:
+        """Keep the files from other processes: a stopped one may wake up behind its successor.
+
+        A record lock goes with its process however that ends, and forked children do not hold it.
+        """
+        file = self._head.with_suffix(".lock")
+        self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RecoverError(
+                f"member {self._member} of the parity group in {file.parent} is still alive as "
+                "another process: end that one first"
+            ) from error
 
     def _version(self, mark: Mark) -> _Version | None:
-        for version in (self._committed, self._prepared):
-            if version is not None and version.mark == mark:
-                return version
-        return None
+        # What is prepared may do over again what has the same mark.
+        found = (version for version in reversed(self._versions) if version.mark == mark)
+        return next(found, None)
+
+    @property
+    def _versions(self) -> list[_Version]:
+        versions = (self._committed, self._previous, self._prepared)
+        return [version for version in versions if version is not None]
 
     def _at(self, stripe: int, place: int) -> Bytes:
         size = self._layout.stripe_bytes
@@ -192,6 +222,7 @@ class ParityFile:
             "group": self._identity(),
             "committed": _to_json(self._committed),
             "prepared": _to_json(self._prepared),
+            "previous": _to_json(self._previous),
         }
         text = json.dumps(content)
         temporary = self._head.with_suffix(".new")
@@ -213,10 +244,11 @@ class ParityFile:
                     f"{self._head} is of another parity group ({content['group']}, here "
                     f"{self._identity()}); remove it or choose another name"
                 )
-            versions = [_from_json(content[kind]) for kind in ("committed", "prepared")]
+            kinds = ("committed", "prepared", "previous")
+            versions = [_from_json(content[kind]) for kind in kinds]
             needed = max(len(version.places) if version else 0 for version in versions)
             if 2 * needed * self._layout.stripe_bytes <= self._memory.nbytes:
-                self._committed, self._prepared = versions
+                self._committed, self._prepared, self._previous = versions
 
 
 def _place(version: _Version | None, stripe: int) -> int:

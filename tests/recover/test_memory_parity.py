@@ -1,0 +1,127 @@
+"""Lost nodes of a sharded run come back from the parity that the others keep, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from forked import RanksFailedError, run_ranks
+from kept_models import (
+    join,
+    keeper_for,
+    model_and_optimizer,
+    reference,
+    train,
+    whole_state,
+)
+
+from outlast.recover.memory import room
+from outlast.recover.memory.spread import Redundancy
+
+pytestmark = pytest.mark.distributed
+
+
+def _train(memory: Path, nodes: list[str], redundancy: Redundancy, steps: int) -> str:
+    rank = join()
+    state = model_and_optimizer(sharded=True)
+    keeper = keeper_for(state, memory, nodes[rank], redundancy=redundancy)
+    train(keeper, state, 0, steps)
+    keeper.settle()
+    dist.barrier()
+    return keeper.problem
+
+
+def _restored(
+    memory: Path, nodes: list[str], redundancy: Redundancy, last: int
+) -> tuple[str, int, dict[str, bytes]]:
+    rank = join()
+    state = model_and_optimizer(sharded=True, seed=1)
+    keeper = keeper_for(state, memory, nodes[rank], redundancy=redundancy)
+    recovered = keeper.restore()
+    assert recovered is not None
+    train(keeper, state, recovered.step, last)
+    return recovered.source, recovered.step, whole_state(state)
+
+
+def _nothing_found(memory: Path, nodes: list[str]) -> str:
+    rank = join()
+    state = model_and_optimizer(sharded=True, seed=1)
+    try:
+        return str(keeper_for(state, memory, nodes[rank]).restore())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+NODES = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("now", "losses"),
+    [
+        (["a", "new", "c", "d"], 1),
+        (["new", "d", "a", "c"], 1),
+        (["new", "newer", "c", "a"], 2),
+    ],
+    ids=["in place", "in other places", "two"],
+)
+def test_lost_nodes_come_back_bit_for_bit(tmp_path: Path, now: list[str], losses: int) -> None:
+    redundancy = Redundancy("auto" if losses == 1 else 2)
+    assert run_ranks(4, _train, tmp_path, NODES, redundancy, 3) == [""] * 4
+    for lost in set(NODES) - set(now):
+        room.remove(tmp_path / lost)
+    for source, step, found in run_ranks(4, _restored, tmp_path, now, redundancy, 5):
+        assert (source, step) == ("parity", 3)
+        assert found == reference(5)
+
+
+def test_a_second_loss_after_the_first_was_made_good(tmp_path: Path) -> None:
+    run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
+    room.remove(tmp_path / "b")
+    run_ranks(4, _restored, tmp_path, ["a", "e", "c", "d"], Redundancy(), 5)
+    room.remove(tmp_path / "a")
+    outcomes = run_ranks(4, _restored, tmp_path, ["f", "e", "c", "d"], Redundancy(), 6)
+    for source, step, found in outcomes:
+        assert (source, step) == ("parity", 5)
+        assert found == reference(6)
+
+
+def test_more_losses_than_parity_are_said(tmp_path: Path) -> None:
+    run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
+    for lost in ("a", "b"):
+        room.remove(tmp_path / lost)
+    for said in run_ranks(4, _nothing_found, tmp_path, ["x", "y", "c", "d"]):
+        assert "no step's state can be rebuilt: more than 1 of a group have lost theirs" in said
+
+
+def _train_and_die(memory: Path, nodes: list[str], phase: str) -> None:
+    rank = join()
+    state = model_and_optimizer(sharded=True)
+    keeper = keeper_for(state, memory, nodes[rank])
+    train(keeper, state, 0, 8, die_before=(4, phase) if rank == 2 else None)
+
+
+@pytest.mark.parametrize("phase", ["settle", "step", "next"])
+def test_a_node_that_dies_with_its_memory_costs_at_most_one_step(
+    tmp_path: Path, phase: str
+) -> None:
+    with pytest.raises(RanksFailedError, match=r"died|raised"):
+        run_ranks(4, _train_and_die, tmp_path, NODES, phase)
+    room.remove(tmp_path / "c")
+    now = ["a", "b", "new", "d"]
+    for source, step, found in run_ranks(4, _restored, tmp_path, now, Redundancy(), 7):
+        assert source == "parity"
+        # Four steps are done when the fifth begins.
+        assert step in (4, 5)
+        assert found == reference(7)
+
+
+def test_processes_that_lose_their_memory_one_by_one(tmp_path: Path) -> None:
+    redundancy = Redundancy(2, domain="process")
+    nodes = ["one"] * 4
+    run_ranks(4, _train, tmp_path, nodes, redundancy, 3)
+    (generation,) = tmp_path.rglob("generation-*")
+    for rank in (0, 3):
+        for path in (*generation.glob(f"rank-{rank}.*"), *generation.glob(f"*.{rank}.*")):
+            path.unlink()
+    for source, step, found in run_ranks(4, _restored, tmp_path, nodes, redundancy, 4):
+        assert (source, step) == ("parity", 3)
+        assert found == reference(4)
