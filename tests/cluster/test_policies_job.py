@@ -19,12 +19,14 @@ def test_speeds_are_one_on_the_reference_nodes():
     assert AmdahlSpeed(8, 0.1)(16) == pytest.approx(0.2125 / 0.15625)
 
 
-def test_measured_speeds_are_interpolated_and_never_extrapolated():
+def test_measured_speeds_are_interpolated_and_extrapolated_only_if_that_is_asked_for():
     speed = TableSpeed(((4, 1.0), (16, 4.0)))
     assert speed(8) == pytest.approx(2.0)
     assert speed(64) == 4.0
     assert speed(1) == 1.0
     assert speed(4) == 1.0
+    hopeful = TableSpeed(((4, 1.0), (16, 4.0)), beyond=0.5)
+    assert [hopeful(nodes) for nodes in (1, 8, 64)] == pytest.approx([0.5, 2.0, 8.0])
     with pytest.raises(ClusterError, match="ascending"):
         TableSpeed(((4, 1.0), (2, 0.5)))
 

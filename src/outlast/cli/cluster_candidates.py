@@ -76,12 +76,15 @@ def candidates_now(
     from outlast.cluster.chain.choosing import choose_now, job_of
     from outlast.cluster.chain.planning import files_of
     from outlast.cluster.chain.starts import correction_of, starts_nearby
+    from outlast.cluster.chain.work import step_times
     from outlast.cluster.policies.behaviour import Behaviour
     from outlast.cluster.policies.calibrate import learn_correction
 
-    left = job_of(chain, costs, train_seconds, chain.sizes or sizes_of(job))
+    files = files_of(job)
+    sizes = chain.sizes or sizes_of(job)
+    left = job_of(chain, costs, train_seconds, sizes, step_times(files, chain))
     if log is None:
-        correction = correction_of(starts_nearby(files_of(job)))
+        correction = correction_of(starts_nearby(files))
         return choose_now(chain, site, left, correction=correction)
     behaviour = Behaviour.learnt(log)
     if log.start_seconds is None:
@@ -129,6 +132,8 @@ def _print(choice: Choice) -> None:
         for each in choice.ranking[:_SHOWN]
     ]
     heads = ("nodes", "time limit", "starts P10", "P50", "P90", "done P50", "P90", "node hours", "")
-    title = "candidates on the queue as it is now, predicted (speed of more nodes: power 0.9)"
+    title = (
+        "candidates on the queue as it is now, predicted (speed of nodes not measured: power 0.9)"
+    )
     print_table(output(), [Column(head) for head in heads], rows, title)
     print(choice.reason)

@@ -18,7 +18,7 @@ from outlast.cluster.chain.planning import LONGEST_UNLIMITED_SECONDS, costs_of, 
 from outlast.cluster.chain.progress import run_log
 from outlast.cluster.chain.starts import correction_of, predicted_fields, starts_nearby
 from outlast.cluster.chain.submission import submit_link
-from outlast.cluster.chain.work import SPEED_EXPONENT, work_seconds
+from outlast.cluster.chain.work import SPEED_EXPONENT, step_times, work_seconds
 from outlast.cluster.durations import duration_text
 from outlast.cluster.slurm.limits import chosen_partitions
 from outlast.cluster.slurm.nodes import partitions_now
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
     from outlast.cluster.chain.planning import Costs, Site
+    from outlast.cluster.chain.work import StepTimes
     from outlast.cluster.policies.automatic import Choice
     from outlast.cluster.policies.behaviour import Behaviour
     from outlast.cluster.policies.job import MalleableJob
@@ -119,7 +120,13 @@ def behaviour_now(partitions: Sequence[str]) -> Behaviour:
     return Behaviour.assumed() if log is None else Behaviour.learnt(log, arrivals=False)
 
 
-def job_of(plan: ChainPlan, costs: Costs, seconds: float, sizes: tuple[int, ...]) -> MalleableJob:
+def job_of(
+    plan: ChainPlan,
+    costs: Costs,
+    seconds: float,
+    sizes: tuple[int, ...],
+    times: StepTimes | None = None,
+) -> MalleableJob:
     """A run as the policies see it.
 
     Args:
@@ -127,6 +134,7 @@ def job_of(plan: ChainPlan, costs: Costs, seconds: float, sizes: tuple[int, ...]
         costs: Of a link.
         seconds: Of training that are left on the reference.
         sizes: Node counts that it can run on.
+        times: Of steps on some of them; None: the speed is assumed.
     """
     from outlast.cluster.policies.job import MalleableJob, PowerSpeed
 
@@ -135,7 +143,7 @@ def job_of(plan: ChainPlan, costs: Costs, seconds: float, sizes: tuple[int, ...]
         work_seconds=seconds,
         reference_nodes=reference,
         sizes=sizes,
-        speed=PowerSpeed(reference, SPEED_EXPONENT),
+        speed=times.speed(reference) if times else PowerSpeed(reference, SPEED_EXPONENT),
         restart_seconds=costs.restart_seconds,
         save_seconds=costs.save_seconds,
         lead_seconds=max(costs.lead_seconds - costs.save_seconds, 0.0),
@@ -262,12 +270,16 @@ def _chosen(
     log = run_log(files)
     costs = costs_of(plan, log.save_seconds, measured_restart=bool(log.restart_seconds))
     reference = plan.nodes_of(number)
-    measured = work_seconds(files, plan, reference, step=step) if seconds is None else seconds
+    times = step_times(files, plan)
+    measured = seconds
+    if measured is None:
+        measured = work_seconds(files, plan, reference, step=step, times=times)
     measured = (plan.work_seconds or None) if measured is None else measured
     longest = longest_seconds(site)
     # As much as the longest link could do, where nobody knows.
     left = max(longest - costs.restart_seconds - costs.save_seconds, 60.0)
-    job = job_of(plan, costs, left if measured is None else measured, plan.sizes or (reference,))
+    work = left if measured is None else measured
+    job = job_of(plan, costs, work, plan.sizes or (reference,), times)
     if running is not None and measured is not None:
         nodes = running.nodes[0]
         done = job.progress(nodes, running.usable_seconds() or longest)

@@ -21,7 +21,7 @@ from outlast.cluster.chain.leading import lead_seconds_of
 from outlast.cluster.chain.plan import read_plan
 from outlast.cluster.chain.progress import run_log
 from outlast.cluster.chain.submission import submit_link
-from outlast.cluster.chain.work import SPEED_EXPONENT, work_seconds
+from outlast.cluster.chain.work import SPEED_EXPONENT, step_times, work_seconds
 from outlast.cluster.slurm.limits import chosen_partitions
 from outlast.cluster.slurm.nodes import partitions_now
 from outlast.cluster.slurm.queue import queued
@@ -29,6 +29,7 @@ from outlast.cluster.slurm.states import is_live, is_waiting
 
 if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.work import StepTimes
     from outlast.cluster.policies.anchor_filler import AnchorFiller
     from outlast.cluster.policies.decision import OwnJob, Situation
     from outlast.cluster.slurm.queue import QueuedJob
@@ -119,13 +120,13 @@ def situation_now(files: ChainFiles, plan: ChainPlan, own: list[OwnJob]) -> Situ
 
     partitions = chosen_partitions(partitions_now(), plan.partition)
     main = own[0].nodes
-    log = run_log(files)
+    log, times = run_log(files), step_times(files, plan)
     longest = min((each.limit_seconds for each in partitions), default=math.inf)
     job = MalleableJob(
-        work_seconds=_work_seconds(files, plan, main),
+        work_seconds=_work_seconds(files, plan, main, times),
         reference_nodes=main,
         sizes=tuple(sorted({main, *plan.filler_nodes})),
-        speed=PowerSpeed(main, SPEED_EXPONENT),
+        speed=times.speed(main) if times else PowerSpeed(main, SPEED_EXPONENT),
         restart_seconds=plan.restart_seconds,
         save_seconds=statistics.median(log.save_seconds) if log.save_seconds else plan.save_seconds,
         lead_seconds=0.0,
@@ -147,12 +148,12 @@ def _own(job: QueuedJob, plan: ChainPlan) -> OwnJob:
     return OwnJob(number=int(job.number), role="main", nodes=job.nodes, limit_seconds=limit)
 
 
-def _work_seconds(files: ChainFiles, plan: ChainPlan, main: int) -> float:
+def _work_seconds(files: ChainFiles, plan: ChainPlan, main: int, times: StepTimes | None) -> float:
     """Training that is left, in seconds on the waiting link's nodes.
 
     Before any step was measured, what fits into that link.
     """
     usable = plan.usable_seconds() or 86400.0
     room = max(usable - plan.restart_seconds - plan.save_seconds, 60.0)
-    measured = work_seconds(files, plan, main)
+    measured = work_seconds(files, plan, main, times=times)
     return room if measured is None else measured

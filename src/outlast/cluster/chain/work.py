@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.cluster.chain.journal import entries, of_kind
@@ -12,55 +15,96 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 
 SPEED_EXPONENT = 0.9
-"""How the speed grows with nodes, before it was measured on several counts."""
+"""How the speed grows with nodes beyond the counts that were measured."""
 _LAST_STEPS = 50
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step has taken so far.
+
+    Attributes:
+        seconds: Of a step, by the number of processes; at least one.
+        tasks_per_node: Processes of a node.
+    """
+
+    seconds: dict[int, float]
+    tasks_per_node: int
+
+    def seconds_on(self, nodes: int) -> float:
+        """Of a step on so many nodes: measured, interpolated, or beyond by `SPEED_EXPONENT`."""
+        from outlast.cluster.policies.job import TableSpeed
+
+        points = tuple((count, 1.0 / each) for count, each in sorted(self.seconds.items()))
+        return 1.0 / TableSpeed(points, beyond=SPEED_EXPONENT)(nodes * self.tasks_per_node)
+
+    def speed(self, reference: int) -> Callable[[int], float]:
+        """The speed on node counts, relative to that on `reference`."""
+        base = self.seconds_on(reference)
+        return lambda nodes: base / self.seconds_on(nodes)
+
+
+def step_times(files: ChainFiles, plan: ChainPlan) -> StepTimes | None:
+    """What the run has written down, or a program that writes nothing has reported; None: nothing.
+
+    Of each number of processes the newest steps count.
+    """
+    found = _recorded_steps(files) or _steps_of_links(files)
+    return StepTimes(found, plan.tasks_per_node) if found else None
+
+
 def work_seconds(
-    files: ChainFiles, plan: ChainPlan, nodes: int, *, step: int | None = None
+    files: ChainFiles,
+    plan: ChainPlan,
+    nodes: int,
+    *,
+    step: int | None = None,
+    times: StepTimes | None = None,
 ) -> float | None:
     """Training that is left, in seconds on `nodes`; None before any step was measured.
-
-    Step times are those that the run has written down, or of a program that writes none those of
-    the chain's links. Those of other node counts are converted by `SPEED_EXPONENT`.
 
     Args:
         files: Of the chain.
         plan: Of the chain.
         nodes: Of the link whose seconds are meant.
         step: What is done; None: the newest checkpoint.
+        times: Of steps, where they were read already.
     """
     log = run_log(files)
     steps = log.steps or plan.steps
-    found = _recorded_step(files) or _step_of_links(files)
-    if found is None or not steps:
+    times = times or step_times(files, plan)
+    if times is None or not steps:
         return None
-    seconds, processes = found
-    speed = (processes / (nodes * plan.tasks_per_node)) ** SPEED_EXPONENT
-    return float(max(steps - (log.step if step is None else step), 0) * seconds * speed)
+    left = max(steps - (log.step if step is None else step), 0)
+    return float(left * times.seconds_on(nodes))
 
 
-def _recorded_step(files: ChainFiles) -> tuple[float, int] | None:
-    """Seconds of a step and the processes that took them, by the run's own records."""
+def _recorded_steps(files: ChainFiles) -> dict[int, float]:
+    """Seconds of a step by processes, by the run's own records."""
     from outlast.errors import OutlastError
     from outlast.records import read_run
 
     try:
         run = read_run(files.run)
-        done = run.steps()[-_LAST_STEPS:]
+        sizes = {each.number: each.world_size for each in run.attempts}
+        steps = run.steps()
     except OutlastError:
-        return None
-    seconds = [each for _, event in done for each in event.step_seconds]
-    return (statistics.mean(seconds), run.attempts[-1].world_size) if seconds else None
+        return {}
+    newest: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STEPS))
+    for record, event in steps:
+        newest[sizes[record.attempt]].extend(event.step_seconds)
+    means = {size: statistics.mean(each) for size, each in newest.items() if each}
+    return {size: each for size, each in means.items() if each > 0.0}
 
 
-def _step_of_links(files: ChainFiles) -> tuple[float, int] | None:
-    """The same of the newest link that has saved a step, its start included."""
+def _steps_of_links(files: ChainFiles) -> dict[int, float]:
+    """The same of the newest link of each size that has saved a step, its start included."""
     journal = entries(files)
     ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
-    for start in reversed(of_kind(journal, "started")):
+    found: dict[int, float] = {}
+    for start in of_kind(journal, "started"):
         end = ended.get(str(start["job"]))
         steps = int(end["step"]) - int(start["step"]) if end is not None else 0
-        if end is not None and steps > 0:
-            return float(end["seconds"]) / steps, int(start.get("processes", 1))
-    return None
+        if end is not None and steps > 0 and float(end["seconds"]) > 0.0:
+            found[int(start.get("processes", 1))] = float(end["seconds"]) / steps
+    return found

@@ -61,11 +61,13 @@ class TableSpeed:
     """Measured or predicted speeds; between two sizes the logarithms are interpolated.
 
     Attributes:
-        points: (nodes, speed), ascending in nodes; beyond the ends the speed stays what it is
+        points: (nodes, speed), ascending in nodes.
+        beyond: Beyond the ends the speed grows with nodes to this power; 0: it stays what it is
             there, so that nothing is hoped for that was not measured.
     """
 
     points: tuple[tuple[int, float], ...]
+    beyond: float = 0.0
 
     def __post_init__(self) -> None:
         nodes = [each for each, _ in self.points]
@@ -79,7 +81,8 @@ class TableSpeed:
         below = [point for point in self.points if point[0] <= nodes]
         above = [point for point in self.points if point[0] >= nodes]
         if not below or not above:
-            return (below or above)[-1 if below else 0][1]
+            end, speed = below[-1] if below else above[0]
+            return float(speed * (nodes / end) ** self.beyond)
         (low, slow), (high, fast) = below[-1], above[0]
         if low == high:
             return slow
