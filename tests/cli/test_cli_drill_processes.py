@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from tiny import tiny_job
 
-from outlast.cli.drill_processes import Asked, drill_processes, print_processes
+from outlast.cli.drill_processes import Asked, _goodput, drill_processes, print_processes
 from outlast.errors import EXIT_DONE, RecoverError
-from outlast.job import to_toml
+from outlast.job import Job, to_toml
+from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
+from outlast.recover.cost import REFORM_SECONDS
+from outlast.recover.drill import Outcome
 
 
 def drill(folder: Path, *arguments: str, settings: tuple[str, ...] = ()) -> tuple[int, str, dict]:
@@ -71,6 +74,60 @@ def test_what_cannot_be_drilled_is_refused(asked: Asked, sentence: str) -> None:
     assert asked.wanted
     with pytest.raises(RecoverError, match=sentence):
         drill_processes(None, [], asked)
+
+
+class Clock:
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+def recorded(
+    job: Job, name: str, clock: Clock, steps: list[tuple[int, float]], parts: dict[str, float]
+) -> None:
+    """A run with these steps, each recorded so many seconds after the one before."""
+    directory = RunDirectory(Path(job.run.directory) / f"{job.run.name}-{name}")
+    directory.create(to_toml(job))
+    records = RecordWriter(directory.path, 0, directory.next_attempt())
+    records.write(Ready(0, 1.0, parts))
+    for step, seconds in steps:
+        clock.now += seconds
+        records.write(StepsDone(step, 1, 1.0, 1.0, 1.0, 0, [seconds], {"compute": seconds}))
+    records.close()
+
+
+def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("outlast.records.writer.time", clock)
+    job = tiny_job(tmp_path, "goodput", "train.steps=101", "launch.nproc=2")
+    parts = {"start and imports": 9.0, "process group": 0.5, "model": 1.0}
+    recorded(job, "drill-clean", clock, [(step, 0.5) for step in range(1, 102)], parts)
+    before = [(step, 0.5) for step in range(1, 42)]
+    break_ = [(42, 5.5)]
+    begun = clock.now
+    after = [(step, 0.5) for step in range(43, 102)]
+    recorded(job, "drill-struck", clock, [*before, *break_, *after], parts)
+    struck = Outcome(1, "data", 41, begun + 20.5, survived=True, seconds=5.5)
+    directories = [
+        RunDirectory(Path(job.run.directory) / f"goodput-{name}")
+        for name in ("drill-clean", "drill-struck")
+    ]
+    whole = _goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, [struck])
+    # 100 steps after the first one take 50 s, with the break 55.
+    assert whole["measured"] == pytest.approx(50.0 / 55.0)
+    way_back = 0.05 + REFORM_SECONDS + 0.5 + 1.0
+    assert whole["predicted"] == pytest.approx(50.0 / (50.0 + way_back + 0.25))
+    at_rate = _goodput(job, Asked("2/min", (), 0.0, None, 0), *directories, [struck])
+    # Until the step after the kill: 41 steps in 25.5 s.
+    assert at_rate["measured"] == pytest.approx(20.5 / 25.5)
+    assert at_rate["predicted"] == pytest.approx(1.0 / (1.0 + way_back / 30.0), abs=0.02)
+    stopped = _goodput(job, Asked("", ("data",), 5.0, None, 0), *directories, [struck])
+    assert stopped["predicted"] == pytest.approx(50.0 / 55.0)
 
 
 def test_what_was_not_survived_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,10 @@ DEMONSTRATION = (
 STRUCK = ("data", "forward", "backward", "reduce", "vote", "optimizer", "agree", "save", "heal")
 """What ``--at all`` stands for, but ``memory`` and ``parity`` where the run has them."""
 
+_BEFORE_PAGES = ("start and imports", "process group")
+"""Parts of a set-up before a process has its page; the first is another one in a restart, since a
+worker is forked from a launcher that has imported everything."""
+
 _DEADLINE_SECONDS = 120.0
 _MOST_STARTS = 5
 _SPARE_RESTARTS = 3
@@ -212,7 +216,7 @@ def _result(job: Job, asked: Asked, outcomes: list[Outcome], starts: int) -> dic
         "lost_samples": sum(each.lost_steps for each in survived) * job.train.batch_size,
         "median_seconds": statistics.median(seconds) if seconds else None,
         "longest_seconds": max(seconds, default=None),
-        "goodput": _goodput(job, asked, clean, disturbed, len(struck)),
+        "goodput": _goodput(job, asked, clean, disturbed, struck),
         "bits_equal": equal,
         "largest_difference": distance,
     }
@@ -240,30 +244,43 @@ def _compare(job: Job) -> tuple[bool, float]:
 
 
 def _goodput(
-    job: Job, asked: Asked, clean: RunDirectory, disturbed: RunDirectory, struck: int
+    job: Job,
+    asked: Asked,
+    clean: RunDirectory,
+    disturbed: RunDirectory,
+    struck: list[Outcome],
 ) -> dict[str, float]:
     """Share of the struck run's time that was progress: measured, and predicted from the other."""
     from outlast.recover.cost import lost_seconds, share_of_progress
 
-    work, wall = (_training_seconds(each) for each in (clean, disturbed))
+    work, _ = _progress(clean, None)
     step = work / max(job.train.steps - 1, 1)
+    # At a rate, what comes after the last strike is at another rate: none.
+    until = max((each.struck + each.seconds for each in struck), default=None)
+    wall, steps = _progress(disturbed, until if asked.kill else None)
     kept = job.recover.mode == "restart" and job.launch.nproc > 1
     every = job.recover.every_steps if kept else int(job.checkpoint.every_steps or 1)
     if asked.stop_seconds:
-        predicted = work / (work + struck * asked.stop_seconds)
+        predicted = work / (work + len(struck) * asked.stop_seconds)
     elif asked.kill:
         predicted = _planned(asked.kill, step, every, way_back(clean))
     else:
-        predicted = share_of_progress(work, struck, way_back(clean), lost_seconds(step, every))
-    return {"measured": min(work / wall, 1.0), "predicted": predicted}
+        # Striking who takes over a state takes a death before.
+        deaths = len(struck) + sum(each.phase == "heal" for each in struck)
+        predicted = share_of_progress(work, deaths, way_back(clean), lost_seconds(step, every))
+    return {"measured": min(steps * step / wall, 1.0), "predicted": predicted}
 
 
-def _training_seconds(directory: RunDirectory) -> float:
-    """From the first step to the last, over all attempts."""
+def _progress(directory: RunDirectory, until: float | None) -> tuple[float, int]:
+    """Seconds from the first step to the last one until a moment, and steps that count."""
     from outlast.records import StepsDone, read_run
 
-    steps = read_run(directory.path).of(StepsDone)
-    return max(steps[-1][0].monotonic - steps[0][0].monotonic, 1e-9)
+    done = [
+        (record.monotonic, event.step)
+        for record, event in read_run(directory.path).of(StepsDone)
+        if until is None or record.monotonic <= until
+    ]
+    return max(done[-1][0] - done[0][0], 1e-9), done[-1][1] - done[0][1]
 
 
 def way_back(clean: RunDirectory) -> WayBack:
@@ -273,11 +290,11 @@ def way_back(clean: RunDirectory) -> WayBack:
 
     run = read_run(clean.path)
     parts = run.of(Ready)[0][1].parts
-    # A worker is forked from a launcher that has imported everything.
-    again = sum(seconds for name, seconds in parts.items() if name != "start and imports")
+    again = sum(seconds for name, seconds in parts.items() if name not in _BEFORE_PAGES)
     steps = [seconds for _, event in run.of(StepsDone) for seconds in event.step_seconds]
     warming = max(steps[0] - statistics.median(steps), 0.0)
-    return WayBack(detection_seconds(), REFORM_SECONDS + again + warming)
+    reform = REFORM_SECONDS + parts.get("process group", 0.0)
+    return WayBack(detection_seconds(), reform, again + warming)
 
 
 def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
@@ -290,14 +307,15 @@ def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
     cause = FailureCause(
         name="kill",
         per_node_day=per_second(kill) * DAY_SECONDS,
-        detection_seconds=back.detection_seconds,
+        # Until the processes are there again, nobody can be killed.
+        detection_seconds=back.detection_seconds + back.reform_seconds,
     )
     run = Reliability(
         nodes=1,
         causes=(cause,),
         interval_seconds=every * step,
         tiers=(Tier(name="memory", restore_seconds=back.load_seconds),),
-        restart=Restart.of(back),
+        restart=Restart(restart_seconds=0.0),
     )
     return float(goodput(run).ettr[0])
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint.cost import SaveCost
     from outlast.coding.cost import CodingCost
     from outlast.guard.cost import GuardCost
-    from outlast.recover.cost import WayBack
 
 Number: TypeAlias = float | Array
 """One number, or one for each candidate."""
@@ -130,16 +129,6 @@ class Restart:
     def __post_init__(self) -> None:
         for field in fields(self):
             require(field.name, getattr(self, field.name), 0.0)
-
-    @classmethod
-    def of(cls, way_back: WayBack, *, replace_seconds: float = 0.0, spares: float = 0.0) -> Restart:
-        """A restart that takes as long as `outlast.recover` says, the loading of the state aside.
-
-        That and the detection belong to the tier and to the cause.
-        """
-        return cls(
-            restart_seconds=way_back.reform_seconds, replace_seconds=replace_seconds, spares=spares
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
