@@ -19,6 +19,8 @@ from outlast.recover.live.heal import state_digest
 
 BATCH = 12
 DEADLINE_SECONDS = 90.0
+# A loaded machine lets heartbeats wait for a second.
+HEARTBEAT_SECONDS = 2.0
 PHASES = ("data", "forward", "backward", "mid all-reduce", "vote", "before the step")
 
 
@@ -159,6 +161,7 @@ def _train(
         returning=plan.returning,
         awaits=plan.awaits,
         host=plan.host,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
         timeout_seconds=plan.timeout_seconds,
     ) as groups:
         refused = 0
@@ -285,8 +288,8 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arena(folder: Path, heartbeat_seconds: float = 1.0) -> Any:
-    with Lighthouse(heartbeat_seconds) as lighthouse:
+def arena(folder: Path) -> Any:
+    with Lighthouse(HEARTBEAT_SECONDS) as lighthouse:
         found = Arena(folder, lighthouse)
         try:
             yield found

@@ -114,6 +114,7 @@ class LiveGroups:
             and the lighthouse must have the same.
         timeout_seconds: Longest wait for a quorum, or for groups that are alive.
         host: Under which the other groups reach this machine.
+        waiting: Called now and then while this group waits for others, which is no hang of its own.
 
     Raises:
         RecoverError: When torchft is missing, the lighthouse cannot be reached, or this group may
@@ -135,6 +136,7 @@ class LiveGroups:
         heartbeat_seconds: float = 1.0,
         timeout_seconds: float = 120.0,
         host: str = "127.0.0.1",
+        waiting: Callable[[], None] | None = None,
     ) -> None:
         require_torchft()
         self.group = group
@@ -158,6 +160,7 @@ class LiveGroups:
             host=host,
             heartbeat_seconds=heartbeat_seconds,
             timeout_seconds=timeout_seconds,
+            **({} if waiting is None else {"waiting": waiting}),
         )
         self._links: tuple[Seat, Connections] | None = None
         self._awaits = awaits
@@ -334,10 +337,9 @@ class LiveGroups:
         self._transfer.install(fetched)
         # Whoever has missed a step does not write on from where it was.
         self._since = found.round
-        behind = max(found.step - self._step, 0)
         self._step, self._lineage = found.step, found.lineage
         seconds = time.perf_counter() - begun_at
-        self._events.append(StateRecovered(found.step, "peer", seconds, behind, fetched.bytes))
+        self._events.append(StateRecovered(found.step, "peer", seconds, 0, fetched.bytes))
 
     def _give_up(self) -> None:
         self._close_serving()
