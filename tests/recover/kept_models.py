@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
 from outlast.recover.restart import Keeper
 
@@ -94,7 +95,13 @@ def reference(steps: int) -> dict[str, bytes]:
 
 
 def keeper_for(
-    state: dict[str, Any], memory: Path, node: str = "one", *, identity: str = "job"
+    state: dict[str, Any],
+    memory: Path,
+    node: str = "one",
+    *,
+    identity: str = "job",
+    redundancy: Redundancy | None = None,
 ) -> Keeper:
     """A keeper whose memory lies below `memory`, one folder for each node."""
-    return Keeper(state, "run", identity, memory=memory / node, peers=Peers(node=node))
+    peers = Peers(node=node)
+    return Keeper(state, "run", identity, memory=memory / node, peers=peers, redundancy=redundancy)

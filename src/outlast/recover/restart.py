@@ -24,6 +24,7 @@ from outlast.recover.memory.fetch import fill
 from outlast.recover.memory.find import generation_folder, generations, newest_whole, scan
 from outlast.recover.memory.keep import StateKeeper
 from outlast.recover.memory.room import claim, clean, forget, run_folder
+from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
 from outlast.state.install import Saved, check_fit, find_targets, install
 
@@ -40,8 +41,8 @@ class Recovered:
 
     Attributes:
         step: Steps done.
-        source: ``memory``: all came from this node or others' equals; ``peer``: some process has
-            got a part of it from another node.
+        source: ``memory``: every process has found all on its node; ``peer``: some process has got
+            a part of it from another node; ``parity``: what a node has lost was rebuilt.
         seconds: From the look around to the last byte in place.
         size: Bytes of the live tensors that came from other nodes, of all processes.
     """
@@ -66,6 +67,7 @@ class Keeper:
         memory: A directory on tmpfs.
         every_steps: Keep the state after every so many steps.
         peers: The processes; None: all of the default group, or this one alone.
+        redundancy: Parity across nodes, which makes good lost nodes.
 
     Attributes:
         problem: Why nothing is kept any more; empty while all is well. Training goes on without.
@@ -80,6 +82,7 @@ class Keeper:
         memory: str | Path = MEMORY,
         every_steps: int = 1,
         peers: Peers | None = None,
+        redundancy: Redundancy | None = None,
     ) -> None:
         self._state = state
         self._memory = Path(memory)
@@ -88,8 +91,10 @@ class Keeper:
         self._identity = identity
         self._every_steps = every_steps
         self._peers = peers or Peers()
+        self._redundancy = redundancy or Redundancy()
         self._keeper: StateKeeper | None = None
         self._kept = -1
+        self._rebuilt = False
         self._over = False
         self.problem = ""
 
@@ -100,11 +105,22 @@ class Keeper:
             at_least: Steps that it must have done, e.g. those of the newest checkpoint on disk.
         """
         peers = self._peers
+        # Loads a compiled kernel, which others need not wait for.
+        from outlast.recover.memory.parity import rebuild
+
+        whole = self._newest()
+        if whole is None and rebuild(self._folder, self._identity, peers):
+            whole = self._newest()
+            self._rebuilt = whole is not None
+        return whole if whole is not None and whole.step >= at_least else None
+
+    def _newest(self) -> Whole | None:
+        """The newest state that is whole without parity."""
+        peers = self._peers
         node = peers.node
         first = peers.gather(node).index(node)
         mine = scan(self._folder, self._identity, node, peers.rank) if first == peers.rank else []
-        whole = newest_whole(each for found in peers.gather(mine) for each in found)
-        return whole if whole is not None and whole.step >= at_least else None
+        return newest_whole(each for found in peers.gather(mine) for each in found)
 
     def restore(self, whole: Whole | None = None) -> Recovered | None:
         """Fill the live state from memory; None where there is nothing to restore.
@@ -130,7 +146,7 @@ class Keeper:
             raise RecoverError(f"the state of step {whole.step} in memory does not fit: {found}")
         moved = sum(peers.gather(fill(targets, whole, peers)))
         peers.together(lambda: install(self._state, targets, saved))
-        source = "peer" if moved else "memory"
+        source = "parity" if self._rebuilt else "peer" if moved else "memory"
         return Recovered(whole.step, source, time.perf_counter() - begun, moved)
 
     def look(self, step: int) -> bool:
@@ -207,7 +223,7 @@ class Keeper:
         numbers = self._peers.gather(self._peers.together(claimed))
         older = sorted({number for each in numbers for number in each})
         folder = generation_folder(self._folder, max(older, default=0) + 1)
-        keeper = StateKeeper(self._state, folder, self._identity, self._peers)
+        keeper = StateKeeper(self._state, folder, self._identity, self._peers, self._redundancy)
         keeper.outdates([generation_folder(self._folder, each) for each in older])
         return keeper
 

@@ -17,6 +17,7 @@ from outlast.records import (
     Warned,
     read_run,
 )
+from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
 from outlast.recover.restart import Keeper
 from outlast.recover.sources import Candidate, cheapest
@@ -57,6 +58,7 @@ def run_memory(
         f"{fingerprint(job)} outlast-{__version__}",
         memory=job.recover.memory,
         every_steps=job.recover.every_steps,
+        redundancy=Redundancy(job.recover.parity, job.recover.parity_group, job.recover.domain),
     )
     return RunMemory(keeper, state, store, directory.path if ranks.is_first else None)
 

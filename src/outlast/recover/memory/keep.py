@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from outlast.recover.memory.parity import SlotParity
     from outlast.recover.memory.share import Holding
+    from outlast.recover.memory.spread import Redundancy
     from outlast.recover.peers import Peers
     from outlast.state.box import Box
     from outlast.state.live import Live, State
@@ -69,13 +71,19 @@ class StateKeeper:
         folder: Of this generation, on tmpfs; made when something is kept.
         identity: Of the run.
         peers: The processes of the run.
+        redundancy: How much parity is kept of what is kept.
     """
 
-    def __init__(self, state: State, folder: Path, identity: str, peers: Peers) -> None:
+    def __init__(
+        self, state: State, folder: Path, identity: str, peers: Peers, redundancy: Redundancy
+    ) -> None:
         self._state = state
         self._folder = folder
         self._identity = identity
         self._peers = peers
+        self._redundancy = redundancy
+        self._parity: SlotParity | None = None
+        self._covered: Slot | None = None
         self._slots: list[Slot] = []
         self._copies: list[Copy] = []
         self._next = 0
@@ -165,7 +173,12 @@ class StateKeeper:
                     each.make(slot)
             for stream in self._streams:
                 stream.synchronize()
-        self._slots[slot].publish(step, values)
+        new = self._slots[slot]
+        new.publish(step, values)
+        if self._parity is not None:
+            old = None if self._covered is None else self._covered.content
+            self._parity.update(old, new.content, step)
+            self._covered = new
 
     def _replan(self) -> None:
         """Lay out what this process keeps; the slots so far stay until the next state is kept."""
@@ -184,11 +197,30 @@ class StateKeeper:
         self._stale += [each.path for each in self._slots]
         self._let_go()
         self._slots, self._next = slots, 0
+        self._spread_parity(holdings)
         self._copies = [self._copy(each, memory[each.name][1], live) for each in entries]
         devices = {each.source.device for each in self._copies if each.source.is_cuda}
         self._streams = [torch.cuda.Stream(each) for each in devices]  # type: ignore[no-untyped-call]
         self._planned = _places(live)
         self.bytes = _SLOTS * catalogue.data_bytes
+
+    def _spread_parity(self, holdings: list[Holding]) -> None:
+        spread = self._redundancy.spread(holdings)
+        if spread is None:
+            return
+        rank = self._peers.rank
+        number, node = next(
+            (number, ranks) for number, ranks in enumerate(spread.nodes) if rank in ranks
+        )
+        if rank == node[0]:
+            spread.write(self._folder, number)
+        # Loads a compiled kernel, which others need not wait for.
+        from outlast.recover.memory.parity import SlotParity
+
+        name = f"{self._folder.name}-{self._plans}"
+        self._parity = self._peers.together(
+            lambda: SlotParity(spread, self._folder, self._peers, name)
+        )
 
     def _held(self, live: Live) -> tuple[dict[str, tuple[Box, torch.Tensor]], Holding]:
         memory = memories(live)
@@ -229,6 +261,10 @@ class StateKeeper:
 
     def _let_go(self) -> None:
         self._copies = []
+        self._covered = None
+        if self._parity is not None:
+            self._parity.close()
+            self._parity = None
         for each in self._slots:
             each.close()
         self._slots = []

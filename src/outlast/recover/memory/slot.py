@@ -115,6 +115,10 @@ def aligned(size: int) -> int:
 class Slot:
     """A slot that this process writes; its memory is reserved at once.
 
+    Attributes:
+        content: The whole file.
+        memory: The data in it.
+
     Raises:
         RecoverError: When the memory cannot be had.
     """
@@ -126,15 +130,15 @@ class Slot:
         self._values = _CATALOGUE_OFFSET + len(text)
         data = _whole_pages(self._values + self.capacity)
         size = data + max(catalogue.data_bytes, 1)
-        self._map = _reserved(path, size)
+        self.content = reserved(path, size)
         header = _HEADER.pack(_MAGIC, len(text), self.capacity, data)
-        self._map[: len(header) + _CHECK.size] = header + _CHECK.pack(zlib.crc32(header))
-        self._map[_CATALOGUE_OFFSET : self._values] = text
-        self.memory = memoryview(self._map)[data : data + catalogue.data_bytes]
+        self.content[: len(header) + _CHECK.size] = header + _CHECK.pack(zlib.crc32(header))
+        self.content[_CATALOGUE_OFFSET : self._values] = text
+        self.memory = memoryview(self.content)[data : data + catalogue.data_bytes]
 
     def begin(self) -> None:
         """From now on the slot holds no state."""
-        self._map[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = _EMPTY_MARK
+        self.content[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = _EMPTY_MARK
 
     def publish(self, step: int, values: bytes) -> None:
         """All data is in place: the slot holds the state after `step` steps.
@@ -147,9 +151,9 @@ class Slot:
                 f"the values of the state have grown to {len(values)} bytes, more than the "
                 f"{self.capacity} reserved in memory; keep large data in tensors"
             )
-        self._map[self._values : self._values + len(values)] = values
+        self.content[self._values : self._values + len(values)] = values
         mark = _MARK.pack(step, len(values), zlib.crc32(values))
-        self._map[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = mark + _CHECK.pack(
+        self.content[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = mark + _CHECK.pack(
             zlib.crc32(mark)
         )
 
@@ -158,11 +162,15 @@ class Slot:
         # Somebody may still look at it; then it goes with the last look.
         with contextlib.suppress(BufferError):
             self.memory.release()
-            self._map.close()
+            self.content.close()
 
 
-def _reserved(path: Path, size: int) -> mmap.mmap:
-    """A new file of `size` bytes of memory that is there, mapped."""
+def reserved(path: Path, size: int) -> mmap.mmap:
+    """A new file of `size` bytes of memory that is there, mapped.
+
+    Raises:
+        RecoverError: When so much cannot be had.
+    """
     descriptor = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

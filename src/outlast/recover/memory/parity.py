@@ -1,0 +1,129 @@
+"""Parity of the slots that processes keep: a lost node's slots are rebuilt on a new one."""
+
+from __future__ import annotations
+
+import mmap
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from outlast.errors import RecoverError
+from outlast.recover.memory.find import generation_folder, generations
+from outlast.recover.memory.slot import read_slot, reserved
+from outlast.recover.memory.spread import Spread, nodes_of, read_spread, roles
+from outlast.recover.parity import ParityGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from outlast.recover.peers import Peers
+
+_TIMEOUT_SECONDS = 120.0
+
+
+class SlotParity:
+    """Parity of this process's slots among those of its group; all processes make it together.
+
+    Args:
+        spread: Of the processes of now.
+        folder: Of the generation.
+        peers: The processes.
+        name: Of the making, new each time; tells it from those before.
+    """
+
+    def __init__(self, spread: Spread, folder: Path, peers: Peers, name: str) -> None:
+        self._group = parity_group(spread, folder, peers, peers.rank, name)
+
+    def update(self, old: mmap.mmap | None, new: mmap.mmap, step: int) -> None:
+        """Bring the parity to the state in `new`; `old` is what it was of before.
+
+        Raises:
+            RecoverError: When a member is gone, or has no room.
+        """
+        self._group.update(old, new, step)
+
+    def close(self) -> None:
+        """Let go of the memory; the parity stays."""
+        self._group.close()
+
+
+def parity_group(spread: Spread, folder: Path, peers: Peers, role: int, name: str) -> ParityGroup:
+    """The group of the process that stands for rank `role` of `spread`."""
+    number, members = next(
+        (number, each) for number, each in enumerate(spread.groups()) if role in each
+    )
+    store = dist.PrefixStore(f"outlast/parity/{name}/{number}", _get_default_store())
+    # A group of torch's own would number its members by their ranks of now.
+    group = dist.ProcessGroupGloo(
+        store, members.index(role), len(members), timeout=timedelta(seconds=_TIMEOUT_SECONDS)
+    )
+    return ParityGroup(
+        group,  # type: ignore[arg-type]  # has all that is used of a ProcessGroup
+        losses=spread.losses,
+        directory=folder,
+        name=f"parity-{number}",
+        timeout_seconds=_TIMEOUT_SECONDS,
+    )
+
+
+def rebuild(folder: Path, identity: str, peers: Peers) -> bool:
+    """Rebuild the slots of lost nodes from parity, if that is there; all call it together.
+
+    Afterwards they lie where slots lie, on the nodes that stand for the lost ones.
+
+    Args:
+        folder: Of the run.
+        identity: Of the run.
+        peers: The processes.
+
+    Returns:
+        Whether something was rebuilt; False where there was nothing to rebuild from.
+
+    Raises:
+        RecoverError: When more is lost than the parity makes good.
+    """
+    numbers = generations(folder)
+    newest = max((each for found in peers.gather(numbers) for each in found), default=0)
+    place = generation_folder(folder, newest)
+    mine = read_spread(place) if newest in numbers else None
+    found = peers.gather((peers.node, mine))
+    spread = next((each[0] for _, each in found if each is not None), None)
+    if spread is None or peers.alone:
+        return False
+    nodes = nodes_of([node for node, _ in found])
+    survived = {}
+    for number, ranks in enumerate(nodes):
+        known = found[ranks[0]][1]
+        if known is not None and known[0] == spread:
+            survived[number] = known[1]
+    standing = roles(spread, nodes, survived)
+    if standing is None:
+        return False
+    role = standing[peers.rank]
+    slots = _slots(place, identity, role)
+    group = parity_group(spread, place, peers, role, f"rebuild-{newest}")
+    try:
+        possible = set.intersection(*map(set, peers.gather(group.epochs(slots))))
+        if not possible:
+            raise RecoverError(
+                f"no step's state can be rebuilt: more than {spread.losses} of a group have lost "
+                "theirs"
+            )
+        path = place / f"rank-{role}.rebuilt"
+        recovered = group.recover(slots, lambda size: reserved(path, size), max(possible))
+    finally:
+        group.close()
+    return any(peers.gather(bool(recovered.lost_data)))
+
+
+def _slots(place: Path, identity: str, role: int) -> dict[int, mmap.mmap]:
+    """Step to the whole file of each state that rank `role` has kept here."""
+    found = {}
+    for path in sorted(place.glob(f"rank-{role}.*")):
+        kept = read_slot(path, identity)
+        if kept is not None:
+            with path.open("rb") as file:
+                found[kept.step] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return found
