@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from outlast.cli.main import app
+from outlast.cluster.tasks.read import graph_from_toml
 from outlast.guard.coverage import OPERATIONS
 from outlast.guard.seam import SITES
 from outlast.job import Job, job_from_text
@@ -117,9 +118,12 @@ def test_the_checkpoint_example_of_the_readme_runs_and_goes_on(
 
 
 @every_document
-def test_job_examples_are_jobs(path: Path) -> None:
+def test_job_and_task_examples_are_what_they_say(path: Path) -> None:
     for block in blocks(path, "toml"):
-        if re.search(rf"^\[({SECTIONS})[\].]", block, re.MULTILINE):
+        if "[bytes_per_s]" in block:
+            # For `outlast cluster tasks`.
+            graph_from_toml(block, str(path))
+        elif re.search(rf"^\[({SECTIONS})[\].]", block, re.MULTILINE):
             # An excerpt need not say what the model is.
             whole = "[model" in block
             job_from_text(block if whole else f'{block}\n[model]\nconfig = "config.json"\n')
