@@ -1,6 +1,7 @@
 """The examples run as they stand."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,3 +91,25 @@ def test_a_tensorized_model_is_trained_exported_and_writes(tmp_path: Path) -> No
     assert "Loss for equal effort" in page
     assert "monarch, rank 8: 7 layers replaced." in page
     assert (tmp_path / "runs" / "monarch" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.distributed
+def test_a_loop_of_ones_own_goes_on_from_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "--max-restarts=3", str(EXAMPLES / "restart_from_memory.py"), str(tmp_path / "memory"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [found] = re.findall(r"goes on from step (\d+), found in memory", done.stdout)
+    # Six steps were done; of the last one the copy may have been under way.
+    assert int(found) in (5, 6)
+    steps = [int(each) for each in re.findall(r"step (\d+): loss", done.stdout)]
+    assert steps == [*range(1, 7), *range(int(found) + 1, 11)]
+    assert list((tmp_path / "memory").rglob("rank-*")) == []
