@@ -142,10 +142,11 @@ def corrected_waits(forecast: StartForecast, correction: Correction) -> Array:
     Between the levels of the correction the move is interpolated, beyond them it stays.
     """
     waits = forecast.wait_seconds
-    if forecast.certain or not correction.count:
+    moved = (correction.p10, correction.p50, correction.p90)
+    if forecast.certain or not any(moved):
         return waits
     ranks = np.argsort(np.argsort(waits, kind="stable"), kind="stable") + 0.5
-    moves = np.interp(ranks / len(waits), LEVELS, (correction.p10, correction.p50, correction.p90))
+    moves = np.interp(ranks / len(waits), LEVELS, moved)
     return np.maximum((waits + _SOON) * np.exp(moves) - _SOON, 0.0)
 
 
