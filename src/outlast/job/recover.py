@@ -58,8 +58,3 @@ class RecoverSection(Section):
         "the process ends itself; auto: from the measured steps; 0: never",
         identity=False,
     )
-    approximate: Literal["off", "neighbours"] = setting(
-        "off",
-        "neighbours: a pipeline stage whose state is lost everywhere is filled with the mean of "
-        "the stages beside it, which is not the same run any more",
-    )

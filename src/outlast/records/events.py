@@ -370,7 +370,7 @@ class StateRecovered(Event):
 
     Attributes:
         step: The step that was restored.
-        source: ``peer``, ``parity``, ``memory``, ``disk``, ``shared`` or ``approximate``.
+        source: ``peer``, ``parity``, ``memory``, ``disk`` or ``shared``.
         seconds: From the choice to the last byte in place.
         lost_steps: Steps that are done again, as far as is known; -1 where it is not.
         bytes: Moved on all ranks together.
