@@ -1,8 +1,10 @@
 """``outlast drill --at/--kill/--stop``: real runs whose processes are struck."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from outlast.cli.drill_processes import Asked, _goodput, drill_processes, print_
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
 from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
+from outlast.recover.beacon import place, read_beacons
 from outlast.recover.cost import REFORM_SECONDS
 from outlast.recover.drill import Outcome
 
@@ -58,6 +61,26 @@ def test_a_stopped_process_goes_on_and_a_phase_that_never_comes_is_told(tmp_path
     assert result["median_seconds"] >= 0.5
     assert "the run has ended without another phase parity" in output
     assert "1 did not take place" in output
+
+
+@pytest.mark.distributed
+def test_a_drill_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "ended", "train.steps=100000")
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outlast", "drill", str(tmp_path / "job.toml"), "--at", "data"]
+    )
+    directory = RunDirectory(Path(job.run.directory) / "ended-drill-clean")
+    deadline = time.monotonic() + 240.0
+    while not (directory.path / "events.jsonl").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    pages = read_beacons(place(job.recover.memory, directory))
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert len(pages) == 2
+    assert {each.state for each in pages} == {"dead"}
 
 
 @pytest.mark.parametrize(

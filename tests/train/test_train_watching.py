@@ -114,10 +114,12 @@ def test_what_died_before_the_watcher_looked_is_not_its_business(tmp_path: Path)
         Beacon(place(str(tmp_path), directory), 0)
         os._exit(0)
     os.waitpid(child, 0)
-    watcher = Watcher(job, directory)
-    watcher.look()
-    watcher.look()
+    with Watcher(job, directory) as watcher:
+        watcher.look()
+        watcher.look()
     assert not (directory.path / "events.jsonl").exists()
+    # Nor does it leave what it finds there.
+    assert not place(str(tmp_path), directory).exists()
 
 
 def test_no_deadline_where_it_is_switched_off(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import statistics
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from outlast.errors import EXIT_DONE, OutlastError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.recover.cost import WayBack
@@ -82,18 +85,26 @@ def drill_processes(job_file: Path | None, settings: list[str], asked: Asked) ->
         f"launch.restarts={2 * len(trials) + _SPARE_RESTARTS}",
     ]
     clean = _run(job_file, settings, _named(job, "drill-clean"), asked)
-    clean.start("--fresh")
-    print("drill: training undisturbed, to compare with", flush=True)
-    _must_end(clean, _directory(job, "drill-clean"))
     drilled = _run(job_file, settings, _named(job, "drill-struck"), asked)
+    # The runs are in sessions of their own, and would stay behind.
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
+        clean.start()
+        print("drill: training undisturbed, to compare with", flush=True)
+        _must_end(clean, _directory(job, "drill-clean"))
         outcomes = _struck(drilled, trials)
         _must_end(drilled, _directory(job, "drill-struck"))
     finally:
+        clean.end()
         drilled.end()
+        signal.signal(signal.SIGTERM, before)
     result = _result(job, asked, outcomes, drilled.starts)
     print_processes(result)
     return result
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _trials(job: Job, asked: Asked) -> list[Trial]:
@@ -122,7 +133,7 @@ def _trials(job: Job, asked: Asked) -> list[Trial]:
 def _struck(run: DrilledRun, trials: list[Trial]) -> list[Outcome]:
 
     outcomes: list[Outcome] = []
-    run.start("--fresh")
+    run.start()
     began = run.began()
     for number, trial in enumerate(trials, 1):
         if began is None:
@@ -181,6 +192,12 @@ def _run(job_file: Path | None, settings: list[str], job: Job, asked: Asked) -> 
     from outlast.recover.drill import DrilledRun
 
     directory = RunDirectory(Path(job.run.directory) / job.run.name)
+    if directory.exists():
+        # Holding the lock for a moment makes sure that no live run is moved aside.
+        lock = directory.lock()
+        lock.acquire()
+        lock.release()
+        directory.move_aside()
     directory.path.parent.mkdir(parents=True, exist_ok=True)
     _log(directory).unlink(missing_ok=True)
     file = [str(job_file)] if job_file else []

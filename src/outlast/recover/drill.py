@@ -133,7 +133,7 @@ class DrilledRun:
     Args:
         command: Starts the run, and goes on with it when called again; it should record every step
             (``log.every_steps=1``).
-        directory: Of the run; a run that is there already is no matter to `--fresh` in `command`.
+        directory: Of the run, which is not there before the first start.
         memory: As in ``recover.memory``.
         log: File for what the run prints.
         ranks: Number of processes.
@@ -165,12 +165,12 @@ class DrilledRun:
         self._same_attempt = live or stop_seconds > 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *options: str) -> None:
+    def start(self) -> None:
         """Start the run, or start it again."""
         self.starts += 1
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._command, *options],
+                self._command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

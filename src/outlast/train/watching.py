@@ -94,6 +94,17 @@ class Watcher:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        with contextlib.suppress(OutlastError, OSError):
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Take away what killed processes have left: the run ends, and needs it no more."""
+        pages = place(self._memory, self._directory)
+        for each in read_beacons(pages):
+            if each.state == "dead":
+                (pages / f"rank-{each.rank}").unlink()
+                (pages / f"stacks-{each.rank}.txt").unlink(missing_ok=True)
+        pages.rmdir()
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
