@@ -41,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
 from outlast.recover.parity.exchange import Update
+from outlast.recover.parity.layout import STRIPE_BYTES
 
 DEADLINE_SECONDS = 3000
 BAR = 0.03
@@ -232,7 +233,7 @@ def _live(folder: Path, nbytes: int, losses: int, victims: tuple[int, ...], tria
         for step in range(1, STEPS + 1):
             slots = {step - 1: slots[step - 1], step: _bytes(member, step, nbytes)}
             if step == STEPS and member in victims:
-                _die_soon(random.Random(trial).randrange(nbytes >> 20))
+                _die_soon(random.Random(trial).randrange(nbytes // STRIPE_BYTES))
             with contextlib.suppress(RecoverError):
                 group.update(slots[step - 1], slots[step], step)
         group.close()
@@ -292,6 +293,8 @@ class _Processes:
         """Wait for the deaths of `ranks`, wipe their memory, and start new processes."""
         for rank in ranks:
             self._running[rank].join(DEADLINE_SECONDS)
+            if self._running[rank].exitcode != -signal.SIGKILL:
+                raise RuntimeError(f"rank {rank} was not killed: {self._running[rank].exitcode}")
             shutil.rmtree(self._folder / str(rank), ignore_errors=True)
             self._running[rank] = self._start(rank, 1)
 
