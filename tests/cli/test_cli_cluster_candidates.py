@@ -1,13 +1,17 @@
 """What ``outlast cluster plan`` predicts on a queue that squeue and sinfo have printed."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from outlast.cli.cluster_candidates import candidates_now, sizes_of
 from outlast.cluster.chain.planning import Costs, plan_chain, site_now
 from outlast.cluster.policies.automatic import Choice
+from outlast.cluster.simulate.engine import Simulation
 from outlast.cluster.workload.jobs import Workload
+from outlast.cluster.workload.lublin import lublin
 from outlast.cluster.workload.sacct import read_sacct
 from outlast.job import load_job
 
@@ -77,3 +81,25 @@ def test_a_log_of_users_who_ask_for_too_much_predicts_an_earlier_start(tmp_path:
     learnt = read_sacct(tmp_path / "log")
     soon, late = chosen(30.0, *settings, log=learnt), chosen(30.0, *settings)
     assert soon.best.start.p50_seconds < 0.5 * late.best.start.p50_seconds
+
+
+@pytest.mark.usefixtures("queue")
+def test_starts_in_a_log_correct_what_is_predicted_by_past_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What arrives later depends on the time of day.
+    monkeypatch.setattr("outlast.cluster.slurm.snapshot.time.time", lambda: 1.8e9)
+    jobs = lublin(60, 8, load=0.95, seed=3)
+    simulated = Simulation(8, workload=jobs, backfill="conservative")
+    simulated.run()
+    settings = ["slurm.nodes=[8]", "slurm.sizes=[8]"]
+    # Everybody who waited did so for three hours more than such a queue lets expect.
+    waited = simulated.starts() > jobs.submit_seconds + 60.0
+    late = simulated.starts() + np.where(waited, 3.0 * HOUR, 0.0)
+    plain, told = (
+        chosen(30.0, *settings, log=replace(jobs, start_seconds=starts)).best.start
+        for starts in (None, late)
+    )
+    assert np.array_equal(told.wait_seconds, plain.wait_seconds)
+    assert plain.p90_seconds == pytest.approx(float(np.quantile(plain.wait_seconds, 0.9)))
+    assert told.p90_seconds > 1.2 * plain.p90_seconds

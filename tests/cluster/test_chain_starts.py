@@ -129,4 +129,4 @@ def test_starts_that_came_late_move_the_choice_to_nodes_that_are_free(
     assert still.plan.nodes == (8,)
     assert still.forecast is not None
     assert still.forecast.p50_seconds > before.forecast.p50_seconds
-    assert np.array_equal(still.forecast.wait_seconds, before.forecast.wait_seconds)
+    assert still.forecast.wait_seconds == pytest.approx(before.forecast.wait_seconds)
