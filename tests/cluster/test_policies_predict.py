@@ -71,6 +71,15 @@ def test_jobs_that_end_early_make_the_start_sooner():
     assert found.p50_seconds == pytest.approx(6.5 * HOUR)
 
 
+@given(st.floats(1.7e9, 1.9e9), st.floats(0.1, 99.0))
+def test_a_job_on_the_nodes_of_the_one_before_it_starts_as_that_ends(now, hours):
+    seen = queue(10, running=[(6, 200.0), (4, hours)], now=now)
+    [found] = forecast_waits(seen, [(4, 5 * HOUR)], samples=2, after=1)
+    assert found.certain
+    [found] = forecast_waits(seen, [(5, 5 * HOUR)], literal(), samples=2, after=1)
+    assert found.p50_seconds == pytest.approx((200.0 - hours) * HOUR, abs=0.01)
+
+
 def test_more_nodes_than_there_are_never_start():
     [found] = forecast_waits(BUSY, [(11, HOUR)], literal())
     assert found.p10_seconds == math.inf
