@@ -14,6 +14,10 @@ from torch.distributed import ProcessGroup, Work
 from outlast.errors import RecoverError
 from outlast.recover.parity.combine import Bytes
 
+# What members tell each other mostly fits into one message with its length.
+_SHORT_BYTES = 1024
+_COUNT_BYTES = 8
+
 
 @dataclass(frozen=True)
 class RowWork:
@@ -50,23 +54,27 @@ class Wire:
 
     def gather(self, content: bytes) -> list[bytes]:
         """A few bytes of every member, in order of members."""
-        length = torch.tensor([len(content)])
-        lengths = [torch.empty_like(length) for _ in range(self._group.size())]
-        self._allgather(lengths, length)
-        padded = torch.zeros(max(1, *(int(each) for each in lengths)), dtype=torch.uint8)
-        padded.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
-        contents = [torch.empty_like(padded) for _ in lengths]
-        self._allgather(contents, padded)
-        return [
-            each.numpy()[: int(size)].tobytes()
-            for each, size in zip(contents, lengths, strict=True)
-        ]
+        first = self._allgather(
+            np.frombuffer(len(content).to_bytes(_COUNT_BYTES, "little") + content, np.uint8),
+            _SHORT_BYTES,
+        )
+        lengths = [int.from_bytes(each[:_COUNT_BYTES].tobytes(), "little") for each in first]
+        if max(lengths) > _SHORT_BYTES - _COUNT_BYTES:
+            whole = self._allgather(np.frombuffer(content, np.uint8), max(lengths))
+        else:
+            whole = [each[_COUNT_BYTES:] for each in first]
+        return [each[:size].tobytes() for each, size in zip(whole, lengths, strict=True)]
 
-    def _allgather(self, into: list[torch.Tensor], own: torch.Tensor) -> None:
+    def _allgather(self, content: Bytes, size: int) -> list[Bytes]:
+        """The first `size` bytes of every member's content, with zeros behind a shorter one's."""
+        own = torch.zeros(size, dtype=torch.uint8)
+        own.numpy()[: content.size] = content[:size]
+        all_of_them = [torch.empty_like(own) for _ in range(self._group.size())]
         try:
-            self._group.allgather([into], [own]).wait(self._timeout)
+            self._group.allgather([all_of_them], [own]).wait(self._timeout)
         except RuntimeError as error:
             raise self._failed("the others", error) from error
+        return [each.numpy() for each in all_of_them]
 
     def stream(self, rows: Iterable[int], plan: Callable[[int], RowWork]) -> None:
         """Send, receive and finish rows in order, while the next few are on their way.
