@@ -1,0 +1,122 @@
+"""Killing workers of a real run: restart from memory against reload from disk; goodput at rates.
+
+Both sides are started again by torch elastic in the same way and hold the same state; they differ
+in where they take it from. Predictions come from the undisturbed run alone (`outlast drill`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import Bar, at_most
+
+from outlast.cli.drill_processes import Asked, drill_processes
+
+_SMALL = ("train.steps=40", "checkpoint.every_steps=10")
+_LARGE = (
+    "train.steps=80",
+    "checkpoint.every_steps=10",
+    "train.batch_size=4",
+    "data.sequence_length=32",
+    "model.settings.hidden_size=512",
+    "model.settings.intermediate_size=1536",
+    "model.settings.num_hidden_layers=12",
+    "model.settings.num_attention_heads=8",
+    "model.settings.num_key_value_heads=8",
+)
+"""41 million parameters: 0.5 GB of weights and moments."""
+
+_ALWAYS = (
+    "optimizer.name=adamw",
+    "optimizer.learning_rate=0.001",
+    "evaluate.every_steps=0",
+    "sample.tokens=0",
+    "export.huggingface=false",
+)
+_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+_RATES = {"2/min": 12_000, "4/min": 8_000, "8/min": 5_000}
+"""Kills at a rate, and steps that last for `_KILLS` of them."""
+
+_KILLS = 8
+_POINTS = 5.0
+
+
+def bars(quick: bool) -> list[Bar]:
+    """The rows of this part."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [*_reload(Path(folder), quick), *_goodput(Path(folder), quick)]
+
+
+def _drilled(folder: Path, name: str, settings: tuple[str, ...], asked: Asked) -> dict[str, Any]:
+    places = [f'run.directory="{folder}"', f"run.name={name}"]
+    return drill_processes(None, [*_ALWAYS, *settings, *places], asked)
+
+
+def _reload(folder: Path, quick: bool) -> list[Bar]:
+    size, workers, trials = (_SMALL, 2, 1) if quick else (_LARGE, 4, 2)
+    phases = _PHASES[-2:] if quick else _PHASES
+    asked = Asked("", phases, 0.0, trials, 0)
+    found = {
+        mode: _drilled(
+            folder,
+            f"reload-{mode}",
+            (*size, f"launch.nproc={workers}", f"recover.mode={mode}"),
+            asked,
+        )
+        for mode in ("restart", "off")
+    }
+    restart, off = found["restart"], found["off"]
+    ours, theirs = (each["median_seconds"] or math.inf for each in (restart, off))
+    peer = f"reload from disk: {theirs:.2f} s, {off['lost_steps']} steps again"
+    struck = restart["struck"]
+    lost = max(each["lost_steps"] for each in restart["trials"])
+    return [
+        Bar(
+            f"kill -9 of 1 of {workers} workers, {struck} times: survived",
+            restart["survived"],
+            "times",
+            f"= {struck}",
+            restart["survived"] == struck,
+            f"reload from disk: {off['survived']} of {off['struck']}",
+        ),
+        at_most(
+            "next step after a kill, restart from memory over reload from disk",
+            ours / theirs,
+            "",
+            1.0 / 3.0,
+            f"{ours:.2f} s; {peer}",
+        ),
+        at_most("steps lost by a kill, restart from memory, at most", lost, "steps", 1.0, peer),
+        Bar(
+            "last weights after the kills equal the undisturbed run's",
+            float(restart["bits_equal"]),
+            "",
+            "bit for bit",
+            restart["bits_equal"],
+            f"largest difference {restart['largest_difference']:g}",
+        ),
+    ]
+
+
+def _goodput(folder: Path, quick: bool) -> list[Bar]:
+    found = []
+    for rate, steps in {"8/min": 400}.items() if quick else _RATES.items():
+        settings = (f"train.steps={steps}", "launch.nproc=2", "checkpoint.every_steps=100")
+        asked = Asked(rate, (), 0.0, 1 if quick else _KILLS, 1)
+        result = _drilled(folder, f"rate-{rate[0]}", settings, asked)
+        measured, predicted = (
+            100.0 * result["goodput"][name] for name in ("measured", "predicted")
+        )
+        found.append(
+            at_most(
+                f"goodput at {rate}: measured and predicted apart",
+                abs(measured - predicted),
+                "points",
+                _POINTS,
+                f"{measured:.1f} % measured, {predicted:.1f} % predicted",
+            )
+        )
+    return found
