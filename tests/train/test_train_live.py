@@ -30,7 +30,13 @@ from outlast.recover.live import require_torchft
 from outlast.train.run import run_directory
 
 DEADLINE_SECONDS = 150.0
-LIVE = ('recover.mode="live"', "launch.nproc=2", "launch.timeout_seconds=60")
+LIVE = (
+    'recover.mode="live"',
+    "launch.nproc=2",
+    "launch.timeout_seconds=60",
+    # A loaded machine lets heartbeats wait; who was wrongly dropped would only heal.
+    "recover.heartbeat_seconds=4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +44,12 @@ def _torchft() -> None:
     pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
 
 
-def _wait(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
+def _wait(
+    process: subprocess.Popen[str], done: Callable[[], bool], story: Callable[[], str] = str
+) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not done():
-        assert time.monotonic() < deadline, "it takes too long"
+        assert time.monotonic() < deadline, f"it takes too long: {story()}"
         if process.poll() is not None:
             assert done(), f"ended early:\n{process.stdout and process.stdout.read()}"
             return
@@ -101,9 +109,9 @@ def test_a_killed_group_returns_while_the_other_goes_on(victim: int, tmp_path: P
 
     def returned() -> bool:
         changes = read_run(path).of(MembershipChanged)
-        return [each.reason for _, each in changes] == ["lost", "joined"]
+        return [each.reason for _, each in changes][:2] == ["lost", "joined"]
 
-    _wait(process, returned)
+    _wait(process, returned, lambda: str(read_run(path).records[-8:]))
     assert survivor in [each.pid for each in _groups(process)]
     step = _step(job)
     _wait(process, lambda: _step(job) >= step + 5)
@@ -111,10 +119,12 @@ def test_a_killed_group_returns_while_the_other_goes_on(victim: int, tmp_path: P
     code, output = finish(process)
     assert code == 3, output
     run = read_run(path)
-    ((_, lost),) = run.of(MemberLost)
+    (_, lost), *_ = run.of(MemberLost)
     assert lost.member == f"group {victim}"
-    (healed,) = [record.event for record in run.records if isinstance(record.event, StateRecovered)]
-    assert (healed.source, healed.lost_steps >= 0) == ("peer", True)
+    healed, *_ = [
+        record.event for record in run.records if isinstance(record.event, StateRecovered)
+    ]
+    assert (healed.source, healed.lost_steps) == ("peer", 0)
     ((_, ended),) = run.of(AttemptEnded)
     assert run.of(CheckpointSaved)[-1][1].step == ended.step == _step(job)
     _assert_like_reference(tmp_path, job)

@@ -34,6 +34,7 @@ from outlast.train.run import (
     sinks_of,
 )
 from outlast.train.signals import StopFlag
+from outlast.train.watching import under_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -149,6 +150,10 @@ class GroupRecords(RecordWriter):
 
     def close(self) -> None:
         """Close the files."""
+        if self.groups is None and self._post.number == 0:
+            # There was no step to do, so that the groups never met.
+            for each in self._waiting:
+                super().write(each)
         super().close()
         if self._own is not None:
             self._own.close()
@@ -174,6 +179,7 @@ class LiveEngine:
         self._records = records
         self._groups: LiveGroups | None = None
         self._first_step = 0
+        self._step = 0
         self._attempt: LiveStep | None = None
         trainer.engine, trainer.loader = self, self._loader
         trainer.agreement = Voted(self, trainer.device)
@@ -192,6 +198,7 @@ class LiveEngine:
         """
         groups = self._groups or self._join(step)
         while True:
+            self._waiting(step)
             attempt = groups.begin()
             for event in groups.news():
                 if isinstance(event, StateRecovered):
@@ -201,6 +208,7 @@ class LiveEngine:
             if attempt.number != step:
                 raise StateMovedError(attempt.number)
             loss = torch.zeros(()) if attempt.idle else self._own_part(attempt, global_tokens)
+            self._waiting(step)
             begun = time.perf_counter()
             done = attempt.commit(loss, values=self._wishes(step + 1))
             self._trainer.waits.add(time.perf_counter() - begun)
@@ -216,7 +224,9 @@ class LiveEngine:
     @property
     def writes(self) -> bool:
         """Whether this group writes what is written once."""
-        return self._groups is not None and self._groups.writes
+        if self._groups is None:
+            return self._post.number == 0
+        return self._groups.writes
 
     def close_step(self) -> LiveStep:
         """The step that was committed last, whose optimizer step is done by now."""
@@ -230,6 +240,11 @@ class LiveEngine:
         """Leave the groups."""
         if self._groups is not None:
             self._groups.close()
+
+    def _waiting(self, step: int) -> None:
+        """Waiting for other groups is not held against this one's step."""
+        self._step = step
+        self._trainer.mark("reduce", step)
 
     def _join(self, step: int) -> LiveGroups:
         trainer, post = self._trainer, self._post
@@ -252,6 +267,7 @@ class LiveEngine:
             awaits=1 if post.returning else post.groups,
             heartbeat_seconds=job.recover.heartbeat_seconds,
             timeout_seconds=job.launch.timeout_seconds,
+            waiting=lambda: self._waiting(self._step),
         )
         self._first_step = step
         return self._groups
@@ -310,17 +326,20 @@ def train_group(start: Start, post: Post) -> int:
     began = time.time()
     job = job_of_group(start.job)
     ranks = Ranks(0, 1, post.number, post.groups, "live")
-    with StopFlag(os.getppid()) as stop:
+    directory = run_directory(job)
+    watched = replace(ranks, rank=post.number, world_size=post.groups)
+    with StopFlag(os.getppid()) as stop, under_watch(job, watched, directory) as mark:
         configure_torch(job, ranks)
         setup = SetUp(
             job,
             preflight(job, 1),
             ranks,
             device_of(ranks),
-            run_directory(job),
+            directory,
             stop,
             {"start and imports": time.time() - began},
             start.turns,
+            mark=mark,
             transfers=start.transfers,
         )
         records = GroupRecords(setup.directory, post, lambda: sinks_of(setup))

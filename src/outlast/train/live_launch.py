@@ -30,6 +30,7 @@ from outlast.recover.live import Lighthouse, require_torchft
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
 from outlast.train.live import Post, job_of_group, known_steps, train_group
+from outlast.train.model import load_code
 from outlast.train.preflight import preflight
 from outlast.train.ranks import ALONE
 from outlast.train.run import claim, run_directory
@@ -98,10 +99,7 @@ def launch_live(start: Start) -> int:
         number: signal.signal(number, forward_signal)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     }
-    # Once for all that are forked.
-    import torchft.checkpointing
-    import torchft.process_group  # noqa: F401
-
+    _load_code(start.job)
     crew = Crew(start, groups)
     try:
         crew.prepare()
@@ -113,6 +111,14 @@ def launch_live(start: Start) -> int:
             signal.signal(number, handler)
         lock.release()
     return crew.outcome()
+
+
+def _load_code(job: Job) -> None:
+    """Import what takes seconds once, for all processes that are forked, also after a death."""
+    import torchft.checkpointing
+    import torchft.process_group  # noqa: F401
+
+    load_code(job.model)
 
 
 def _run(crew: Crew, job: Job) -> None:

@@ -280,14 +280,21 @@ class LiveGroups:
         """The seat and the connections, from the first step on: who has a seat is waited for."""
         if self._links is None:
             store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-            seat = Seat(self._settings, f"{self._host}:{store.port}", self._transfer.address)
+            seat = Seat(self._settings, f"{self._host}:{store.port}")
             self._store = store
             self._links = (seat, Connections(seat, self._device, self._timeout_seconds))
         return self._links
 
     def _join(self) -> Membership:
         seat, connections = self._linked()
-        mine = Standing(self._step, self._lineage, connections.round, self._since, self._awaits)
+        mine = Standing(
+            step=self._step,
+            lineage=self._lineage,
+            serves=self._transfer.address,
+            connected=connections.round,
+            since=self._since,
+            awaits=self._awaits,
+        )
         answer = seat.join(mine)
         return membership(answer.name, answer.members, seat.life)
 
@@ -411,15 +418,15 @@ class LiveGroups:
         self._events += [
             MemberLost(self._step, f"group {each.number}", "dead", seconds) for each in lost
         ]
-        self._events.append(
-            MembershipChanged(
-                self._step,
-                before.count,
-                found.count,
-                "lost" if len(lost) > len(joined) else "joined",
-                seconds,
-            )
-        )
+        left = before.count - len(lost)
+        if lost:
+            change = MembershipChanged(self._step, before.count, left, "lost", seconds)
+            self._events.append(change)
+        if joined:
+            # One that returns at once does so in the round in which its loss is noticed.
+            seconds = 0.0 if lost else seconds
+            change = MembershipChanged(self._step, left, found.count, "joined", seconds)
+            self._events.append(change)
 
 
 def _named(found: Membership) -> str:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from outlast.recover.live.rules import Member
 
 
+_PATIENCE_SECONDS = 5.0
+
+
 class Kind(NamedTuple):
     """Element type, without ``torch.``, and shape of a global tensor."""
 
@@ -56,16 +59,25 @@ class Transfer:
         state: What a training state consists of; see `outlast.state`.
         host: Under which peers reach this machine.
         timeout_seconds: Longest wait for a peer.
+
+    Attributes:
+        address: Where it is served.
     """
 
     def __init__(self, state: State, host: str, timeout_seconds: float) -> None:
-        from torchft.checkpointing import HTTPTransport
-
         self._state = state
+        self._host = host
         self._timeout_seconds = timeout_seconds
         self._limit = timedelta(seconds=timeout_seconds)
+        self._patience = timedelta(seconds=min(timeout_seconds, _PATIENCE_SECONDS))
+        self._listen()
+
+    def _listen(self) -> None:
+        from torchft.checkpointing import HTTPTransport
+
         try:
-            self._server: Any = HTTPTransport(self._limit, num_chunks=0)
+            # How long the server waits for a peer that takes nothing, and we for the server.
+            self._server: Any = HTTPTransport(self._patience, num_chunks=0)
         except OSError as error:
             raise RecoverError(
                 f"the server from which other groups would heal cannot listen: {error}; "
@@ -74,7 +86,7 @@ class Transfer:
         # Each request would be a line on the terminal.
         self._server._server.RequestHandlerClass.log_message = lambda *_: None
         port = self._server.address().rpartition(":")[2].partition("/")[0]
-        self.address = f"http://{host}:{port}/checkpoint/"
+        self.address = f"http://{self._host}:{port}/checkpoint/"
 
     def serve(self, step: int, peers: list[int]) -> None:
         """Let `peers` read the state of `step` until `close` is called."""
@@ -95,8 +107,15 @@ class Transfer:
         self._server.send_checkpoint(peers, step, content, self._limit)
 
     def close(self) -> None:
-        """Wait for those who still read, and serve no more."""
-        self._server.disallow_checkpoint()
+        """Wait for those who still read, and serve no more.
+
+        Who still reads when a round has failed may be stopped. Then another server takes over: what
+        that peer gets is of a step that is over, so that it has to heal again.
+        """
+        try:
+            self._server.disallow_checkpoint()
+        except TimeoutError:
+            self._listen()
 
     def fetch(self, step: int, source: Member, seat: Seat) -> Fetched:
         """Read the state of `step` from a peer; nothing is put in place yet.

@@ -74,6 +74,7 @@ class Standing:
 
     step: int
     lineage: str
+    serves: str
     connected: str
     since: str
     awaits: int
@@ -85,16 +86,15 @@ class Seat:
     Args:
         settings: How it takes part.
         store: Where this group's key-value store listens.
-        serves: Where it serves its state.
 
     Raises:
         RecoverError: When the lighthouse cannot be reached.
     """
 
-    def __init__(self, settings: SeatSettings, store: str, serves: str) -> None:
+    def __init__(self, settings: SeatSettings, store: str) -> None:
         self.life = f"{settings.number}:{uuid.uuid4().hex[:12]}"
         self._settings = settings
-        self._store, self._serves = store, serves
+        self._store = store
         self._client: Any = None
         self._manager: Any = self._until(self._deadline(), self._register)
         self._pulse = Pulse(SILENCE_SHARE * settings.heartbeat_seconds)
@@ -130,7 +130,6 @@ class Seat:
             identity=self._settings.identity,
             address=self._manager.address(),
             store=self._store,
-            serves=self._serves,
             **asdict(mine),
         )
         deadline = self._deadline()
