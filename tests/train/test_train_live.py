@@ -98,6 +98,18 @@ def test_groups_train_as_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_a_run_that_died_after_its_last_step_is_brought_to_its_end(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "live", *LIVE)
+    assert finish(start_process(job, tmp_path))[0] == 0
+    log = run_directory(job).path / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"attempt_ended"' not in line))
+    assert finish(start_process(job, tmp_path))[0] == 0
+    ((record, ended),) = read_run(run_directory(job).path).of(AttemptEnded)
+    assert (record.attempt, ended.step, ended.outcome) == (2, 6, "completed")
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_group_returns_while_the_other_goes_on(victim: int, tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "live", *LIVE, "train.steps=100000", "checkpoint.every_steps=20")
