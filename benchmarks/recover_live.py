@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 1.0
 SAMPLES = 32
 WIDTH = 256
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS = 0.05
 HANG_SECONDS = 30.0
 STEADY_STEPS = 5
 MILLIONS = 50
@@ -210,7 +210,9 @@ def _trial(
     survivor = groups[1 - victim]
     survivor.said.clear()
     steady = survivor.await_step(lambda said: said[2] == 2 and len(survivor.said) >= STEADY_STEPS)
-    step_seconds = median(_gaps(survivor)) if steady else 0.0
+    if steady is None:
+        raise RuntimeError("two groups did not train together before any was killed")
+    step_seconds = median(_gaps(survivor))
     time.sleep(chance.uniform(0.0, 3 * PAUSE_SECONDS))
     groups[victim].process.kill()
     killed = time.monotonic()
@@ -308,7 +310,11 @@ def live_bars(quick: bool) -> list[Bar]:
         f"({SILENCE_SHARE:g} of the heartbeat): {words(eager)}"
     )
     worst = max(ours.seconds, default=HANG_SECONDS)
-    lost = f"torchft's wrapper: {peer.missing / max(peer.survived, 1):.0f} in each trial"
+    lost = returns = "torchft's wrapper: no survivor"
+    if peer.survived:
+        lost = f"torchft's wrapper: {peer.missing / peer.survived:.0f} in each trial"
+    if peer.rejoin_steps:
+        returns = f"torchft's wrapper: {median(peer.rejoin_steps):.2f} steps"
     share = quorum_share(5 if quick else 30)
     return [
         at_least(
@@ -327,9 +333,9 @@ def live_bars(quick: bool) -> list[Bar]:
         at_most(
             "live: rejoin, cost to the others",
             median(ours.rejoin_steps),
-            "steps",
+            f"steps of {PAUSE_SECONDS:g} s",
             1.0,
-            f"torchft's wrapper: {median(peer.rejoin_steps or [float('nan')]):.2f} steps",
+            returns,
         ),
         at_most(
             "live: returned states that differ", float(ours.unequal), "states", 0.0, "equal bits"
