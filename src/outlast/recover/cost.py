@@ -14,7 +14,7 @@ from outlast.errors import RecoverError
 LOOK_SECONDS = 0.1
 """Between two looks of a launcher at its processes; see `outlast.train.launch`."""
 
-REFORM_SECONDS = 1.0
+REFORM_SECONDS = 0.4
 """Prior: torch elastic ends a group, meets anew and forks, on one machine (benchmarks/recover.py).
 """
 
