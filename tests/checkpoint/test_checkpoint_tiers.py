@@ -41,7 +41,8 @@ from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
 from outlast.checkpoint.tiers import Place, Tiers
-from outlast.checkpoint.tiers.copying import Copy, Pace
+from outlast.checkpoint.tiers.copying import Copy
+from outlast.checkpoint.tiers.pace import Pace
 from outlast.errors import CheckpointError
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
