@@ -143,6 +143,33 @@ def test_a_killed_group_returns_while_the_other_goes_on(victim: int, tmp_path: P
 
 
 @pytest.mark.distributed
+def test_only_the_group_that_writes_takes_turns_at_saving(tmp_path: Path) -> None:
+    folder = tmp_path / "turns"
+    turns = (f'checkpoint.turns="{folder}"', "checkpoint.turn_seconds=100000")
+    job = tiny_job(tmp_path, "live", *LIVE, *turns, "train.steps=100000")
+    process = start_process(job, tmp_path)
+    path = run_directory(job).path
+
+    def saves() -> int:
+        return len(read_run(path).of(CheckpointSaved))
+
+    try:
+        # A turn that the other group had got would be kept for good.
+        _wait(process, lambda: _step(job) >= 2)
+        _wait(process, lambda: saves() >= 4)
+        _groups(process)[0].kill()
+        _wait(process, lambda: "joined" in str(read_run(path).of(MembershipChanged)))
+        before = saves()
+        _wait(process, lambda: saves() >= before + 4)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+        assert code == 3, output
+    finally:
+        process.kill()
+    assert not list(folder.glob("ticket-*"))
+
+
+@pytest.mark.distributed
 def test_when_all_groups_die_they_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "live", *LIVE, "train.steps=100000", "checkpoint.every_steps=4")
     process = start_process(job, tmp_path)

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,29 @@ def test_a_waiting_save_does_not_look_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(taking, "LOOK_SECONDS", 0.5)
-    first, second = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    clock = Clock()
+    first = SaveCadence(10, turns=turns(tmp_path))
+    second = SaveCadence(10, turns=turns(tmp_path, clock=clock))
     assert first.wants(10)
     assert not second.wants(10)
     first.ended()
+    clock.now += 0.4
     assert not second.wants(11)
-    time.sleep(0.6)
+    clock.now += 0.2
     assert second.wants(12)
     second.ended()
 
 
-def turns(folder: Path, longest_seconds: float = 60.0, order: str = "least-waste") -> SaveTurns:
+def turns(
+    folder: Path, longest_seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
+) -> SaveTurns:
     return SaveTurns(
-        FolderTurns(folder, order, ask_slurm=True, load=0.6),
+        FolderTurns(folder, "least-waste", ask_slurm=True, load=0.6),
         size_bytes=1e6,
         nodes=1,
         mtbf_seconds=1e5,
         longest_seconds=longest_seconds,
+        clock=clock,
     )
 
 
@@ -66,12 +73,70 @@ def test_a_due_save_waits_for_its_turn_and_stays_due(tmp_path: Path) -> None:
     second.ended()
 
 
+def test_a_save_that_is_due_before_the_last_one_has_ended_waits_for_a_turn_of_its_own(
+    tmp_path: Path,
+) -> None:
+    slow, other = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    assert slow.wants(10)
+    slow.saved(10)
+    assert not other.wants(10)
+    assert not slow.wants(20), "the turn is that of the save under way"
+    slow.ended()
+    assert other.wants(11), "the turn is free with the end of the save that had it"
+    other.saved(11)
+    assert not slow.wants(21)
+    other.ended()
+    assert slow.wants(22)
+    slow.ended()
+
+
+def test_a_save_that_is_not_due_any_more_blocks_nobody(tmp_path: Path) -> None:
+    first, moved = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    assert first.wants(10)
+    assert not moved.wants(10)
+    assert len(list(tmp_path.glob("ticket-*"))) == 1
+    # As a group that has taken a peer's state.
+    moved.begin(30)
+    assert not moved.wants(31)
+    assert not list(tmp_path.glob("ticket-*"))
+    first.begin(30)
+    assert not first.wants(31)
+    assert moved.wants(40), "what was granted and not used is given back"
+    moved.ended()
+
+
+def test_only_who_writes_asks_for_turns(tmp_path: Path) -> None:
+    writing, idle = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    assert not idle.wants(10, writes=False)
+    assert not list(tmp_path.glob("*.json"))
+    assert writing.wants(10)
+    writing.saved(10)
+    assert not writing.wants(11, writes=False)
+    assert not idle.wants(11), "the save under way keeps its turn"
+    writing.ended()
+    writing.observe_save(SaveResult(10, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
+    assert len(list(tmp_path.glob("saver-*"))) == 1
+    assert not writing.wants(12, writes=False)
+    assert not list(tmp_path.glob("saver-*")), "one job is not to be counted as two"
+    assert idle.wants(12)
+    assert not idle.wants(13, writes=False)
+    assert writing.wants(20), "what was granted is given back by who writes no more"
+    writing.saved(20)
+    writing.ended()
+    writing.observe_save(SaveResult(20, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
+    assert len(list(tmp_path.glob("saver-*"))) == 1
+    for each in (writing, idle):
+        each.close()
+    assert not list(tmp_path.glob("saver-*"))
+
+
 def test_nobody_waits_longer_than_allowed(tmp_path: Path) -> None:
+    clock = Clock()
     first = SaveCadence(10, turns=turns(tmp_path))
     assert first.wants(10)
-    hasty = SaveCadence(10, turns=turns(tmp_path, longest_seconds=0.3))
+    hasty = SaveCadence(10, turns=turns(tmp_path, longest_seconds=5.0, clock=clock))
     assert not hasty.wants(10)
-    time.sleep(0.4)
+    clock.now += 6.0
     assert hasty.wants(11)
     first.ended()
     hasty.ended()

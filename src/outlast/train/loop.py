@@ -162,6 +162,7 @@ class Trainer:
     _metrics: dict[str, float] = field(default_factory=dict)
     _published: int = -1
     _resizing: bool = False
+    _handed_over: bool = False
     _copies: CopyNotes = field(default_factory=CopyNotes)
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
@@ -204,16 +205,19 @@ class Trainer:
                 self._record_findings()
             self._save_last(last_step, first_step)
             if self.recovery is not None:
-                # Whoever resizes takes the state over from memory.
-                self.recovery.close(forget=not self._resizing)
+                self.recovery.close(forget=not self._handed_over)
             self.cadence.close()
             self._record_guard(last_step)
         self.mark("idle")
         if self.energy is not None:
             self._record(self.energy.finish(last_step, self.watch.so_far()))
         self._record(self.memory.measured(last_step))
-        reason = "" if completed else self.stop.reason or "another rank"
-        return Outcome(last_step, completed, reason)
+        return Outcome(last_step, completed, "" if completed else self._stop_reason)
+
+    @property
+    def _stop_reason(self) -> str:
+        # A signal may come after all have agreed to resize; the launcher has it, too.
+        return RESIZE if self._resizing else self.stop.reason or "another rank"
 
     @contextlib.contextmanager
     def _forgetting_wrong_numbers(self) -> Iterator[None]:
@@ -295,7 +299,7 @@ class Trainer:
                     interval = Interval()
                 if agreed.stopping and done < steps:
                     self._resizing = agreed.resizing
-                    self._record(StopRequested(done, self.stop.reason or "another rank"))
+                    self._record(StopRequested(done, self._stop_reason))
                     break
                 self._between_steps(done, steps, saving=agreed.saving)
         finally:
@@ -352,9 +356,7 @@ class Trainer:
         with self._timed("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
             wants_size = 1.0 if self.resize_wanted is not None and self.resize_wanted() else 0.0
-            if wants_size:
-                self.stop.reason = self.stop.reason or RESIZE
-            wants_save = 1.0 if self.cadence.wants(done) else 0.0
+            wants_save = 1.0 if self.cadence.wants(done, writes=self.writes()) else 0.0
             wants_plan = 1.0 if self.recovery is not None and self.recovery.look(done) else 0.0
             found = 0.0 if self.guard is None else float(self.guard.found)
             grown = 1.0 if self._logs(done) and self.memory.grown() else 0.0
@@ -370,7 +372,7 @@ class Trainer:
             self._record(warning)
         if self.slowness is not None and shares:
             self._record(self.slowness.observe(shares))
-        return Agreed(stops + sizes > 0, sizes > 0, saves > 0, grown > 0, plans > 0)
+        return Agreed(stops + sizes > 0, sizes > 0 and stops == 0, saves > 0, grown > 0, plans > 0)
 
     def _logs(self, done: int) -> bool:
         """Whether the job wants a record of this step, stop or no stop."""
@@ -453,6 +455,7 @@ class Trainer:
             error = self._collect_saved(wait=True)
             if self._resizing and self.recovery is not None and self.recovery.holds(step):
                 # Those that go on take it from memory.
+                self._handed_over = True
                 return
         if self._made(step, first_step) and self._published < step and self.writes():
             error = self._save(step)

@@ -56,9 +56,22 @@ class SaveCadence:
         """The attempt begins with `step` steps done."""
         self._saved_at = step
 
-    def wants(self, done: int) -> bool:
-        """Whether this rank asks for a save after `done` steps; one that asks is enough."""
-        return self._due(done) and (self._turns is None or self._turns.may_save())
+    def wants(self, done: int, *, writes: bool = True) -> bool:
+        """Whether this rank asks for a save after `done` steps; one that asks is enough.
+
+        Args:
+            done: Steps of the run.
+            writes: Whether the save would be up to this process and its ranks; where it is not,
+                they ask for no turn and give back what they have.
+        """
+        due = writes and self._due(done)
+        if self._turns is None or due:
+            return due and (self._turns is None or self._turns.may_save())
+        if writes:
+            self._turns.withdraw()
+        else:
+            self._turns.leave()
+        return False
 
     def _due(self, done: int) -> bool:
         if self._every_steps is not None:

@@ -96,12 +96,19 @@ class SaveTurns:
         self._clock = clock
         self._saved = self._asked = clock()
         self._turn: Turn | None = None
+        self._saving = False
+        self._told = False
         self._looked = -math.inf
         self._periods: deque[float] = deque(maxlen=_REMEMBERED)
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def may_save(self) -> bool:
-        """Whether a save that is due may be made now; asks for a turn at the first call."""
+        """Whether a save that is due may be made now; asks for a turn at the first call.
+
+        While a save is under way it may not: each has a turn of its own.
+        """
+        if self._saving:
+            return False
         now = self._clock()
         if self._turn is None:
             self._asked = now
@@ -126,9 +133,24 @@ class SaveTurns:
         now = self._clock()
         self._periods.append(now - self._saved)
         self._saved = now
+        self._saving = True
+
+    def withdraw(self) -> None:
+        """No save is due any more: whoever waits behind this request goes on."""
+        if not self._saving:
+            self.release()
+
+    def leave(self) -> None:
+        """Another process of the run saves from here on; this one may come back."""
+        self.withdraw()
+        if self._told and not self._saving:
+            self._told = False
+            self._saver.close()
+            self._saver = self._turns.saver()
 
     def release(self) -> None:
         """The save has ended, well or not."""
+        self._saving = False
         if self._turn is not None:
             self._turn.release()
             self._turn = None
@@ -141,6 +163,7 @@ class SaveTurns:
             estimator: Of the best interval, which is told how far apart saves should be; None
                 where the job has a fixed one.
         """
+        self._told = True
         self._size_bytes = result.bytes
         self._seconds.append(result.seconds)
         cost = None if estimator is None else estimator.save_cost
