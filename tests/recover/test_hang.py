@@ -11,7 +11,9 @@ import pytest
 
 from outlast.errors import EXIT_HUNG
 from outlast.records import MemberLost, RunDirectory, read_run
-from outlast.recover.beacon import read_beacons
+from outlast.recover.beacon import Beacon, read_beacons
+from outlast.recover.detect import StepDeadline
+from outlast.recover.hang import HangMonitor
 
 WORKER = """
 import sys, threading, time
@@ -37,22 +39,30 @@ def computing():
 run, rank, phase, how, seconds = RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:6]
 beacon = Beacon(run.path / "beacons", rank)
 deadline = StepDeadline(first_seconds=600.0, fixed_seconds=float(seconds))
-monitor = HangMonitor(beacon, deadline, run, rank)
+excused = ("reduce",) if how == "excused" else ()
+monitor = HangMonitor(beacon, deadline, run, rank, excused=excused)
 monitor.start()
 for step in range(3):
     for each in ("data", "forward", "reduce", "optimizer"):
         monitor.mark(each, step if each == "data" else None)
+monitor.mark("idle", 3)
+print("ready", flush=True)
+sys.stdin.readline()
 monitor.mark("data", 3)
 monitor.mark(phase)
-print("ready", flush=True)
+print("there", flush=True)
 if how == "well":
-    time.sleep(float(seconds) * 0.5)
+    time.sleep(2.0)
     monitor.stop()
     beacon.close()
 elif how == "outside":
     time.sleep(float(seconds) + 2.0)
     monitor.stop()
     beacon.close()
+elif how == "excused":
+    time.sleep(float(seconds) + 2.0)
+    monitor.mark("vote")
+    computing()
 elif phase == "reduce":
     waiting_in_a_collective()
 else:
@@ -71,17 +81,36 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def worker(
+def ready(
     run: RunDirectory, rank: int, phase: str, how: str, seconds: float = 1.0
 ) -> subprocess.Popen[str]:
+    """A process between two steps, which goes on to `phase` when told to."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, str(run.path), str(rank), phase, how, str(seconds)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def worker(
+    run: RunDirectory, rank: int, phase: str, how: str, seconds: float = 1.0
+) -> subprocess.Popen[str]:
+    """A process that is in `phase`."""
+    process = ready(run, rank, phase, how, seconds)
+    go(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
     return process
 
 
@@ -98,15 +127,18 @@ def stacks(run: RunDirectory, rank: int) -> str:
 def test_a_process_that_computes_for_ever_ends_and_the_one_that_waits_for_it_is_not_blamed(
     run: RunDirectory,
 ) -> None:
-    processes = [worker(run, 0, "reduce", "waits"), worker(run, 1, "forward", "python")]
+    # Long enough for both to come where they stay.
+    processes = [ready(run, 0, "reduce", "waits", 5.0), ready(run, 1, "forward", "python", 5.0)]
     try:
+        for each in processes:
+            go(each)
         assert [each.wait(timeout=60) for each in processes] == [EXIT_HUNG, EXIT_HUNG]
     finally:
         for each in processes:
             each.kill()
     [event] = lost(run, 0, 1)
     assert (event.step, event.member, event.cause) == (3, "rank 1", "hung")
-    assert event.seconds >= 1.0
+    assert event.seconds > 0.0
     assert "rank 0 is in reduce" in event.note
     assert "waiting_in_a_collective" in stacks(run, 0)
     assert "computing" in stacks(run, 1)
@@ -118,7 +150,9 @@ def test_a_process_that_computes_for_ever_ends_and_the_one_that_waits_for_it_is_
 def test_a_process_that_holds_pythons_lock_is_ended_by_its_peer_and_its_stack_is_there(
     run: RunDirectory,
 ) -> None:
-    processes = [worker(run, 0, "reduce", "waits"), worker(run, 1, "forward", "holds the lock")]
+    # Who holds the lock first, so that it has been silent for long enough.
+    holder = worker(run, 1, "forward", "holds the lock")
+    processes = [worker(run, 0, "reduce", "waits", 2.0), holder]
     try:
         assert processes[0].wait(timeout=60) == EXIT_HUNG
         assert processes[1].wait(timeout=60) == -signal.SIGKILL
@@ -131,8 +165,9 @@ def test_a_process_that_holds_pythons_lock_is_ended_by_its_peer_and_its_stack_is
 
 
 def test_a_stopped_process_is_named_and_killed_by_its_peer(run: RunDirectory) -> None:
-    processes = [worker(run, 0, "reduce", "waits"), worker(run, 1, "forward", "sleeps", 600.0)]
-    processes[1].send_signal(signal.SIGSTOP)
+    stopped = worker(run, 1, "forward", "sleeps", 600.0)
+    stopped.send_signal(signal.SIGSTOP)
+    processes = [worker(run, 0, "reduce", "waits"), stopped]
     try:
         assert processes[0].wait(timeout=60) == EXIT_HUNG
         assert processes[1].wait(timeout=60) == -signal.SIGKILL
@@ -159,10 +194,46 @@ def test_who_was_stopped_does_not_take_that_for_a_hang(run: RunDirectory) -> Non
 def test_steps_in_time_and_phases_outside_of_steps_are_left_alone(
     run: RunDirectory, phase: str, how: str, seconds: float
 ) -> None:
-    process = worker(run, 0, phase, how, min(seconds, 1.0) if how == "outside" else 2.0)
+    process = worker(run, 0, phase, how, seconds)
     assert process.wait(timeout=60) == 0
     assert not (run.path / "stacks").exists()
     assert not (run.path / "beacons").exists()
+
+
+def test_a_phase_that_is_excused_takes_as_long_as_it_likes_and_the_next_one_does_not(
+    run: RunDirectory,
+) -> None:
+    process = worker(run, 0, "reduce", "excused", 2.0)
+    try:
+        assert process.wait(timeout=60) == EXIT_HUNG
+    finally:
+        process.kill()
+    [event] = lost(run, 0)
+    assert "rank 0 is in vote" in event.note
+
+
+def test_excused_time_is_no_part_of_a_measured_step(run: RunDirectory) -> None:
+    told: list[float] = []
+
+    class Deadline(StepDeadline):
+        def observe(self, seconds: float) -> None:
+            told.append(seconds)
+
+    beacon = Beacon(run.path / "beacons", 0)
+    monitor = HangMonitor(beacon, Deadline(600.0), run, 0, excused=("reduce",))
+    begun = time.monotonic()
+    monitor.mark("data", 0)
+    monitor.mark("reduce")
+    waited = time.monotonic()
+    time.sleep(0.5)
+    monitor.mark("reduce")
+    waited = time.monotonic() - waited
+    monitor.mark("vote")
+    monitor.mark("data", 1)
+    whole = time.monotonic() - begun
+    beacon.close()
+    assert len(told) == 1
+    assert 0.0 <= told[0] <= whole - waited
 
 
 def test_a_hang_is_told_even_if_the_run_directory_cannot_be_written(run: RunDirectory) -> None:

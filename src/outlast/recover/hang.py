@@ -8,7 +8,8 @@ was; kills what cannot end itself; and ends. The others end a little later by th
 whoever has started them can start them again.
 
 Time in which this process could not run, because it was stopped or frozen, is not held against the
-step: whoever wakes up late must not end for that reason.
+step: whoever wakes up late must not end for that reason. The same holds for phases that are excused
+because whatever waits in them has a deadline of its own, as that of live groups for each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 LOOK_SECONDS = 0.25
 _STALL_SECONDS = 4.0 * LOOK_SECONDS
-_ANSWER_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+_READ_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 
 
@@ -50,16 +52,26 @@ class HangMonitor:
         deadline: How long a step may take; told of every step here.
         run: Where stacks and events go.
         rank: This process.
+        excused: Phases whose time is not held against a step.
     """
 
     def __init__(
-        self, beacon: Beacon, deadline: StepDeadline, run: RunDirectory, rank: int
+        self,
+        beacon: Beacon,
+        deadline: StepDeadline,
+        run: RunDirectory,
+        rank: int,
+        *,
+        excused: tuple[str, ...] = (),
     ) -> None:
         self._beacon = beacon
         self._deadline = deadline
         self._run = run
         self._rank = rank
+        self._excused = excused
         self._began: float | None = None
+        self._excused_since: float | None = None
+        self._excused_seconds = 0.0
         self._stalled = 0.0
         self._ended = threading.Event()
         self._stacks: Any = None
@@ -67,12 +79,19 @@ class HangMonitor:
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """See `Mark`: passes it to the page, and measures the steps."""
+        now = time.monotonic()
+        since = self._excused_since
+        if since is not None:
+            self._excused_seconds += now - since
         if step is not None or phase not in INSIDE:
-            now, began = time.monotonic(), self._began
+            began = self._began
             if began is not None:
-                self._deadline.observe(now - began)
-            self._stalled = 0.0
+                self._deadline.observe(now - began - self._excused_seconds)
+            # In this order: the thread that watches must not find an old step unexcused.
             self._began = now if phase in INSIDE else None
+            self._stalled = self._excused_seconds = 0.0
+        # Last: until then, the thread that watches takes the whole phase for excused.
+        self._excused_since = now if phase in self._excused else None
         self._beacon.mark(phase, step)
 
     def start(self) -> None:
@@ -102,9 +121,12 @@ class HangMonitor:
             if now - looked > _STALL_SECONDS:
                 self._stalled += now - looked
             looked = now
-            limit, began = self._deadline.seconds, self._began
+            limit = self._deadline.seconds
             self._beacon.alive(limit, answers=self._stacks is not None)
-            if limit and began is not None and now - began - self._stalled > limit:
+            is_excused = self._excused_since is not None
+            forgiven = self._stalled + self._excused_seconds
+            began = self._began
+            if limit and began is not None and not is_excused and now - began - forgiven > limit:
                 self._end(limit)
 
     def _end(self, limit: float) -> None:
@@ -149,8 +171,7 @@ def tell_of_hang(
     except OSError as error:
         print(f"outlast: {folder} cannot be made: {error.strerror}", file=sys.stderr)
     found = [(each, each.state) for each in read_beacons(pages)]
-    _ask(found)
-    time.sleep(_ANSWER_SECONDS)
+    _await_answers(pages, _ask(found))
     now = time.monotonic()
     with contextlib.suppress(OSError):
         for each, state in found:
@@ -186,11 +207,34 @@ def end_helpless(
                 os.kill(each.pid, signal.SIGKILL)
 
 
-def _ask(found: list[tuple[Reading, str]]) -> None:
+def _ask(found: list[tuple[Reading, str]]) -> list[int]:
+    """Ask for stacks; the ranks that can answer."""
+    asked = []
     for each, state in found:
         if each.answers and state == "running":
             with contextlib.suppress(OSError):
                 os.kill(each.pid, STACKS_SIGNAL)
+                asked.append(each.rank)
+    return asked
+
+
+def _await_answers(pages: Path, ranks: list[int]) -> None:
+    """Until all stacks are there and grow no more, but not for long."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        time.sleep(_READ_SECONDS)
+        sizes = [_size(_answers(pages, rank)) for rank in ranks]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _culprits(found: list[tuple[Reading, str]]) -> tuple[list[Reading], str]:

@@ -179,7 +179,6 @@ class LiveEngine:
         self._records = records
         self._groups: LiveGroups | None = None
         self._first_step = 0
-        self._step = 0
         self._attempt: LiveStep | None = None
         trainer.engine, trainer.loader = self, self._loader
         trainer.agreement = Voted(self, trainer.device)
@@ -198,7 +197,7 @@ class LiveEngine:
         """
         groups = self._groups or self._join(step)
         while True:
-            self._waiting(step)
+            self._waiting()
             attempt = groups.begin()
             for event in groups.news():
                 if isinstance(event, StateRecovered):
@@ -208,7 +207,7 @@ class LiveEngine:
             if attempt.number != step:
                 raise StateMovedError(attempt.number)
             loss = torch.zeros(()) if attempt.idle else self._own_part(attempt, global_tokens)
-            self._waiting(step)
+            self._waiting()
             begun = time.perf_counter()
             done = attempt.commit(loss, values=self._wishes(step + 1))
             self._trainer.waits.add(time.perf_counter() - begun)
@@ -241,10 +240,9 @@ class LiveEngine:
         if self._groups is not None:
             self._groups.close()
 
-    def _waiting(self, step: int) -> None:
+    def _waiting(self) -> None:
         """Waiting for other groups is not held against this one's step."""
-        self._step = step
-        self._trainer.mark("reduce", step)
+        self._trainer.mark("reduce")
 
     def _join(self, step: int) -> LiveGroups:
         trainer, post = self._trainer, self._post
@@ -267,7 +265,6 @@ class LiveEngine:
             awaits=1 if post.returning else post.groups,
             heartbeat_seconds=job.recover.heartbeat_seconds,
             timeout_seconds=job.launch.timeout_seconds,
-            waiting=lambda: self._waiting(self._step),
         )
         self._first_step = step
         return self._groups

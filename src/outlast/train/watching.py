@@ -39,7 +39,9 @@ def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Mar
         RecoverError: When the page cannot be made.
     """
     beacon = Beacon(place(job.recover.memory, directory), ranks.rank)
-    monitor = HangMonitor(beacon, _deadline(job), directory, ranks.rank)
+    # Live groups wait for each other, each time for a limited time; who hangs is another one.
+    excused = ("reduce",) if job.recover.mode == "live" else ()
+    monitor = HangMonitor(beacon, _deadline(job), directory, ranks.rank, excused=excused)
     monitor.start()
     try:
         yield monitor.mark

@@ -114,7 +114,6 @@ class LiveGroups:
             and the lighthouse must have the same.
         timeout_seconds: Longest wait for a quorum, or for groups that are alive.
         host: Under which the other groups reach this machine.
-        waiting: Called now and then while this group waits for others, which is no hang of its own.
 
     Raises:
         RecoverError: When torchft is missing, the lighthouse cannot be reached, or this group may
@@ -136,7 +135,6 @@ class LiveGroups:
         heartbeat_seconds: float = 1.0,
         timeout_seconds: float = 120.0,
         host: str = "127.0.0.1",
-        waiting: Callable[[], None] | None = None,
     ) -> None:
         require_torchft()
         self.group = group
@@ -160,7 +158,6 @@ class LiveGroups:
             host=host,
             heartbeat_seconds=heartbeat_seconds,
             timeout_seconds=timeout_seconds,
-            **({} if waiting is None else {"waiting": waiting}),
         )
         self._links: tuple[Seat, Connections] | None = None
         self._awaits = awaits

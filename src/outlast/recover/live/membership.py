@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,16 +19,12 @@ from outlast.recover.live.lighthouse import SILENCE_SHARE
 from outlast.recover.live.rules import Member
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _BEATS = 10
 _RETRY_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0
 _LOOKS = 4
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,6 @@ class SeatSettings:
         host: Under which peers reach this machine.
         heartbeat_seconds: Silence after which a group counts as dead.
         timeout_seconds: Longest wait for a quorum.
-        waiting: Called now and then while this group waits for others.
     """
 
     lighthouse: str
@@ -65,7 +59,6 @@ class SeatSettings:
     host: str
     heartbeat_seconds: float
     timeout_seconds: float
-    waiting: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -180,7 +173,6 @@ class Seat:
                         f"{_words(error)}; look whether it runs and can be reached from here, and "
                         "end groups that are alive but do not answer"
                     ) from None
-            self._settings.waiting()
             time.sleep(_RETRY_SECONDS)
 
     def wait(
@@ -204,7 +196,6 @@ class Seat:
         others = [each for each in peers if each.life != self.life]
         deadline = time.monotonic() + seconds
         while not done.wait(self._settings.heartbeat_seconds / _LOOKS):
-            self._settings.waiting()
             silent = [each for each in others if not self._pulse.beats(each.address)]
             why = f"group {silent[0].number} does not answer" if silent else hopeless()
             if not why and time.monotonic() > deadline:
