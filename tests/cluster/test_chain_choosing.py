@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from slurm_programs import in_queue, partition, put_command, put_queue, slurm_commands
 
+from outlast.cluster.chain import choosing
 from outlast.cluster.chain.choosing import choose_first, choose_next, submit_chosen
 from outlast.cluster.chain.journal import entries, note, of_kind
 from outlast.cluster.chain.link import Link, run_link
@@ -158,6 +159,34 @@ def test_a_later_link_goes_on_as_before_where_slurm_says_nothing(
     script = files.script(2).read_text()
     assert script.splitlines()[-1].endswith(f" {files.path} 2 link 2 {3 * HOUR:g}")
     assert "#SBATCH --time=03:00:00\n" in script
+
+
+def test_a_later_link_goes_on_as_before_whatever_goes_wrong(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_queue(tmp_path, BUSY, partition(10, 4))
+
+    def damaged(*given: object, **about: object) -> None:
+        raise ZeroDivisionError("a queue that nobody has thought of")
+
+    monkeypatch.setattr(choosing, "choose_now", damaged)
+    assert Link(files, PLAN.shaped(2, 3 * HOUR), 1, "7")._succession.submit() == ("9", "")
+    entry = chosen(files)
+    assert (entry["nodes"], entry["wall_seconds"]) == (2, 3 * HOUR)
+    assert "ZeroDivisionError: a queue that nobody has thought of" in entry["reason"]
+
+
+def test_what_was_said_for_the_first_nodes_takes_longer_on_fewer(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    """Links of other nodes without a choice of sizes, before any step is measured."""
+    put_queue(tmp_path, [in_queue(7, "RUNNING", 4, 2.0)], partition(10, 6, "1-00:00:00"))
+    write_plan(files, replace(PLAN, nodes=(4, 1), sizes=(), work_seconds=5 * HOUR))
+    found = choose_next(files, PLAN.shaped(4, 2 * HOUR), 2, "7")
+    assert found.plan.nodes == (1,)
+    # The running link does almost two of the five hours.
+    left = 3.1 * 4**0.9 * HOUR
+    assert found.plan.limit_seconds == pytest.approx(1.1 * left, rel=0.05)
 
 
 def test_the_first_link_is_refused_where_slurm_says_nothing(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import traceback
 from typing import TYPE_CHECKING
 
 from outlast.cluster.chain.journal import note_or_print
@@ -203,14 +204,29 @@ def choose_next(files: ChainFiles, link: ChainPlan, number: int, job: str) -> Ch
         job: Of the running link.
 
     Returns:
-        A choice; the running link's limit again where the queue does not answer, and where that
-        link is expected to do all that is left.
+        A choice; the running link's nodes and limit again where the queue does not answer or the
+        choice fails in any other way, and where that link is expected to do all that is left.
     """
     plan = read_plan(files)
     try:
         return _chosen(files, plan, number, after=job, running=link)
-    except ClusterError as error:
-        return _as_before(plan, link, number, f"nothing can be chosen now ({error})")
+    except Exception as error:  # a chain must not end because its next link cannot be chosen
+        said = str(error)
+        if not isinstance(error, ClusterError):
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}"
+        return _as_before(plan, link, number, f"nothing can be chosen now ({said})")
+
+
+def _on_reference(
+    plan: ChainPlan, reference: int, seconds: float, times: StepTimes | None
+) -> float:
+    """Training in seconds on `reference` nodes, which was given for the plan's first nodes."""
+    from outlast.cluster.policies.job import PowerSpeed
+
+    first = plan.nodes[0]
+    speed = times.speed(first) if times else PowerSpeed(first, SPEED_EXPONENT)
+    return seconds / speed(reference)
 
 
 def _as_before(plan: ChainPlan, link: ChainPlan, number: int, why: str) -> Chosen:
@@ -271,10 +287,11 @@ def _chosen(
     costs = costs_of(plan, log.save_seconds, measured_restart=bool(log.restart_seconds))
     reference = plan.nodes_of(number)
     times = step_times(files, plan)
-    measured = seconds
+    measured = seconds and _on_reference(plan, reference, seconds, times)
     if measured is None:
         measured = work_seconds(files, plan, reference, step=step, times=times)
-    measured = (plan.work_seconds or None) if measured is None else measured
+    if measured is None and plan.work_seconds:
+        measured = _on_reference(plan, reference, plan.work_seconds, times)
     longest = longest_seconds(site)
     # As much as the longest link could do, where nobody knows.
     left = max(longest - costs.restart_seconds - costs.save_seconds, 60.0)
