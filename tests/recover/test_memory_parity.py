@@ -39,6 +39,8 @@ def _restored(
     recovered = keeper.restore()
     assert recovered is not None
     train(keeper, state, recovered.step, last)
+    keeper.settle()
+    dist.barrier()
     return recovered.source, recovered.step, whole_state(state)
 
 
@@ -109,8 +111,8 @@ def test_a_node_that_dies_with_its_memory_costs_at_most_one_step(
     now = ["a", "b", "new", "d"]
     for source, step, found in run_ranks(4, _restored, tmp_path, now, Redundancy(), 7):
         assert source == "parity"
-        # Four steps are done when the fifth begins.
-        assert step in (4, 5)
+        # The last copy may have been under way when the others were ended, too.
+        assert step in ((4, 5) if phase == "next" else (3, 4))
         assert found == reference(7)
 
 

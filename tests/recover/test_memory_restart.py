@@ -1,6 +1,5 @@
 """States kept in memory outlive the processes, on any number of ranks, bit for bit."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -21,11 +20,8 @@ from kept_models import (
 from outlast.errors import RecoverError
 from outlast.recover.memory import keep as keeping
 from outlast.recover.memory import room
-from outlast.recover.memory.room import clean, run_folder
-
-
-def _kept_bytes(memory: Path) -> int:
-    return sum(each.stat().st_blocks * 512 for each in memory.rglob("rank-*"))
+from outlast.recover.memory.find import newest_whole, scan
+from outlast.recover.memory.room import Claim, clean, run_folder
 
 
 def test_one_process_alone_goes_on_from_its_last_state(tmp_path: Path) -> None:
@@ -65,18 +61,6 @@ def test_what_another_job_or_code_has_kept_is_not_restored(tmp_path: Path) -> No
     assert keeper_for(model_and_optimizer(), tmp_path, identity="other").restore() is None
 
 
-def test_a_state_older_than_the_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    state = model_and_optimizer()
-    keeper = keeper_for(state, tmp_path)
-    train(keeper, state, 0, 2)
-    keeper.close()
-    again = keeper_for(model_and_optimizer(), tmp_path)
-    assert again.find(at_least=3) is None
-    found = again.find(at_least=2)
-    assert found is not None
-    assert found.step == 2
-
-
 def test_a_model_that_does_not_fit_is_refused_with_names(tmp_path: Path) -> None:
     state = model_and_optimizer()
     keeper = keeper_for(state, tmp_path)
@@ -111,8 +95,8 @@ def test_a_killed_rank_costs_at_most_one_step_wherever_it_dies(tmp_path: Path, p
         run_ranks(4, _train_and_die, tmp_path, True, 1, (3, phase))
     outcomes = run_ranks(4, _restored, tmp_path, True)
     (step,) = {step for step, _ in outcomes}
-    # Three steps are done when the fourth begins.
-    assert step in (3, 4)
+    # The last copy may have been under way when the others were ended, too.
+    assert step in ((3, 4) if phase == "next" else (2, 3))
     assert all(found == reference(step) for _, found in outcomes)
 
 
@@ -154,22 +138,25 @@ def test_a_death_in_the_middle_of_a_copy_leaves_the_state_before(tmp_path: Path)
         assert found == reference(3)
 
 
-def _train_replicas(memory: Path, nodes: list[str]) -> int:
+def _train_replicas(memory: Path, nodes: list[str]) -> list[int]:
     rank = join()
     state = model_and_optimizer()
     keeper = keeper_for(state, memory, nodes[rank])
     train(keeper, state, 0, 2)
     keeper.settle()
     torch.distributed.barrier()
-    return _kept_bytes(memory)
+    found = keeper.find()
+    assert found is not None
+    return sorted(entry.size for each in found.slots for entry in each.kept.catalogue.entries)
 
 
 @pytest.mark.distributed
 def test_replicas_on_one_node_keep_each_tensor_once(tmp_path: Path) -> None:
-    one = run_ranks(1, _train_replicas, tmp_path / "a", ["one"])[0]
-    three = run_ranks(3, _train_replicas, tmp_path / "b", ["one"] * 3)[0]
-    # Each file has a header and gaps of its own.
-    assert three - one <= 4 * 16384
+    (one,) = run_ranks(1, _train_replicas, tmp_path / "a", ["one"])
+    three = run_ranks(3, _train_replicas, tmp_path / "b", ["one"] * 3)
+    assert three == [one] * 3
+    two = run_ranks(2, _train_replicas, tmp_path / "c", ["one", "other"])
+    assert two == [sorted(one * 2)] * 2
 
 
 def _restored_on(memory: Path, nodes: list[str]) -> tuple[str, int, dict[str, bytes]]:
@@ -197,7 +184,9 @@ def _keep_without_room(memory: Path) -> tuple[str, dict[str, bytes]]:
     keeper = keeper_for(state, memory, f"node-{rank}")
     train(keeper, state, 0, 2)
     if rank == 1:
-        keeping.check_room = lambda folder, size: (_ for _ in ()).throw(RecoverError("no room"))
+        keeping.check_room = lambda folder, size, own: (_ for _ in ()).throw(
+            RecoverError("no room")
+        )
     state["model"].register_buffer("late", torch.zeros(3))
     train(keeper, state, 2, 4)
     assert keeper_for(state, memory, f"node-{rank}").find() is None
@@ -228,20 +217,120 @@ def test_new_tensors_within_a_run_are_kept_too(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("rank-*"))) == 2
 
 
+def test_objects_that_hand_out_new_tensors_come_back(tmp_path: Path) -> None:
+    state = {**model_and_optimizer(), "random": RandomState(), "tied": Counter()}
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 4)
+    keeper.close()
+    # One plan was enough.
+    names = {each.name for each in tmp_path.rglob("rank-*")}
+    assert names == {"rank-0.plan-1.slot-0", "rank-0.plan-1.slot-1"}
+    expected = torch.rand(3)
+    fresh = {**model_and_optimizer(seed=5), "random": RandomState(), "tied": Counter()}
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert torch.equal(torch.rand(3), expected)
+    assert fresh["tied"].count == 4
+
+
+class RandomState:
+    """Torch's own generator, whose state is a new tensor each time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+
+
+class Counter:
+    """How often it was asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.count += 1
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_values_that_grow_are_kept_all_the_same(tmp_path: Path) -> None:
+    text = Text()
+    state = {**model_and_optimizer(), "text": text}
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 2)
+    text.text = "x" * 100_000
+    train(keeper, state, 2, 4)
+    assert keeper.problem == ""
+    keeper.close()
+    fresh = {**model_and_optimizer(), "text": Text()}
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert fresh["text"].text == text.text
+
+
+class Text:
+    """A value of any length."""
+
+    text = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.text = state["text"]
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    def tied() -> dict[str, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        model[1].weight = model[0].weight
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    state, fresh = tied(), tied()
+    state["model"](torch.ones(2, 6)).sum().backward()
+    state["optimizer"].step()
+    keeper = keeper_for(state, tmp_path)
+    keeper.keep(1)
+    keeper.close()
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert fresh["model"][1].weight is fresh["model"][0].weight
+    assert torch.equal(fresh["model"][1].weight, state["model"][0].weight)
+
+
+def test_states_of_two_histories_are_never_mixed(tmp_path: Path) -> None:
+    for memory in ("one", "two"):
+        state = model_and_optimizer(seed=len(memory) + (memory == "two"))
+        keeper = keeper_for(state, tmp_path, memory)
+        train(keeper, state, 0, 2)
+        keeper.close()
+    found = [
+        each
+        for memory in ("one", "two")
+        for each in scan(run_folder(tmp_path / memory, "run"), "job", memory, 0)
+    ]
+    assert len(found) == 4
+    whole = newest_whole(found)
+    assert whole is not None
+    assert len({each.kept.catalogue.lineage for each in whole.slots}) == 1
+
+
 def test_only_what_dead_runs_have_left_for_a_day_is_removed(tmp_path: Path) -> None:
-    dead = {"boot": room.boot_identity(), "process": 2**22 + 1, "started": 1.0}
-    for name, owner, age in (
-        ("dead", dead, 2 * 86400.0),
-        ("fresh", dead, 60.0),
-        ("elsewhere", {**dead, "boot": "another"}, 2 * 86400.0),
-        ("own", dead, 2 * 86400.0),
-    ):
+    held = []
+    for name, age in (("dead", 2.0), ("fresh", 0.01), ("held", 2.0), ("own", 2.0)):
         folder = run_folder(tmp_path, name)
-        folder.mkdir(parents=True)
-        (folder / "owner.json").write_text(json.dumps(owner))
-        then = time.time() - age
-        for path in (folder / "owner.json", folder):
+        claim = Claim(folder)
+        if name == "held":
+            held.append(claim)
+        else:
+            claim.close()
+        then = time.time() - age * 86400.0
+        for path in (*folder.iterdir(), folder):
             os.utime(path, (then, then))
     clean(tmp_path, "own")
     left = {each.name for each in run_folder(tmp_path, "x").parent.iterdir()}
-    assert left == {"fresh", "elsewhere", "own"}
+    assert left == {"fresh", "held", "own"}
+    held[0].close()
+    clean(tmp_path, "own")
+    assert not run_folder(tmp_path, "held").exists()

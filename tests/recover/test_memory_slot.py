@@ -17,7 +17,7 @@ ENTRIES = (
     Entry("b", "bfloat16", (), Box((), ()), 64, 2),
     Entry("empty", "float32", (0,), Box((0,), (0,)), 128, 0),
 )
-CATALOGUE = Catalogue("job", "digest", ENTRIES)
+CATALOGUE = Catalogue("job", "digest", "lineage", ENTRIES)
 
 
 def published(path: Path, step: int = 7) -> Path:
@@ -91,12 +91,15 @@ def test_a_full_tmpfs_is_said_in_a_sentence_and_nothing_stays(tmp_path: Path) ->
         pytest.skip("only the superuser can mount a small tmpfs")
     try:
         large = Catalogue(
-            "job", "digest", (Entry("w", "uint8", (10**6,), Box((0,), (10**6,)), 0, 10**6),)
+            "job",
+            "digest",
+            "lineage",
+            (Entry("w", "uint8", (10**6,), Box((0,), (10**6,)), 0, 10**6),),
         )
         with pytest.raises(RecoverError, match=r"1\.0 MB of memory cannot be had .* it is full"):
             Slot(tmp_path / "slot", large, values_bytes=10)
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(RecoverError, match="has room for"):
-            check_room(tmp_path, 10**6)
+            check_room(tmp_path, 10**6, tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -49,12 +49,12 @@ def test_parity_is_kept_by_itself_only_where_a_node_holds_what_no_other_does() -
 
 
 def test_more_than_is_possible_is_refused_with_what_is() -> None:
-    with pytest.raises(
-        RecoverError, match=r"parity = 2 needs groups of at least 3 nodes, .* are 2"
-    ):
+    with pytest.raises(RecoverError, match=r"parity = 2 needs .* 3, but .* 2 nodes make one of 2"):
         Redundancy(losses=2).spread(holdings(["a", "b"], sharded=True))
     with pytest.raises(RecoverError, match="as many processes on each node"):
         Redundancy(losses=1).spread(holdings(["a", "a", "b"], sharded=True))
+    with pytest.raises(RecoverError, match=r"parity_group = 2 and 4 processes make one of 2"):
+        Redundancy(losses=2, largest=2, domain="process").check(["a"] * 4)
     # By itself none is kept where none can be.
     assert Redundancy().spread(holdings(["a", "a", "b"], sharded=True)) is None
 

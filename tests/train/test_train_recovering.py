@@ -5,9 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import psutil
 import pytest
 from runs import finish, start_process, wait_for_step
 from tiny import assert_equal_bits, losses, tiny_job, weights
@@ -39,13 +39,7 @@ def memory_of(tmp_path: Path) -> str:
     return f'recover.memory="{tmp_path}/memory"'
 
 
-def kill_a_worker(process: subprocess.Popen[str]) -> None:
-    workers = [
-        each
-        for each in psutil.Process(process.pid).children()
-        if each.cmdline() == psutil.Process(process.pid).cmdline()
-    ]
-    workers[-1].kill()
+KILL = ("--process-fault", "kill:step=20:rank=1")
 
 
 @pytest.mark.parametrize("layout", ["parallel.replicate=2", "parallel.shard=2"])
@@ -56,16 +50,13 @@ def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
     whole = tiny_job(tmp_path, "whole", *settings)
     assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
     job = tiny_job(tmp_path, "killed", *settings)
-    process = start_process(job, tmp_path)
-    wait_for_step(job, 20, process)
-    kill_a_worker(process)
-    code, output = finish(process)
+    code, output = finish(start_process(job, tmp_path, *KILL))
     assert code == EXIT_DONE, output
     run = read_run(run_directory(job).path)
     [(record, recovered)] = run.of(StateRecovered)
     assert (record.attempt, recovered.source) == (2, "memory")
-    last = max(event.step for each, event in run.of(StepsDone) if each.attempt == 1)
-    assert last - 1 <= recovered.step <= last + 1
+    # Of the last step the copy may have been under way.
+    assert recovered.step in (19, 20)
     assert not run.of(CheckpointRestored)
     assert_equal_bits(weights(job), weights(whole))
     # What was kept is given back.
@@ -75,14 +66,11 @@ def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
 def test_without_recovery_a_restart_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=60", "checkpoint.every_steps=15", "launch.nproc=2")
     job = tiny_job(tmp_path, "off", *settings, 'recover.mode="off"', memory_of(tmp_path))
-    process = start_process(job, tmp_path)
-    wait_for_step(job, 20, process)
-    kill_a_worker(process)
-    code, output = finish(process)
+    code, output = finish(start_process(job, tmp_path, *KILL))
     assert code == EXIT_DONE, output
     run = read_run(run_directory(job).path)
     assert not run.of(StateRecovered)
-    assert [event.step % 15 for _, event in run.of(CheckpointRestored)] == [0]
+    assert [event.step for _, event in run.of(CheckpointRestored)] == [15]
     assert not (tmp_path / "memory").exists()
 
 
@@ -135,24 +123,22 @@ def resize(job: Job, processes: int) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
     # At small steps the noise of sums in another order does not grow.
-    slow = "optimizer.learning_rate=0.0001"
-    long = ("train.steps=5000", "checkpoint.every_steps=0", slow, memory_of(tmp_path))
+    slow = ("optimizer.learning_rate=0.0001", "train.batch_size=96")
+    long = ("train.steps=100000", "checkpoint.every_steps=0", *slow, memory_of(tmp_path))
     job = tiny_job(tmp_path, "resized", *long, "launch.nproc=3")
+    path = run_directory(job).path
     process = start_process(job, tmp_path)
-    wait_for_step(job, 5, process)
-    done = resize(job, 1)
-    assert re.search(r"goes on from step \d+ with 1 processes", done.stdout), done.stderr
-    step = 0
-    for number, size in ((2, 2), (3, 4)):
-        ask(run_directory(job).path, size)
-        while len(read_run(run_directory(job).path).of(MembershipChanged)) < number:
-            step += 1
-            wait_for_step(job, step, process)
-    wait_for_step(job, read_run(run_directory(job).path).attempts[-1].first_step or 0, process)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process)
+    try:
+        wait_for_step(job, 3, process)
+        for number, size in ((2, 1), (3, 2), (4, 4)):
+            ask(path, size)
+            wait_for_attempt(job, number, process)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
     assert code == EXIT_TO_BE_CONTINUED, output
-    run = read_run(run_directory(job).path)
+    run = read_run(path)
     assert [attempt.world_size for attempt in run.attempts] == [3, 1, 2, 4]
     changes = [event for _, event in run.of(MembershipChanged)]
     assert [(each.before, each.after, each.reason) for each in changes] == [
@@ -160,13 +146,69 @@ def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
         (1, 2, "resized"),
         (2, 4, "resized"),
     ]
-    assert all(event.lost_steps == 0 for _, event in run.of(StateRecovered))
+    assert len(run.of(StateRecovered)) == 3
     assert not run.of(CheckpointRestored)
     steps = [step for step, _ in run.losses()]
     assert steps == list(range(1, steps[-1] + 1))
-    whole = tiny_job(tmp_path, "whole", *long, f"train.stop_after_steps={steps[-1]}")
+    seen = min(changes[-1].step + 5, steps[-1])
+    whole = tiny_job(tmp_path, "whole", *long, f"train.stop_after_steps={seen}")
     assert finish(start_process(whole, tmp_path))[0] == EXIT_TO_BE_CONTINUED
-    assert losses(job) == pytest.approx(losses(whole), abs=TOLERANCE)
+    assert losses(job)[:seen] == pytest.approx(losses(whole), abs=TOLERANCE)
+
+
+def wait_for_attempt(job: Job, number: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the attempt has done a step."""
+    deadline = time.monotonic() + 240.0
+    while time.monotonic() < deadline:
+        done = read_run(run_directory(job).path).of(StepsDone)
+        if any(record.attempt == number for record, _ in done):
+            return
+        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
+        time.sleep(0.05)
+    raise AssertionError(f"attempt {number} has done no step in 240 s")
+
+
+def test_the_command_says_from_which_step_how_many_go_on(tmp_path: Path) -> None:
+    long = ("train.steps=100000", "checkpoint.every_steps=0", memory_of(tmp_path))
+    # What memory does not hold at the boundary is saved.
+    job = tiny_job(tmp_path, "asked", *long, "launch.nproc=2", "recover.every_steps=1000")
+    process = start_process(job, tmp_path)
+    try:
+        wait_for_step(job, 2, process)
+        done = resize(job, 1)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == EXIT_TO_BE_CONTINUED, output
+    said = re.search(r"goes on from step (\d+) with 1 processes", done.stdout)
+    assert said is not None, done.stderr
+    run = read_run(run_directory(job).path)
+    assert run.attempts[1].first_step == int(said[1])
+    steps = [step for step, _ in run.losses()]
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+def test_a_stop_and_a_wish_at_one_moment_lose_nothing(tmp_path: Path) -> None:
+    long = ("train.steps=100000", "checkpoint.every_steps=0", memory_of(tmp_path))
+    job = tiny_job(tmp_path, "both", *long, "launch.nproc=2")
+    path = run_directory(job).path
+    process = start_process(job, tmp_path, "--process-fault", "stop:step=10:rank=0:seconds=5")
+    try:
+        deadline = time.monotonic() + 120.0
+        while not (path / "faults").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ask(path, 1)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == EXIT_TO_BE_CONTINUED, output
+    run = read_run(path)
+    last = run.losses()[-1][0]
+    assert last >= 10
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [last]
+    assert list((tmp_path / "memory").rglob("rank-*")) == []
 
 
 def test_what_cannot_be_resized_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -206,7 +248,6 @@ def test_the_newest_wish_counts_and_is_met_once(tmp_path: Path) -> None:
     first = wish(tmp_path)
     assert first is not None
     assert first.processes == 3
-    os.utime(tmp_path / "resize.json", ns=(1, 1))
     ask(tmp_path, 5)
     # The first wish was met, but another one has come since.
     met(tmp_path, first)

@@ -67,6 +67,8 @@ def _check(directory: RunDirectory, processes: int) -> None:
     Raises:
         OutlastError: With the reason.
     """
+    import torch
+
     from outlast.job import job_from_text
     from outlast.records import AttemptStarted, read_run
     from outlast.train.preflight import preflight
@@ -76,13 +78,21 @@ def _check(directory: RunDirectory, processes: int) -> None:
     found = read_run(directory.path)
     _refuse_ended(directory.path, found)
     _await_running(directory)
-    launch = found.of(AttemptStarted)[-1][1].launch
+    started = found.of(AttemptStarted)
+    if not started:
+        raise RecoverError(f"{directory.path} is being set up; try again when it trains")
+    launch = started[-1][1].launch
     if launch != "nproc":
         how = {"alone": "by outlast train without --nproc"}.get(launch, f"by {launch}")
         raise RecoverError(
             f"{directory.path} was started {how}, where nobody can start more processes; stop it "
             f"and start it again with `outlast train --nproc {processes}` "
             "(SIGTERM stops it without losing a step)"
+        )
+    devices = torch.cuda.device_count()
+    if devices and processes > devices:
+        raise RecoverError(
+            f"--processes {processes} exceeds the {devices} GPUs that this machine shows"
         )
     preflight(job_from_text(directory.job_file.read_text(encoding="utf-8")), processes)
 

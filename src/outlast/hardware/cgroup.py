@@ -31,6 +31,35 @@ def memory_limit_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) 
     return min(found, default=None)
 
 
+def memory_available_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Returns what this process' groups may still take in bytes, or None without a limit.
+
+    File pages count as free, since the kernel drops them for whoever needs memory; those of tmpfs
+    do not.
+    """
+    found = []
+    for group in _groups(root, membership, "memory"):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = parse_memory_limit(_text(group / limit_file))
+            used = _text(group / used_file).strip()
+            if limit is not None and used:
+                pages = parse_file_pages(_text(group / "memory.stat"))
+                found.append(max(limit - int(used) + pages, 0))
+    return min(found, default=None)
+
+
+def parse_file_pages(text: str) -> int:
+    """Reads the bytes of a file system's pages from `memory.stat`, of the group and those below."""
+    pairs = [line.split() for line in text.splitlines()]
+    values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    names = ("active_file", "inactive_file")
+    # Version 1 has its own figures and, with this prefix, those of the groups below as well.
+    return sum(values.get(f"total_{name}", values.get(name, 0)) for name in names)
+
+
 def parse_cpu_max(text: str) -> float | None:
     """Reads version 2's `cpu.max`, "quota period" in microseconds, as cores.
 

@@ -66,6 +66,8 @@ class Peers:
             result = work()
         except OutlastError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the others must not wait for this one
+            problem = f"{type(error).__name__}: {error}"
         first = next((each for each in self.gather(problem) if each), "")
         if first:
             raise RecoverError(first)

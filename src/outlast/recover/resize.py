@@ -7,6 +7,7 @@ as a whole, so that a reader sees one wish or the other, and the newest counts.
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,11 @@ class Wish:
 
     Attributes:
         processes: The number of processes to go on with.
-        stamp: Of the file, in ns; tells one wish from the next.
+        name: Tells one wish from the next.
     """
 
     processes: int
-    stamp: int
+    name: str
 
 
 def ask(directory: Path, processes: int) -> None:
@@ -39,18 +40,18 @@ def ask(directory: Path, processes: int) -> None:
     Raises:
         OSError: When the file cannot be written.
     """
-    replace_file(directory / FILE, json.dumps({"processes": processes}).encode())
+    content = {"processes": processes, "name": uuid.uuid4().hex}
+    replace_file(directory / FILE, json.dumps(content).encode())
 
 
 def wish(directory: Path) -> Wish | None:
     """The wish that is not met yet; None without one. Takes microseconds where there is none."""
-    path = directory / FILE
     try:
-        stamp = path.stat().st_mtime_ns
-        found = json.loads(path.read_bytes())["processes"]
+        content = json.loads((directory / FILE).read_bytes())
+        found, name = content["processes"], content["name"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Wish(found, stamp) if isinstance(found, int) and found > 0 else None
+    return Wish(found, str(name)) if isinstance(found, int) and found > 0 else None
 
 
 def is_wanted(directory: Path) -> bool:
@@ -60,9 +61,5 @@ def is_wanted(directory: Path) -> bool:
 
 def met(directory: Path, done: Wish) -> None:
     """Take `done` away, unless another wish has come since."""
-    path = directory / FILE
-    try:
-        if path.stat().st_mtime_ns == done.stamp:
-            path.unlink()
-    except OSError:
-        return
+    if wish(directory) == done:
+        (directory / FILE).unlink(missing_ok=True)

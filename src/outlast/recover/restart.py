@@ -14,16 +14,18 @@ In any loop::
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.errors import OutlastError, RecoverError
+from outlast.records.process import boot_identity
 from outlast.recover.memory.fetch import fill
 from outlast.recover.memory.find import generation_folder, generations, newest_whole, scan
 from outlast.recover.memory.keep import StateKeeper
-from outlast.recover.memory.room import claim, clean, forget, run_folder
+from outlast.recover.memory.room import Claim, clean, forget, run_folder
 from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
 from outlast.state.install import Saved, check_fit, find_targets, install
@@ -60,6 +62,9 @@ class Keeper:
     processes hold together without repetition. A state is complete when all processes have settled
     it; two of them take turns, so that a death at any moment leaves one of them whole.
 
+    Values of a ``state_dict`` that are no tensors, and tensors of objects other than modules and
+    optimizers, must be equal on all processes: those of the first come back.
+
     Args:
         state: Name to module, optimizer (or several), or an object with a ``state_dict``.
         run: Name of the run, for its folder below `memory`.
@@ -90,29 +95,32 @@ class Keeper:
         self._run = run
         self._identity = identity
         self._every_steps = every_steps
-        self._peers = peers or Peers()
+        self._peers = peers or Peers(node=_node(self._memory))
         self._redundancy = redundancy or Redundancy()
         self._keeper: StateKeeper | None = None
+        self._claim: Claim | None = None
         self._kept = -1
         self._rebuilt = False
+        self._finding_seconds = 0.0
         self._over = False
         self.problem = ""
 
-    def find(self, *, at_least: int = 0) -> Whole | None:
-        """The newest complete state in all nodes' memory, or None.
+    def find(self) -> Whole | None:
+        """The newest state in all nodes' memory that is complete, or made so; None without one.
 
-        Args:
-            at_least: Steps that it must have done, e.g. those of the newest checkpoint on disk.
+        Raises:
+            RecoverError: On all processes, when more is lost than parity makes good.
         """
-        peers = self._peers
+        begun = time.perf_counter()
         # Loads a compiled kernel, which others need not wait for.
         from outlast.recover.memory.parity import rebuild
 
         whole = self._newest()
-        if whole is None and rebuild(self._folder, self._identity, peers):
+        if whole is None and rebuild(self._folder, self._identity, self._peers):
             whole = self._newest()
             self._rebuilt = whole is not None
-        return whole if whole is not None and whole.step >= at_least else None
+        self._finding_seconds = time.perf_counter() - begun
+        return whole
 
     def _newest(self) -> Whole | None:
         """The newest state that is whole without parity."""
@@ -132,8 +140,8 @@ class Keeper:
             RecoverError: On all processes, when it does not fit, or has gone meanwhile; the live
                 state may be filled in part and must be restored from elsewhere.
         """
-        begun = time.perf_counter()
         whole = whole or self.find()
+        begun = time.perf_counter() - self._finding_seconds
         if whole is None:
             return None
         peers = self._peers
@@ -205,9 +213,7 @@ class Keeper:
     def close(self, *, forget_run: bool = False) -> None:
         """End keeping; `forget_run`: give the memory back, since the run is safe elsewhere."""
         self.settle()
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        self._let_go()
         if forget_run:
             forget(self._folder)
 
@@ -215,12 +221,12 @@ class Keeper:
         return not self._over and step % self._every_steps == 0
 
     def _begun(self) -> StateKeeper:
-        def claimed() -> list[int]:
+        def claimed() -> tuple[Claim, list[int]]:
             clean(self._memory, self._run)
-            claim(self._folder)
-            return generations(self._folder)
+            return Claim(self._folder), generations(self._folder)
 
-        numbers = self._peers.gather(self._peers.together(claimed))
+        self._claim, own = self._peers.together(claimed)
+        numbers = self._peers.gather(own)
         older = sorted({number for each in numbers for number in each})
         folder = generation_folder(self._folder, max(older, default=0) + 1)
         keeper = StateKeeper(self._state, folder, self._identity, self._peers, self._redundancy)
@@ -231,11 +237,25 @@ class Keeper:
         if self.problem:
             raise RecoverError(self.problem)
 
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        self._over = True
+    def _let_go(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self._over = True
+        self._let_go()
         # What is there grows old: nobody must go on from it.
         forget(self._folder)
+
+
+def _node(memory: Path) -> str:
+    """What processes have in common that see the same memory: machine, boot, and mount."""
+    with contextlib.suppress(OSError):
+        memory.mkdir(parents=True, exist_ok=True)
+        return f"{boot_identity()}-{memory.stat().st_dev}"
+    return ""

@@ -1,8 +1,8 @@
 """Starting the processes of a run on this machine with torch elastic.
 
 A group of processes in which one dies is ended and started again, at most `launch.restarts` times;
-the new group goes on from the newest complete checkpoint. Workers are forked where no GPU is in
-use, which takes a tenth of a second because torch is loaded already.
+the new group goes on from memory, or from the newest complete checkpoint. Workers are forked where
+no GPU is in use, which takes a tenth of a second because torch is loaded already.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from outlast.train.model import load_code
 from outlast.train.ranks import ranks_from
 from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
+from outlast.train.signals import TOLD_TO_STOP
 from outlast.train.watching import Watcher
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def launch_group(start: Start) -> int:
         OutlastError: When the group failed more often than `launch.restarts` allows.
     """
     directory = run_directory(start.job)
+    os.environ.pop(TOLD_TO_STOP, None)
     if (old := wish(directory.path)) is not None:
         # Who starts the run says with how many processes.
         met(directory.path, old)
@@ -75,14 +77,14 @@ def launch_group(start: Start) -> int:
             code = _launch(start)
             wished = wish(directory.path)
             if code != EXIT_TO_BE_CONTINUED or wished is None or not _is_resizing(directory):
+                # All is saved. Where it is not, by an error, the next start finds it in memory.
+                _forget(start.job, directory)
                 return code
             met(directory.path, wished)
             start = replace(start, job=_resized(start.job, wished), fresh=False, again=True)
     finally:
         for number, handler in forwarding.items():
             signal.signal(number, handler)
-        with contextlib.suppress(RunError):
-            forget(run_folder(Path(start.job.recover.memory), kept_run(start.job, directory)))
 
 
 def _launch(start: Start) -> int:
@@ -113,6 +115,11 @@ def _launch(start: Start) -> int:
     if problem is not None:
         raise OutlastError(problem)
     return int(code)
+
+
+def _forget(job: Job, directory: RunDirectory) -> None:
+    with contextlib.suppress(RunError):
+        forget(run_folder(Path(job.recover.memory), kept_run(job, directory)))
 
 
 def _is_resizing(directory: RunDirectory) -> bool:
@@ -176,6 +183,7 @@ def forward_signal(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
     # Ctrl-C reaches the workers from the terminal as well; SIGTERM may come twice without harm.
     passed = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+    os.environ[TOLD_TO_STOP] = passed.name
     for child in multiprocessing.active_children():
         if child.pid is not None:
             os.kill(child.pid, passed)
@@ -194,6 +202,6 @@ def _last_failure(error: ChildFailedError, restarts: int) -> str:
         cause = f"failed: {lines[0] if lines else f'exit code {failure.exitcode}'}"
     return (
         f"rank {rank} {cause}; the group had been restarted {restarts} times already "
-        "(launch.restarts), and the run can go on from its newest complete checkpoint: mend the "
-        "cause and run the same command again"
+        "(launch.restarts), and the run can go on from its newest state: mend the cause and run "
+        "the same command again"
     )

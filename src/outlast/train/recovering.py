@@ -46,19 +46,26 @@ def kept_run(job: Job, directory: RunDirectory) -> str:
 def run_memory(
     job: Job, ranks: Ranks, directory: RunDirectory, state: State, store: CheckpointStore
 ) -> RunMemory | None:
-    """What keeps this run's states in memory; None where nobody would start the ranks again."""
+    """What keeps this run's states in memory; None where nobody would start the ranks again.
+
+    Raises:
+        RecoverError: On all ranks, when the parity that is asked for is not possible.
+    """
     restarted = ranks.launch == "nproc" or (
         ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     )
     if job.recover.mode != "restart" or not restarted:
         return None
+    redundancy = Redundancy(job.recover.parity, job.recover.parity_group, job.recover.domain)
+    peers = Peers()
+    redundancy.check(peers.gather(peers.node))
     keeper = Keeper(
         state,
         kept_run(job, directory),
         f"{fingerprint(job)} outlast-{__version__}",
         memory=job.recover.memory,
         every_steps=job.recover.every_steps,
-        redundancy=Redundancy(job.recover.parity, job.recover.parity_group, job.recover.domain),
+        redundancy=redundancy,
     )
     return RunMemory(keeper, state, store, directory.path if ranks.is_first else None)
 
@@ -72,11 +79,20 @@ def from_disk(
         store: The run's checkpoints.
         state: Model and optimizers.
         passed_over: One sentence for each newer state that could not be used.
+
+    Raises:
+        RecoverError: When a newer state could not be used, and there is no checkpoint.
     """
     begun = time.perf_counter()
     restored = store.restore(state)
     if restored is None:
-        return 0, [Warned(f"{each}; the run begins anew") for each in passed_over]
+        if passed_over:
+            # Steps were done: whoever began anew would lose them without a word.
+            raise RecoverError(
+                f"{'; '.join(passed_over)}; and there is no checkpoint to go on from: start with "
+                "the settings and the code of before, or anew with --fresh"
+            )
+        return 0, []
     skipped = [*passed_over, *restored.skipped]
     events: list[Event] = [
         Warned(f"{each}; the run goes on from the version of step {restored.step}")

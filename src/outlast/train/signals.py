@@ -17,6 +17,9 @@ from outlast.errors import EXIT_CRASHED
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
+TOLD_TO_STOP = "OUTLAST_TOLD_TO_STOP"
+"""Set by a launcher that was told to stop, for processes that it has yet to start."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -39,6 +42,9 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
+        if self._launcher is not None:
+            # While its processes are started anew, the launcher has nobody to pass a signal to.
+            self.reason = self.reason or os.environ.get(TOLD_TO_STOP)
         return self
 
     def __exit__(

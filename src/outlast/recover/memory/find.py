@@ -88,12 +88,14 @@ def scan(folder: Path, identity: str, node: str, reader: int) -> list[Found]:
 
 def newest_whole(found: Iterable[Found]) -> Whole | None:
     """The newest state of which no element is missing: of the newest generation, its last step."""
-    groups: dict[tuple[int, int, str], list[Found]] = {}
+    groups: dict[tuple[int, int, str, str], list[Found]] = {}
     for each in found:
-        key = (each.generation, each.kept.step, each.kept.catalogue.everything)
+        catalogue = each.kept.catalogue
+        key = (each.generation, each.kept.step, catalogue.everything, catalogue.lineage)
         groups.setdefault(key, []).append(each)
-    for generation, step, everything in sorted(groups, reverse=True):
-        slots = groups[generation, step, everything]
+    for key in sorted(groups, reverse=True):
+        generation, step, everything, _ = key
+        slots = groups[key]
         if _is_whole(slots, everything):
             return Whole(step, generation, tuple(slots))
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from outlast.errors import RecoverError
 from outlast.recover.memory.room import check_room, remove
 from outlast.recover.memory.share import everything_of, holding, memories, share
 from outlast.recover.memory.slot import Catalogue, Entry, Slot, aligned
-from outlast.state.live import collect, optimizers_of
+from outlast.state.live import collect, local_box, optimizers_of
 from outlast.state.tensors import is_dense
 
 if TYPE_CHECKING:
@@ -41,19 +42,21 @@ class Copy:
     """One tensor on its way into the slots.
 
     Attributes:
+        name: Of the tensor.
         source: This process's memory of it.
         targets: Its place in each slot.
         at_once: Whether it must be copied before training goes on, because it changes within a
             step: all but parameters and optimizer states.
     """
 
+    name: str
     source: torch.Tensor
     targets: tuple[torch.Tensor, ...]
     at_once: bool
 
-    def make(self, slot: int) -> None:
-        """Copy; a large copy lets other threads run meanwhile."""
-        source, target = self.source, self.targets[slot]
+    def make(self, slot: int, source: torch.Tensor) -> None:
+        """Copy from `source`; a large copy lets other threads run meanwhile."""
+        target = self.targets[slot]
         if source.numel() == 0:
             return
         if source.device.type == "cpu" and is_dense(source):
@@ -97,16 +100,22 @@ class StateKeeper:
         self._streams: list[torch.cuda.Stream] = []
         self._plans = 0
         self._live: Live | None = None
-        self._planned: dict[str, int] | None = None
+        self._planned: dict[str, object] | None = None
         self._values: set[str] = set()
+        self._text = b""
+        # Of the first process: states of these processes and no others.
+        self._lineage = peers.gather(uuid.uuid4().hex)[0]
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
         self.bytes = 0
 
     def look(self) -> bool:
         """Take in the state as it is; whether a new plan is needed, of which all must know."""
-        self._live = collect(self._state)
-        return self._planned != _places(self._live)
+        self._live = live = collect(self._state)
+        if self._planned != _places(live):
+            return True
+        self._text = json.dumps({name: live.values[name] for name in self._values}).encode()
+        return len(self._text) > self._slots[0].capacity
 
     def keep(self, step: int, *, plan: bool) -> None:
         """Begin to keep the state that `look` has seen, as that after `step` steps.
@@ -129,17 +138,16 @@ class StateKeeper:
             self._replan()
         slot = self._next
         self._next = (slot + 1) % _SLOTS
-        values = {name: self._live.values[name] for name in self._values}
-        text = json.dumps(values).encode()
         self._slots[slot].begin()
         for each in self._copies:
             if each.at_once:
-                each.make(slot)
+                # Objects hand out new tensors each time.
+                each.make(slot, local_box(self._live.tensors[each.name])[1])
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="outlast-memory")
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._under_way = self._thread.submit(self._finish, slot, step, text)
+        self._under_way = self._thread.submit(self._finish, slot, step, self._text)
         self._doomed, self._stale = self._stale, []
 
     def settle(self) -> None:
@@ -164,13 +172,19 @@ class StateKeeper:
         self._let_go()
 
     def _finish(self, slot: int, step: int, values: bytes) -> None:
+        try:
+            self._copy_and_publish(slot, step, values)
+        except (OSError, RuntimeError) as error:
+            raise RecoverError(f"the state of step {step} could not be kept: {error}") from None
+
+    def _copy_and_publish(self, slot: int, step: int, values: bytes) -> None:
         with torch.no_grad(), contextlib.ExitStack() as streams:
             for stream in self._streams:
                 # Beside the training's own work; `settle` waits for it.
                 streams.enter_context(torch.cuda.stream(stream))
             for each in self._copies:
                 if not each.at_once:
-                    each.make(slot)
+                    each.make(slot, each.source)
             for stream in self._streams:
                 stream.synchronize()
         new = self._slots[slot]
@@ -192,8 +206,13 @@ class StateKeeper:
             part = held.parts[name]
             entries.append(Entry(name, part.dtype, part.shape, part.box, start, part.size))
             start = aligned(start + part.size)
-        catalogue = Catalogue(self._identity, everything_of(holdings), tuple(entries))
-        slots = self._peers.together(lambda: self._new_slots(catalogue, live))
+        everything = everything_of(holdings)
+        catalogue = Catalogue(self._identity, everything, self._lineage, tuple(entries))
+        self._text = json.dumps({name: live.values[name] for name in self._values}).encode()
+        sizes = self._peers.gather((self._peers.node, _SLOTS * catalogue.data_bytes))
+        size = sum(each for node, each in sizes if node == self._peers.node)
+        self._peers.together(lambda: check_room(self._folder, size, self._folder.parent))
+        slots = self._peers.together(lambda: self._new_slots(catalogue))
         self._stale += [each.path for each in self._slots]
         self._let_go()
         self._slots, self._next = slots, 0
@@ -212,8 +231,9 @@ class StateKeeper:
         number, node = next(
             (number, ranks) for number, ranks in enumerate(spread.nodes) if rank in ranks
         )
-        if rank == node[0]:
-            spread.write(self._folder, number)
+        self._peers.together(
+            lambda: spread.write(self._folder, number) if rank == node[0] else None
+        )
         # Loads a compiled kernel, which others need not wait for.
         from outlast.recover.memory.parity import SlotParity
 
@@ -226,20 +246,18 @@ class StateKeeper:
         memory = memories(live)
         return memory, holding(self._peers.node, live, memory)
 
-    def _new_slots(self, catalogue: Catalogue, live: Live) -> list[Slot]:
+    def _new_slots(self, catalogue: Catalogue) -> list[Slot]:
         """Two slots under names that this process has not used yet.
 
         Raises:
             RecoverError: When the memory cannot be had; nothing of it is taken then.
         """
         self._plans += 1
-        check_room(self._folder, _SLOTS * catalogue.data_bytes)
-        size = len(json.dumps({name: live.values[name] for name in self._values}))
         slots: list[Slot] = []
         try:
             for number in range(_SLOTS):
                 name = f"rank-{self._peers.rank}.plan-{self._plans}.slot-{number}"
-                slots.append(Slot(self._folder / name, catalogue, size))
+                slots.append(Slot(self._folder / name, catalogue, len(self._text)))
         except RecoverError:
             for each in slots:
                 each.close()
@@ -257,7 +275,7 @@ class StateKeeper:
         still = isinstance(live.tensors[entry.name], nn.Parameter) or any(
             entry.name.startswith(f"{key}.state.") for key in self._optimizers
         )
-        return Copy(source, targets, at_once=not still)
+        return Copy(entry.name, source, targets, at_once=not still)
 
     def _let_go(self) -> None:
         self._copies = []
@@ -270,12 +288,19 @@ class StateKeeper:
         self._slots = []
 
 
-def _places(live: Live) -> dict[str, int]:
-    """Name to address of every tensor: what a plan holds good for."""
-    return {
-        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-        for name, tensor in live.tensors.items()
-    }
+def _places(live: Live) -> dict[str, object]:
+    """What a plan holds good for: where every tensor lies, and which values there are.
+
+    Tensors of objects may lie elsewhere each time; of them shape and type count.
+    """
+    found: dict[str, object] = dict.fromkeys(live.values)
+    for name, tensor in live.tensors.items():
+        if name in live.objects:
+            found[name] = (tensor.shape, tensor.dtype)
+        else:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found[name] = local.data_ptr()
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -84,11 +84,24 @@ def rebuild(folder: Path, identity: str, peers: Peers) -> bool:
     Raises:
         RecoverError: When more is lost than the parity makes good.
     """
-    numbers = generations(folder)
-    newest = max((each for found in peers.gather(numbers) for each in found), default=0)
-    place = generation_folder(folder, newest)
-    mine = read_spread(place) if newest in numbers else None
-    found = peers.gather((peers.node, mine))
+    numbers = {each for found in peers.gather(generations(folder)) for each in found}
+    problem = None
+    for number in sorted(numbers, reverse=True):
+        try:
+            if _rebuilt(folder, number, identity, peers):
+                return True
+        except RecoverError as error:
+            # An older one is whole until the first state of a newer one is.
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return False
+
+
+def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool:
+    """Rebuild the slots of one generation; the same result, or error, on all processes."""
+    place = generation_folder(folder, generation)
+    found = peers.gather((peers.node, read_spread(place)))
     spread = next((each[0] for _, each in found if each is not None), None)
     if spread is None or peers.alone:
         return False
@@ -103,16 +116,20 @@ def rebuild(folder: Path, identity: str, peers: Peers) -> bool:
         return False
     role = standing[peers.rank]
     slots = _slots(place, identity, role)
-    group = parity_group(spread, place, peers, role, f"rebuild-{newest}")
+    name = f"rebuild-{generation}"
+    group = peers.together(lambda: parity_group(spread, place, peers, role, name))
     try:
-        possible = set.intersection(*map(set, peers.gather(group.epochs(slots))))
+        epochs = peers.together(lambda: group.epochs(slots))
+        possible = set.intersection(*map(set, peers.gather(epochs)))
         if not possible:
             raise RecoverError(
                 f"no step's state can be rebuilt: more than {spread.losses} of a group have lost "
                 "theirs"
             )
         path = place / f"rank-{role}.rebuilt"
-        recovered = group.recover(slots, lambda size: reserved(path, size), max(possible))
+        recovered = peers.together(
+            lambda: group.recover(slots, lambda size: reserved(path, size), max(possible))
+        )
     finally:
         group.close()
     return any(peers.gather(bool(recovered.lost_data)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
 import shutil
 import time
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from outlast.errors import RecoverError
-from outlast.records.process import boot_identity, started_seconds
+from outlast.hardware.cgroup import memory_available_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _SHARE_OF_AVAILABLE = 0.5
 _LEFTOVER_SECONDS = 86400.0
-_OWNER = "owner.json"
+_OWNER = "in-use"
+_BLOCK_BYTES = 512
 
 
 def run_folder(memory: Path, run: str) -> Path:
@@ -27,47 +28,67 @@ def run_folder(memory: Path, run: str) -> Path:
     return memory / f"outlast-{os.getuid()}" / run
 
 
-def check_room(folder: Path, size: int) -> None:
+def check_room(folder: Path, size: int, own: Path) -> None:
     """Refuse to take more than half of the memory that the node has available.
 
     Args:
         folder: Where it would be taken; made if need be.
-        size: In bytes, of this process.
+        size: In bytes, of all processes of the node.
+        own: What lies here is the run's already, and goes when the new states are complete.
 
     Raises:
-        RecoverError: With both figures.
+        RecoverError: With all figures.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise RecoverError(f"{folder} cannot be made: {error.strerror}") from None
-    available = psutil.virtual_memory().available
+    available = _available_bytes() + _used_bytes(own)
     if size > min(free, _SHARE_OF_AVAILABLE * available):
         raise RecoverError(
-            f"two copies of the state take {size / 1e6:.1f} MB of memory; {folder} has room for "
-            f"{free / 1e6:.1f} MB, and {available / 1e6:.1f} MB are available on the node, of "
-            "which half may be taken"
+            f"two copies of the state take {size / 1e6:.1f} MB of the node's memory; {folder} has "
+            f"room for {free / 1e6:.1f} MB, and of the {available / 1e6:.1f} MB that are available "
+            "half may be taken"
         )
 
 
-def claim(folder: Path) -> None:
-    """Say who uses `folder`, so that others do not take it for a leftover.
+def _available_bytes() -> float:
+    """Memory that this node, or the control group of this job, has left."""
+    found = float(psutil.virtual_memory().available)
+    limited = memory_available_bytes()
+    return found if limited is None else min(found, limited)
+
+
+def _used_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_blocks * _BLOCK_BYTES
+    return total
+
+
+class Claim:
+    """Says that a live process uses `folder`, until it is closed or the process dies.
 
     Raises:
-        RecoverError: When it cannot be written.
+        RecoverError: When the folder cannot be used, or is another user's.
     """
-    process = psutil.Process()
-    owner = {
-        "boot": boot_identity(),
-        "process": process.pid,
-        "started": started_seconds(process),
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _OWNER).write_text(json.dumps(owner), encoding="ascii")
-    except OSError as error:
-        raise RecoverError(f"{folder} cannot be written: {error.strerror}") from None
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.parent.stat().st_uid != os.getuid():
+                raise RecoverError(f"{folder.parent} is another user's; set recover.memory")
+            self._file = (folder / _OWNER).open("a")
+            # Several processes of a run hold it together.
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+        except OSError as error:
+            raise RecoverError(f"{folder} cannot be written: {error.strerror}") from None
+
+    def close(self) -> None:
+        """The folder is in use no more."""
+        self._file.close()
 
 
 def remove(path: Path) -> None:
@@ -95,19 +116,11 @@ def clean(memory: Path, keep: str) -> None:
 
 
 def _is_leftover(folder: Path) -> bool:
+    """Whether nobody has used `folder` for a day: the lock of a dead process is gone."""
     try:
-        newest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
-        owner = json.loads((folder / _OWNER).read_text(encoding="ascii"))
-    except (OSError, ValueError):
+        with (folder / _OWNER).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            newest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
+    except OSError:
         return False
-    if time.time() - newest < _LEFTOVER_SECONDS:
-        return False
-    if owner.get("boot") != boot_identity():
-        # Of another container or boot: nobody here can tell whether it lives.
-        return False
-    try:
-        return bool(started_seconds(psutil.Process(owner["process"])) != owner["started"])
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, KeyError, TypeError):
-        return False
+    return time.time() - newest > _LEFTOVER_SECONDS

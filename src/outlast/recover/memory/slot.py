@@ -77,11 +77,14 @@ class Catalogue:
     Attributes:
         identity: Of the run; a slot of another one is not read.
         everything: Digest of the names of all tensors and values of all processes; see `digest_of`.
+        lineage: Drawn by the processes that keep together; tells their states from those of others
+            with the same numbers.
         entries: In the order of their data.
     """
 
     identity: str
     everything: str
+    lineage: str
     entries: tuple[Entry, ...]
 
     @property
@@ -256,6 +259,7 @@ def _to_json(catalogue: Catalogue) -> dict[str, Any]:
     return {
         "identity": catalogue.identity,
         "everything": catalogue.everything,
+        "lineage": catalogue.lineage,
         "tensors": [
             [each.name, each.dtype, each.shape, each.box.offset, each.box.shape, each.start]
             + [each.size]
@@ -269,4 +273,4 @@ def _from_json(found: dict[str, Any]) -> Catalogue:
         Entry(name, dtype, tuple(shape), Box(tuple(offset), tuple(box)), start, size)
         for name, dtype, shape, offset, box, start, size in found["tensors"]
     )
-    return Catalogue(found["identity"], found["everything"], entries)
+    return Catalogue(found["identity"], found["everything"], found["lineage"], entries)

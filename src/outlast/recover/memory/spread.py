@@ -58,11 +58,14 @@ class Spread:
                 "recover.parity = 0"
             )
         smallest = min(len(each) for each in self.groups())
+        count = sum(map(len, self.nodes)) if self.domain == "process" else len(self.nodes)
         if smallest <= self.losses:
             return (
-                f"recover.parity = {self.losses} needs groups of at least {self.losses + 1} "
-                f"{self.domain}s, but there are {smallest}; set recover.parity = "
-                f"{max(smallest - 1, 0)}"
+                f"recover.parity = {self.losses} needs groups of at least {self.losses + 1}, but "
+                f"recover.parity_group = {self.largest} and {count} "
+                f"{'process' if self.domain == 'process' else 'node'}"
+                f"{'es' if self.domain == 'process' else 's'} make one of {smallest}; raise the "
+                f"former, or set recover.parity = {max(smallest - 1, 0)}"
             )
         return ""
 
@@ -103,12 +106,24 @@ class Redundancy:
             spread = Spread(nodes, 1, self.largest, self.domain)
             wanted = needs_parity(holdings, self.domain) and not spread.problem()
             return spread if wanted else None
-        if self.losses == 0:
-            return None
-        spread = Spread(nodes, self.losses, self.largest, self.domain)
-        if problem := spread.problem():
+        self.check([held.node for held in holdings])
+        losses = int(self.losses)
+        return Spread(nodes, losses, self.largest, self.domain) if losses else None
+
+    def check(self, nodes: Sequence[str]) -> None:
+        """Refuse what was asked for and is not possible.
+
+        Args:
+            nodes: Of every rank.
+
+        Raises:
+            RecoverError: With what would be possible.
+        """
+        if self.losses == "auto" or not self.losses:
+            return
+        problem = Spread(nodes_of(nodes), self.losses, self.largest, self.domain).problem()
+        if problem:
             raise RecoverError(problem)
-        return spread
 
 
 def even_parts(items: list[Any], largest: int) -> list[tuple[Any, ...]]:
