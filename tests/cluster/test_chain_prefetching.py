@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slurm_programs import put_command, slurm_commands
 
+from outlast.cluster.chain import prefetching
 from outlast.cluster.chain.journal import entries, of_kind
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
 from outlast.cluster.chain.prefetching import Prefetching, prefetch_words, wants_prefetch
@@ -38,11 +41,11 @@ def noted(files: ChainFiles) -> list[int]:
     return [each["code"] for each in of_kind(entries(files), "prefetched")]
 
 
-def wait_for_end(prefetching: Prefetching, files: ChainFiles) -> None:
+def wait_for_end(copying: Prefetching, files: ChainFiles) -> None:
     deadline = time.monotonic() + 60.0
     while not noted(files):
         assert time.monotonic() < deadline
-        prefetching.look(under_way=True)
+        copying.look(under_way=True)
         time.sleep(0.05)
 
 
@@ -55,14 +58,14 @@ def without_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_node_lacks_is_copied_once_training_is_under_way(
     files: ChainFiles, tmp_path: Path
 ) -> None:
-    prefetching = Prefetching(files, PLAN, 1, "7")
-    prefetching.look(under_way=False)
-    assert prefetching._process is None
-    wait_for_end(prefetching, files)
+    copying = Prefetching(files, PLAN, 1, "7")
+    copying.look(under_way=False)
+    assert copying._process is None
+    wait_for_end(copying, files)
     assert noted(files) == [0]
     assert [each.read_bytes() for each in (tmp_path / "node").rglob("a.bin")] == [b"ab" * 1000]
-    prefetching.look(under_way=True)
-    prefetching.end()
+    copying.look(under_way=True)
+    copying.end()
     assert noted(files) == [0]
 
 
@@ -70,20 +73,68 @@ def test_what_a_node_lacks_is_copied_once_training_is_under_way(
 def test_a_link_that_ends_waits_for_no_copy(files: ChainFiles, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(50 << 20))
     put_job(files, tmp_path, "staging.wait=false", "staging.prefetch_megabytes_per_s=0.1")
-    prefetching = Prefetching(files, PLAN, 1, "7")
-    prefetching.look(under_way=True)
-    process = prefetching._process
+    copying = Prefetching(files, PLAN, 1, "7")
+    copying.look(under_way=True)
+    process = copying._process
     assert process is not None
-    prefetching.end()
-    assert process.returncode == -9
-    assert noted(files) == [-9]
+    copying.end()
+    assert process.returncode == -signal.SIGTERM
+    assert noted(files) == [-signal.SIGTERM]
+
+
+def deaf_program(files: ChainFiles, tmp_path: Path) -> ChainPlan:
+    """A prefetch that does not end when it is asked to."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(tmp_path / 'deaf')!r}, 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    program.chmod(0o755)
+    return replace(PLAN, python=str(program))
+
+
+@pytest.mark.usefixtures("without_srun")
+def test_copying_ends_before_the_last_save_and_none_begins_after_it(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_PATIENCE_SECONDS", 0.2)
+    late = Prefetching(files, PLAN, 1, "7")
+    late.look(under_way=True, ending=True)
+    assert late._process is None
+    copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
+    copying.look(under_way=True)
+    deadline = time.monotonic() + 60.0
+    while not (tmp_path / "deaf").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    while not noted(files):
+        assert time.monotonic() < deadline
+        copying.look(under_way=True, ending=True)
+        time.sleep(0.05)
+    assert noted(files) == [-signal.SIGKILL]
+
+
+@pytest.mark.usefixtures("without_srun")
+def test_a_copy_that_does_not_end_with_its_link_is_killed(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_PATIENCE_SECONDS", 0.2)
+    copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
+    copying.look(under_way=True)
+    deadline = time.monotonic() + 60.0
+    while not (tmp_path / "deaf").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    copying.end()
+    assert noted(files) == [-signal.SIGKILL]
 
 
 @pytest.mark.usefixtures("without_srun")
 def test_a_prefetch_that_fails_is_noted_and_ends_nothing(files: ChainFiles, tmp_path: Path) -> None:
     (tmp_path / "a.bin").unlink()
-    prefetching = Prefetching(files, PLAN, 1, "7")
-    wait_for_end(prefetching, files)
+    wait_for_end(Prefetching(files, PLAN, 1, "7"), files)
     assert noted(files) == [2]
 
 
@@ -108,9 +159,9 @@ def test_a_job_that_cannot_be_read_has_nothing_to_prefetch(tmp_path: Path) -> No
 
 def test_a_program_of_ones_own_has_data_of_its_own(files: ChainFiles) -> None:
     plan = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", command="train")
-    prefetching = Prefetching(files, plan, 1, "7")
-    prefetching.look(under_way=True)
-    assert prefetching._process is None
+    copying = Prefetching(files, plan, 1, "7")
+    copying.look(under_way=True)
+    assert copying._process is None
 
 
 def test_every_node_prefetches_beside_the_training(

@@ -11,6 +11,7 @@ from outlast.cluster.chain import watching
 from outlast.cluster.chain.clock import LinkClock, read_countdown
 from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+from outlast.cluster.chain.prefetching import Prefetching
 from outlast.cluster.chain.progress import RunLog
 from outlast.cluster.chain.watching import Watch
 
@@ -45,6 +46,26 @@ def watch(folder: Path, program: str, left_seconds: float, lead_seconds: float) 
 def test_ranks_that_cannot_read_the_file_are_sent_a_signal_before_the_end(tmp_path: Path) -> None:
     found = watch(tmp_path, "trap 'exit 3' USR1\nfor i in {1..40}; do sleep 0.05; done", 0.4, 0.3)
     assert found.train() == 3
+
+
+@pytest.mark.parametrize(
+    ("left", "signals", "ending"), [(500.0, [], False), (5.0, [], True), (500.0, ["SIGTERM"], True)]
+)
+def test_copies_for_the_next_link_leave_the_file_system_to_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float, signals: list[str], ending: bool
+) -> None:
+    asked = []
+
+    def look(self: Prefetching, *, under_way: bool, ending: bool = False) -> None:
+        asked.append(ending)
+        (tmp_path / "looked").touch()
+
+    monkeypatch.setattr(Prefetching, "look", look)
+    program = "for i in {1..600}; do [ -e looked ] && exit 3; sleep 0.05; done"
+    found = watch(tmp_path, program, left, 10.0)
+    found.signals += signals
+    assert found.train() == 3
+    assert set(asked) == {ending}
 
 
 def test_a_full_disk_does_not_end_a_program_that_saves(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import time
 import pytest
 from slurm_programs import put_command, shown, slurm_commands
 
+from outlast.cluster.storage import job as storage_job
 from outlast.cluster.storage.identity import this_process
 from outlast.cluster.storage.job import turns_for
-from outlast.cluster.storage.slurm_jobs import SlurmJobs
+from outlast.cluster.storage.slurm_jobs import SlurmJobs, job_state
 from outlast.job import load_job
 
 
@@ -68,6 +69,25 @@ def test_an_unknown_job_is_asked_for_again():
         time.sleep(0.01)
 
 
+def test_a_requeued_job_lives_again_when_it_runs(tmp_path):
+    states = iter(["PENDING", "RUNNING", "COMPLETED"])
+    asked = []
+
+    def state(job):
+        asked.append(job)
+        return next(states)
+
+    jobs = SlurmJobs(state, ask_again_seconds=0.0)
+    deadline = time.monotonic() + 30.0
+    for expected in (False, True, False):
+        while jobs(owner()) is not expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    # Who has ended does not come back, and nobody is asked again.
+    assert jobs(owner()) is False
+    assert len(asked) == 3
+
+
 def test_jobs_of_other_clusters_and_processes_outside_of_slurm_are_not_asked_about():
     jobs = SlurmJobs(lambda job: pytest.fail("asked"))
     assert jobs(owner(job="")) is None
@@ -76,13 +96,28 @@ def test_jobs_of_other_clusters_and_processes_outside_of_slurm_are_not_asked_abo
 
 def test_a_controller_that_is_down_says_nothing(tmp_path, monkeypatch):
     slurm_commands(tmp_path, monkeypatch)
-    put_command(tmp_path, "squeue", "echo 'Invalid job id specified' >&2; exit 1")
-    jobs = SlurmJobs(ask_again_seconds=0.0)
+    put_command(tmp_path, "squeue", "echo 'slurm_load_jobs error: Access denied' >&2; exit 1")
+    put_command(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    answers = []
+    answered_once = threading.Event()
+
+    def state(job):
+        answers.append(job_state(job))
+        answered_once.set()
+        return answers[-1]
+
+    jobs = SlurmJobs(state, ask_again_seconds=600.0)
+    assert jobs(owner()) is None
+    # The thread is waited for, so that it asks these commands and no others.
+    assert answered_once.wait(60.0)
+    assert answers == [None]
     assert jobs(owner()) is None
 
 
 @pytest.mark.parametrize("ask_slurm", [True, False])
 def test_the_job_decides_who_is_asked_and_in_which_order(tmp_path, monkeypatch, ask_slurm):
+    # What other tests have been told of job 7 is not known here.
+    monkeypatch.setattr(storage_job, "still_runs", SlurmJobs())
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm_commands(tmp_path, monkeypatch, squeue=shown("7", "CANCELLED"))
     folder = tmp_path / "turns"
@@ -100,10 +135,11 @@ def test_the_job_decides_who_is_asked_and_in_which_order(tmp_path, monkeypatch, 
     content = json.loads(held.read_text())
     content["owner"].update(host="elsewhere", boot="other")
     held.write_text(json.dumps(content))
-    os.utime(held, (time.time() - 60.0,) * 2)
+    # Silent enough to be asked about, and not yet for so long that it counts as dead.
+    os.utime(held, (time.time() - 32.0,) * 2)
     first._ended.set()
     second = turns.ask(1.0, **about)
-    assert second.wait(20.0 if ask_slurm else 0.5) is ask_slurm
+    assert second.wait(55.0 if ask_slurm else 0.5) is ask_slurm
     second.release()
 
 

@@ -7,8 +7,10 @@ filler that trains in the meantime, and the next link may well get them again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,11 +37,19 @@ class Prefetching:
     number: int
     job: str
     _begun: bool = False
+    _kill_at: float = math.inf
     _process: subprocess.Popen[bytes] | None = None
 
-    def look(self, *, under_way: bool) -> None:
-        """Begin once training is under way; write down how it went when it has ended."""
-        if under_way and not self._begun:
+    def look(self, *, under_way: bool, ending: bool = False) -> None:
+        """Begin once training is under way; write down how it went when it has ended.
+
+        Args:
+            under_way: Whether the link trains.
+            ending: Whether its last save may be under way, which is to have the file system.
+        """
+        if ending:
+            self._ask_to_end()
+        elif under_way and not self._begun:
             self._begun = True
             # A program of one's own has data of its own.
             if not self.plan.command and wants_prefetch(self.files.job):
@@ -50,11 +60,26 @@ class Prefetching:
     def end(self) -> None:
         """End it with the link; what was copied by then is gone on with later."""
         if self._process is not None:
-            # The next link waits for this job's end; what is half copied does no harm.
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            # srun takes its tasks on other nodes with it only where it is asked to end.
+            self._ask_to_end()
+            try:
                 self._process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                # The next link waits for this job's end; what is half copied does no harm.
+                self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_PATIENCE_SECONDS)
             self._note()
+
+    def _ask_to_end(self) -> None:
+        """Ask once, and end it if it does not do so soon; waits for nothing."""
+        if self._process is None:
+            return
+        if math.isinf(self._kill_at):
+            self._process.terminate()
+            self._kill_at = time.monotonic() + _PATIENCE_SECONDS
+        elif time.monotonic() > self._kill_at:
+            self._process.kill()
 
     def _start(self) -> None:
         nodes = self.plan.nodes_of(self.number)

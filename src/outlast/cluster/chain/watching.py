@@ -130,7 +130,10 @@ class Watch:
                 looked = now
                 self.measure_lead()
             self._publish()
-            prefetching.look(under_way=len(log.restart_seconds) > starts and not self.stop)
+            prefetching.look(
+                under_way=len(log.restart_seconds) > starts,
+                ending=bool(self.stop) or clock.left_seconds() < self.lead_seconds,
+            )
             if self.stop:
                 signal_at = min(signal_at, now + _SIGNAL_AFTER_SECONDS)
             elif clock.left_seconds() < self.lead_seconds:

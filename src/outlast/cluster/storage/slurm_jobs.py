@@ -49,6 +49,7 @@ class SlurmJobs:
         self._ask_again_seconds = ask_again_seconds
         self._lock = threading.Lock()
         self._known: dict[str, bool | None] = {}
+        self._ended: set[str] = set()
         self._asked: dict[str, float] = {}
 
     def __call__(self, owner: Owner) -> bool | None:
@@ -59,7 +60,7 @@ class SlurmJobs:
         with self._lock:
             known = self._known.get(owner.job)
             now = time.monotonic()
-            if known is not False and now >= self._asked.get(owner.job, 0.0):
+            if owner.job not in self._ended and now >= self._asked.get(owner.job, 0.0):
                 # Until it has answered; a command that hangs must not be given twice.
                 self._asked[owner.job] = float("inf")
                 threading.Thread(
@@ -70,13 +71,16 @@ class SlurmJobs:
     def _ask(self, job: str) -> None:
         state = self._state_of_job(job)
         runs = None
-        if state is not None and (has_ended(state) or is_waiting(state)):
-            # A job that waits again was requeued, and its processes are gone.
+        ended = state is not None and has_ended(state)
+        if ended or (state is not None and is_waiting(state)):
+            # A job that waits again was requeued: its processes are gone, and others will come.
             runs = False
         elif state is not None and is_live(state):
             runs = True
         with self._lock:
             self._known[job] = runs
+            if ended:
+                self._ended.add(job)
             self._asked[job] = time.monotonic() + self._ask_again_seconds
 
 
