@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.format import geometry
 from outlast.checkpoint.format.geometry import grid, tiles, tiles_within
+from outlast.state import box as state_box
 from outlast.state.box import Box, covers, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -109,7 +109,7 @@ def test_a_thousand_shards_are_not_compared_with_each_other(
     def refuse(*args: object) -> bool:
         raise AssertionError("every pair of boxes is compared")
 
-    monkeypatch.setattr(geometry, "_fills_cells", refuse)
+    monkeypatch.setattr(state_box, "_fills_cells", refuse)
     for shape, steps in [
         ((5000, 64), (5, 64)),
         ((64, 5001), (64, 5)),
