@@ -188,6 +188,10 @@ def test_a_job_that_takes_turns_shares_its_file_system(plan: Plan, tmp_path: Pat
     code, said, _ = plan(*asked)
     assert code == 0
     assert "others ask for 50% of its bandwidth: saves and restores take 2 times" in said
+    code, _, said = plan(*asked[:2], "checkpoint.turn_load=1", "--cluster", "h100x64")
+    assert code == 2
+    assert "checkpoint.turn_load" in said
+    assert "it should be below 1" in said
     code, said, _ = plan("explain", *asked[:3], "--cluster", "h100x64")
     assert "50% of 8e+09 B/s is asked for by others" in said
 

@@ -11,6 +11,8 @@ import pytest
 from runs import finish, start_process
 from tiny import tiny_job
 
+from outlast.cli.train import run_job
+from outlast.cluster import transfers
 from outlast.cluster.staging import stager_for
 from outlast.cluster.transfers import transfers_for
 from outlast.errors import EXIT_DONE, OutlastError
@@ -238,9 +240,28 @@ def test_the_command_follows_the_plan_on_several_processes(tmp_path):
     copied = [event for _, event in read_run(run_directory(job).path).of(CheckpointCopied)]
     assert {"mirror" in event.place for event in copied if event.step == 6} == {True, False}
     for event in copied:
-        # Rank 0's own part, at half of the bandwidth.
+        # Rank 0's own part, at half of the bandwidth: never faster, however slow the machine.
         cap = 0.5e6 if "mirror" in event.place else 1e6
         assert event.seconds >= 0.8 * event.bytes / cap
+
+
+@pytest.mark.parametrize(("settings", "parts"), [([], 2), (['recover.mode="live"'], 1)])
+def test_processes_that_copy_together_share_the_bandwidth(tmp_path, monkeypatch, settings, parts):
+    class AskedError(Exception):
+        """Enough of the command has run."""
+
+    asked = []
+
+    def noting(job, **about):
+        asked.append(about)
+        raise AskedError
+
+    monkeypatch.setattr(transfers, "transfers_for", noting)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(AskedError):
+        run_job(planned(tmp_path, "shared", "launch.nproc=2", *settings), fresh=False)
+    assert asked == [{"processes": parts, "nodes": 1}]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +272,7 @@ def test_the_command_follows_the_plan_on_several_processes(tmp_path):
         ("[nodes]", [], r"has no \[run\]"),
         (RUN.replace('"mirror"', '"tape"'), [], 'no copies to a tier named "mirror"'),
         (RUN.replace("save_bytes = 4e6", ""), [], 'no copies to a tier named "run"'),
+        (RUN, ["train.steps=8"], r"is for 6 steps, but train.steps = 8; make them equal"),
         (RUN, ["checkpoint.drain_every=3"], r"drain_every = 3; make them equal"),
         (RUN, ["checkpoint.every_steps=5"], r"every_steps = 5; make them equal"),
         (

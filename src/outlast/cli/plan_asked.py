@@ -70,7 +70,8 @@ class Asked:
         float | None,
         _option(
             "Share of the shared file system's bandwidth that other jobs ask for, 0 to below 1; "
-            "default: checkpoint.turn_load of a job with checkpoint.turns, else 0.",
+            "default: checkpoint.turn_load of a job with checkpoint.turns, which counts the saves "
+            "of all jobs of the folder, its own too; else 0.",
             metavar="SHARE",
         ),
     ] = None

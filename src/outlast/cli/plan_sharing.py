@@ -36,11 +36,12 @@ class Sharing:
 def load_of_others(asked: Asked, job: Job | None) -> float:
     """Share of the shared file system's bandwidth that others ask for.
 
-    A job that takes turns at saving (``checkpoint.turns``) shares it with jobs that together keep
-    it busy for at most ``checkpoint.turn_load`` of the time: so much is taken as the others'.
+    A job that takes turns at saving (``checkpoint.turns``) shares it with jobs whose saves keep it
+    busy for at most ``checkpoint.turn_load`` of the time, its own among them: so much is taken as
+    the others', which is a little too much.
 
     Raises:
-        PlanError: It is no share below 1.
+        PlanError: The share that was given is not below 1.
     """
     given = asked.file_system_load
     if given is None:

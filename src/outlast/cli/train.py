@@ -85,7 +85,9 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
 
     ranks = ranks_from(os.environ) if launched_by(os.environ) != "alone" else None
     processes, nodes = (ranks.world_size, ranks.nodes) if ranks else (job.launch.nproc, 1)
-    transfers = transfers_for(job, processes=processes, nodes=nodes)
+    live = job.recover.mode == "live"
+    # Of live groups, each a process, only the one that writes copies what it has saved.
+    transfers = transfers_for(job, processes=1 if live else processes, nodes=nodes)
     start = Start(
         job,
         fresh=fresh,
@@ -97,7 +99,6 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         transfers=transfers,
     )
     directory = run_directory(job)
-    live = job.recover.mode == "live"
     if live and ranks is not None:
         raise RecoverError(
             'recover.mode = "live" starts its groups itself, on one machine; start the run without '

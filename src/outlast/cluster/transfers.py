@@ -57,7 +57,7 @@ class PlannedCopies:
 
     Attributes:
         plan: Of the run.
-        processes: That copy checkpoints together.
+        processes: That copy a checkpoint together.
         nodes: That stage data together.
     """
 
@@ -96,7 +96,7 @@ def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | Pla
 
     Args:
         job: Checked.
-        processes: Of the run.
+        processes: That copy a checkpoint together: of the run, or of a live group.
         nodes: Of the run.
 
     Raises:
@@ -132,6 +132,11 @@ def _figures_of(job: Job) -> RunFigures:
 def _differences(job: Job, figures: RunFigures) -> Iterator[str]:
     """What a plan says otherwise than the job."""
     settings = job.checkpoint
+    # Nodes and processes may change from link to link; each takes its part of the bandwidth.
+    if figures.steps != job.train.steps:
+        yield (
+            f"is for {figures.steps} steps, but train.steps = {job.train.steps}; make them equal"
+        )
     tiers = {each.name: each for each in figures.tiers} if figures.save_bytes else {}
     wanted = {
         "run": (settings.fast, "checkpoint.fast", settings.drain_every, "drain_every"),

@@ -70,10 +70,10 @@ class CheckpointSection(Section):
         "periods, classes side by side",
         identity=False,
     )
-    turn_load: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
+    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
         0.6,
-        'for "auto" with checkpoint.turns: largest share of the time for which the saves of all '
-        "jobs of the folder may keep the file system busy",
+        'for "auto" with checkpoint.turns: largest share of the time, below 1, for which the saves '
+        "of all jobs of the folder, this one too, may keep the file system busy",
         identity=False,
     )
     turn_ask_slurm: bool = setting(
