@@ -63,6 +63,36 @@ def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
     assert list((tmp_path / "memory").rglob("rank-*")) == []
 
 
+def test_a_rank_that_loses_its_memory_too_is_rebuilt_from_parity(tmp_path: Path) -> None:
+    parity = ("recover.parity=1", 'recover.domain="process"')
+    settings = (*NEVER_SAVES, "launch.nproc=3", "parallel.shard=3", memory_of(tmp_path), *parity)
+    whole = tiny_job(tmp_path, "whole", *settings)
+    assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
+    job = tiny_job(tmp_path, "lost", *settings)
+    process = start_process(job, tmp_path, "--process-fault", "stop:step=20:rank=0:seconds=60")
+    wait_for_fault(job)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (generation,) = (tmp_path / "memory").rglob("generation-*")
+    for path in (*generation.glob("rank-1.*"), *generation.glob("*.1.*")):
+        path.unlink()
+    code, output = finish(start_process(job, tmp_path))
+    assert code == EXIT_DONE, output
+    run = read_run(run_directory(job).path)
+    [(_, recovered)] = run.of(StateRecovered)
+    assert recovered.source == "parity"
+    assert recovered.step in (19, 20)
+    assert_equal_bits(weights(job), weights(whole))
+
+
+def wait_for_fault(job: Job) -> None:
+    """Wait until the first fault of a process has happened."""
+    deadline = time.monotonic() + 240.0
+    while not (run_directory(job).path / "faults").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_without_recovery_a_restart_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=60", "checkpoint.every_steps=15", "launch.nproc=2")
     job = tiny_job(tmp_path, "off", *settings, 'recover.mode="off"', memory_of(tmp_path))
@@ -195,9 +225,7 @@ def test_a_stop_and_a_wish_at_one_moment_lose_nothing(tmp_path: Path) -> None:
     path = run_directory(job).path
     process = start_process(job, tmp_path, "--process-fault", "stop:step=10:rank=0:seconds=5")
     try:
-        deadline = time.monotonic() + 120.0
-        while not (path / "faults").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_fault(job)
         ask(path, 1)
         process.send_signal(signal.SIGTERM)
         code, output = finish(process)

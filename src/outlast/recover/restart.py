@@ -206,6 +206,11 @@ class Keeper:
             self.problem = str(error)
 
     @property
+    def has_parity(self) -> bool:
+        """Whether parity of what is kept is kept, too."""
+        return self._keeper is not None and self._keeper.has_parity
+
+    @property
     def kept(self) -> int:
         """The step of the newest state that was begun to be kept; -1 for none."""
         return self._kept

@@ -320,7 +320,7 @@ class Trainer:
             factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
             learning_rate = set_learning_rate(self.optimizers, factor)
             if self.recovery is not None:
-                self.recovery.settle()
+                self.recovery.settle(self.mark)
             self.mark("optimizer")
             if self.replay is not None:
                 self.replay.step(step + 1)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore
     from outlast.job import Job
     from outlast.records import Event, RunDirectory
+    from outlast.recover.beacon import Mark
     from outlast.recover.memory.find import Whole
     from outlast.recover.restart import Recovered
     from outlast.state.live import State
@@ -161,8 +162,10 @@ class RunMemory:
             )
         return None
 
-    def settle(self) -> None:
-        """As `Keeper.settle`."""
+    def settle(self, mark: Mark) -> None:
+        """As `Keeper.settle`; `mark` is told when it is parity that is waited for."""
+        if self._keeper.has_parity:
+            mark("parity")
         self._keeper.settle()
 
     def holds(self, done: int) -> bool:

@@ -160,6 +160,11 @@ class StateKeeper:
             under_way, self._under_way = self._under_way, None
             under_way.result()
 
+    @property
+    def has_parity(self) -> bool:
+        """Whether parity of what is kept is kept, too."""
+        return self._parity is not None
+
     def outdates(self, paths: list[Path]) -> None:
         """Delete `paths` as soon as all processes have kept a state after them."""
         self._stale += paths
