@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slurm_programs import in_queue, partition, put_command, put_queue, slurm_commands
 
-from outlast.cluster.chain import choosing
+from outlast.cluster.chain import choosing, succession
 from outlast.cluster.chain.choosing import choose_first, choose_next, submit_chosen
 from outlast.cluster.chain.journal import entries, note, of_kind
 from outlast.cluster.chain.link import Link, run_link
@@ -198,8 +198,12 @@ def test_the_first_link_is_refused_where_slurm_says_nothing(
         choose_first(files, PLAN, 1)
 
 
-def test_a_link_with_a_shape_of_its_own_is_that_shape(files: ChainFiles, tmp_path: Path) -> None:
+def test_a_link_with_a_shape_of_its_own_is_that_shape(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan in the file stays that of the chain, from which the next one is chosen."""
+    # However slow the machine is at choosing.
+    monkeypatch.setattr(succession, "_JOIN_SECONDS", 600.0)
     put_queue(tmp_path, [], partition(10, 10))
     assert run_link(files, 1, (2, HOUR)) == EXIT_DONE
     started = of_kind(entries(files), "started")

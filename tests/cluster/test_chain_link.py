@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_programs import put_command, shown, slurm_commands
 
-from outlast.cluster.chain import fence, link
+from outlast.cluster.chain import fence, link, succession
 from outlast.cluster.chain.ending import Ending
 from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.filling import filler_plan
@@ -50,6 +50,32 @@ def test_a_link_that_still_submits_does_not_submit_twice(files: ChainFiles) -> N
     assert running._succession.submit() == ("9", "")
     thread.join()
     assert len((files.run.parent / "submitted").read_text().splitlines()) == 1
+
+
+def test_a_link_that_must_end_waits_for_no_answer(
+    files: ChainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, asked = threading.Event(), threading.Event()
+
+    def silent(*given: object, **about: object) -> str:
+        asked.set()
+        answer.wait(60.0)
+        return "9"
+
+    monkeypatch.setattr(succession, "submit_link", silent)
+    running = Link(files, PLAN, 1, "7")._succession
+    try:
+        running.begin()
+        assert asked.wait(60.0)
+        running.left_seconds = lambda: 3.0
+        running.join()
+        assert running.submit() == ("", "Slurm has not answered sbatch, and this link must end")
+        assert running._patience().total_seconds == 0.0
+    finally:
+        answer.set()
+    running.left_seconds = lambda: 600.0
+    running.join()
+    assert running.submit() == ("9", "")
 
 
 def test_a_link_that_finds_another_alive_comes_again_after_it(

@@ -71,7 +71,8 @@ def test_a_copy_keeps_the_cap_of_the_job(tmp_path: Path) -> None:
 def test_a_cap_with_which_a_copy_cannot_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(1 << 20))
     place = {"directory": str(tmp_path / "node"), "keep_free_gigabytes": 0.0, "required": True}
-    slow = section(**place, megabytes_per_s=0.1, timeout_seconds=0.5)
+    # The copy would take 100 s; a slow machine is ready to begin long before the deadline.
+    slow = section(**place, megabytes_per_s=0.01, timeout_seconds=3.0)
     with pytest.raises(ClusterError, match=r"bandwidth.*\(staging\.timeout_seconds\)"):
         stager_for(slow)(str(tmp_path / "a.bin"))  # type: ignore[misc]
 

@@ -232,6 +232,7 @@ class Link:
             self.signals,
         )
         self._succession.lead_seconds = watch.measure_lead()
+        self._succession.left_seconds = clock.limit_left_seconds
         self._succession.begin()
         code = self._train(watch)
         last = run_log(self.files).step
