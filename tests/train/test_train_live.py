@@ -204,6 +204,7 @@ def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
     [
         ("launch.nproc=1", "needs at least two groups"),
         ("parallel.shard=2", "parallel.shard = 2"),
+        ("staging.directory=/dev/shm", "whose groups read the tokens in place"),
         ("coding.scheme=fractional_repetition", "sums over the replicas in its own way"),
         ("recover.groups=13", "gives no sample to some of the 13 groups"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,15 @@ import torch
 from outlast.data import BatchLoader, microbatch_count
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.job import fingerprint
-from outlast.records import Event, RecordWriter, StateRecovered, StepsDone, Warned, read_run
+from outlast.records import (
+    AttemptEnded,
+    Event,
+    RecordWriter,
+    StateRecovered,
+    StepsDone,
+    Warned,
+    read_run,
+)
 from outlast.recover.live import LiveGroups, Refuge
 from outlast.train.agreement import Agreement
 from outlast.train.build import SetUp, build, configure_torch, load_data
@@ -49,6 +58,7 @@ if TYPE_CHECKING:
     from outlast.train.run import Start
 
 _STOP, _SAVE = 0, 1
+_KEPT_RECORDS = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,11 @@ class Post:
     returning: bool = False
     known: int = 0
 
+    @property
+    def speaks_first(self) -> bool:
+        """Whether this group writes while the groups have not met; others may be at the end."""
+        return self.number == 0 and not self.returning
+
 
 def job_of_group(job: Job) -> Job:
     """The job as one group sees it: a process without replicas of its own."""
@@ -83,6 +98,12 @@ def known_steps(directory: RunDirectory) -> int:
     """Steps that the records say the run has done."""
     done = read_run(directory.path).of(StepsDone) if directory.exists() else []
     return done[-1][1].step if done else 0
+
+
+def has_ended(directory: RunDirectory, attempt: int) -> bool:
+    """Whether the end of this attempt is recorded."""
+    ended = read_run(directory.path).of(AttemptEnded)
+    return any(record.attempt == attempt for record, _ in ended)
 
 
 class GroupLoader(BatchLoader):
@@ -105,7 +126,8 @@ class GroupLoader(BatchLoader):
 class GroupRecords(RecordWriter):
     """The run's event log as one of several groups sees it.
 
-    Until the first round nobody knows who writes, so events wait for it.
+    Until the first round nobody knows who writes, so events wait for it. Who writes may die between
+    a step and its record, so every group keeps its last ones, for when it is the one that writes.
 
     Args:
         directory: Of the run.
@@ -121,6 +143,7 @@ class GroupRecords(RecordWriter):
         self._post = post
         self._other_places: Callable[[], list[Sink]] | None = sinks
         self._waiting: list[Event] = []
+        self._kept: deque[StepsDone] = deque(maxlen=_KEPT_RECORDS)
         self._own: RecordWriter | None = None
         self.groups: LiveGroups | None = None
 
@@ -133,11 +156,22 @@ class GroupRecords(RecordWriter):
         waiting = [] if self._post.returning else self._waiting
         self._waiting = []
         if not self.groups.writes:
+            if isinstance(event, StepsDone):
+                self._kept.append(event)
             return
         if self._other_places is not None:
             self._sinks, self._other_places = self._other_places(), None
-        for each in (*waiting, event):
+        for each in (*waiting, *self._missing(), event):
             super().write(each)
+
+    def _missing(self) -> list[StepsDone]:
+        """What the group that wrote before this one has done and not recorded."""
+        if not self._kept:
+            return []
+        kept, found = list(self._kept), read_run(self._directory.path).of(StepsDone)
+        known = max((e.step for record, e in found if record.attempt == self.attempt), default=0)
+        self._kept.clear()
+        return [each for each in kept if each.step > known]
 
     def tell(self, event: Event) -> None:
         """Write what concerns this group alone, whoever writes the run's events."""
@@ -150,7 +184,7 @@ class GroupRecords(RecordWriter):
 
     def close(self) -> None:
         """Close the files."""
-        if self.groups is None and self._post.number == 0:
+        if self.groups is None and self._post.speaks_first:
             # There was no step to do, so that the groups never met.
             for each in self._waiting:
                 super().write(each)
@@ -224,7 +258,7 @@ class LiveEngine:
     def writes(self) -> bool:
         """Whether this group writes what is written once."""
         if self._groups is None:
-            return self._post.number == 0
+            return self._post.speaks_first
         return self._groups.writes
 
     def close_step(self) -> LiveStep:
@@ -352,7 +386,8 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
     trainer.stop_when = start.stop_when
     engine = LiveEngine(trainer, post, records)
     if start.process_faults:
-        trainer.before_step = process_faults(setup, start)
+        as_rank = replace(setup, ranks=replace(setup.ranks, rank=post.number))
+        trainer.before_step = process_faults(as_rank, start)
     if data.note is not None:
         records.write(Warned(data.note))
     opening = attempt_started(setup, data, size)
@@ -371,7 +406,9 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
         trainer.record_copies()
-        if trainer.writes():
+        # A group that comes back after the others have done all takes the end from the disk.
+        is_late = post.returning and has_ended(setup.directory, post.attempt)
+        if trainer.writes() and not is_late:
             end_run(setup, data, trainer, records, outcome)
     finally:
         engine.close()

@@ -7,6 +7,7 @@ starts a group that has died again, at most `launch.restarts` times in all; the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import multiprocessing
 import os
@@ -26,10 +27,11 @@ from outlast.errors import (
     RecoverError,
     WrongNumbersError,
 )
+from outlast.records import MemberLost, RecordWriter
 from outlast.recover.live import Lighthouse, require_torchft
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
-from outlast.train.live import Post, job_of_group, known_steps, train_group
+from outlast.train.live import Post, has_ended, job_of_group, known_steps, train_group
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
 from outlast.train.ranks import ALONE
@@ -37,11 +39,15 @@ from outlast.train.run import claim, run_directory
 from outlast.train.signals import StopFlag
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outlast.job import Job
+    from outlast.records import RunDirectory
     from outlast.train.run import Start
 
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 20.0
+_PARENT_DEATH_SIGNAL = 1
 
 
 def group_count(job: Job) -> int:
@@ -62,6 +68,12 @@ def group_count(job: Job) -> int:
         raise RecoverError(
             f'coding.scheme = "{job.coding.scheme}" sums over the replicas in its own way; set it '
             'to "off", or recover.mode = "restart"'
+        )
+    if job.staging.directory:
+        raise RecoverError(
+            f'staging.directory = "{job.staging.directory}" cannot be combined with recover.mode = '
+            '"live", whose groups read the tokens in place; leave it empty, or set recover.mode = '
+            '"restart"'
         )
     if job.checkpoint.replay != "off":
         raise RecoverError(
@@ -122,17 +134,37 @@ def _load_code(job: Job) -> None:
 
 
 def _run(crew: Crew, job: Job) -> None:
-    attempt = run_directory(job).next_attempt()
+    directory = run_directory(job)
     if job.recover.lighthouse:
-        crew.start(job.recover.lighthouse, attempt)
-        while crew.look():
-            pass
+        _train(crew, directory, job.recover.lighthouse, lambda: False)
         return
     seconds = job.recover.heartbeat_seconds
     with Lighthouse(seconds, join_seconds=job.launch.timeout_seconds / 2) as lighthouse:
-        crew.start(lighthouse.address, attempt)
+        _train(crew, directory, lighthouse.address, lighthouse.keep_alive)
+
+
+def _train(
+    crew: Crew, directory: RunDirectory, lighthouse: str, keep_alive: Callable[[], bool]
+) -> None:
+    """Let the groups train to the end, again where who writes has died after the last step."""
+    while True:
+        attempt = directory.next_attempt()
+        crew.start(lighthouse, attempt)
+        looked = time.monotonic()
         while crew.look():
-            lighthouse.keep_alive()
+            if keep_alive():
+                _note_lighthouse(directory, attempt, time.monotonic() - looked)
+            looked = time.monotonic()
+        if not crew.left_unfinished(attempt):
+            return
+
+
+def _note_lighthouse(directory: RunDirectory, attempt: int, seconds: float) -> None:
+    """The groups' events are written by one of them, but only the launcher has noticed this."""
+    records = RecordWriter(directory.path, 0, attempt)
+    note = "the lighthouse was started again at the same place"
+    records.write(MemberLost(known_steps(directory), "lighthouse", "coordinator", seconds, note))
+    records.close()
 
 
 @dataclass
@@ -187,9 +219,9 @@ class Crew:
 
     def start(self, lighthouse: str, attempt: int) -> None:
         """Start every group."""
-        known = known_steps(run_directory(self.launched.job))
+        # They begin where the newest checkpoint is, and anew without any.
         for number in range(self.groups):
-            self._begin(Post(number, self.groups, lighthouse, attempt, known=known), train_group)
+            self._begin(Post(number, self.groups, lighthouse, attempt), train_group)
 
     def look(self) -> bool:
         """Start groups that have died again; whether any process is at work.
@@ -223,6 +255,26 @@ class Crew:
 
     def _is_ending(self) -> bool:
         return any(each.said is not None and each.said[1] is None for each in self._ended)
+
+    def left_unfinished(self, attempt: int) -> bool:
+        """Whether a run whose steps are done has to go on, because who was to save it has died.
+
+        Raises:
+            OutlastError: When it has to, and groups were started again often enough.
+        """
+        done = [each for each in self._ended if each.said == (EXIT_DONE, None)]
+        if not done or has_ended(run_directory(self.launched.job), attempt):
+            return False
+        if self._restarts >= self.launched.job.launch.restarts:
+            raise OutlastError(
+                f"all steps are done, but the group that was to save the last one has died, after "
+                f"{self._restarts} restarts (launch.restarts); run the same command again"
+            )
+        self.end()
+        self._workers.clear()
+        self._ended.clear()
+        self._restarts, self._deadline = self._restarts + 1, math.inf
+        return True
 
     def outcome(self) -> int:
         """The exit code of those that ended well.
@@ -274,14 +326,18 @@ class Crew:
         """Start a dead group again, unless the run is ending or that was done often enough."""
         if self._is_ending() or self._restarts >= self.launched.job.launch.restarts:
             return
-        self._restarts += 1
         known = known_steps(run_directory(self.launched.job))
+        if self._workers and known >= self.launched.job.train.steps:
+            return
+        self._restarts += 1
         self._begin(replace(worker.post, returning=True, known=known), train_group)
 
 
 def _work(task: Any, start: Start, post: Post, pipe: connection.Connection) -> None:
     """A process of a group: say the exit code, or the sentence of what was wrong."""
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    threading.Thread(target=_die_with, args=(launcher.pid,), daemon=True).start()
     said: tuple[int, str | None]
     try:
         said = (task(start, post), None)
@@ -294,8 +350,11 @@ def _work(task: Any, start: Start, post: Post, pipe: connection.Connection) -> N
     pipe.close()
 
 
-def _die_with(launcher: int) -> None:
+def _die_with(launcher: int | None) -> None:
     """End this process when its launcher is gone, and with it the lighthouse and the lock."""
+    with contextlib.suppress(AttributeError, OSError):
+        # Where the kernel can do it, also a process ends that is stopped.
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     while os.getppid() == launcher:
         time.sleep(_LOOK_SECONDS)
     os._exit(EXIT_CRASHED)
