@@ -15,12 +15,13 @@ from outlast.cluster.staging import (
     job_directives,
     prefetch,
     prefetch_command,
-    prefetch_in_background,
     stager_for,
     token_files_of,
 )
+from outlast.cluster.staging import job as staging_job
 from outlast.cluster.staging.__main__ import main
 from outlast.cluster.staging.job import directory_of
+from outlast.cluster.storage import GentlePace
 from outlast.errors import ClusterError, OutlastError
 from outlast.job import Job, StagingSection, load_job, to_toml
 
@@ -153,15 +154,25 @@ def test_waiting_cannot_be_both_left_out_and_required() -> None:
         job_of(*settings, "data.train=['/a.bin']")
 
 
-def test_prefetching_in_the_background_gives_the_copies_or_the_error(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"abcd")
+def test_the_copies_of_a_prefetch_have_one_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Noting(GentlePace):
+        @classmethod
+        def below(cls, most_bytes_per_s: float) -> GentlePace:
+            made.append(most_bytes_per_s)
+            return super().below(most_bytes_per_s)
+
+    monkeypatch.setattr(staging_job, "GentlePace", Noting)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.bin").write_bytes(b"ab" * 1000)
     place = (f'staging.directory="{tmp_path}/node"', "staging.keep_free_gigabytes=0.0")
-    names = [f'data.train=["{tmp_path}/*.bin"]', f'data.validation=["{tmp_path}/none.bin"]']
-    (copy,) = prefetch_in_background(job_of(*place, names[0])).result(10.0)
-    assert copy.copied_bytes == 4
-    assert copy.path.read_bytes() == b"abcd"
-    with pytest.raises(ClusterError, match=r"none\.bin does not exist"):
-        prefetch_in_background(job_of(*place, *names)).result(10.0)
+    job = job_of(*place, f'data.train=["{tmp_path}/*.bin"]', "staging.prefetch_megabytes_per_s=50")
+    copies = prefetch(job, beside_training=True)
+    assert [each.copied_bytes for each in copies] == [2000, 2000]
+    assert made == [50e6]
 
 
 def test_the_program_that_a_chain_starts_on_each_node(

@@ -84,16 +84,13 @@ def test_the_order_decides_among_those_that_wait(tmp_path, order, expected):
     assert served == expected
 
 
-def test_sets_write_side_by_side_and_share_by_weight(tmp_path):
+def test_sets_write_side_by_side(tmp_path):
     with turn(tmp_path, 1e6, order="set-10", period_seconds=10.0) as one:
         with turn(tmp_path, 1e6, order="set-10", period_seconds=100.0, deadline_seconds=0.5) as two:
             assert one.granted
             assert two.granted
-            assert one.share() == pytest.approx(10 / 11)
-            assert two.share() == pytest.approx(1 / 11)
         with turn(tmp_path, 1e6, order="set-10", period_seconds=12.0, deadline_seconds=0.2) as same:
             assert not same.granted
-        assert one.share() == 1.0
 
 
 def test_the_deadline_ends_a_wait_and_the_saver_goes_on(tmp_path):
@@ -307,15 +304,6 @@ def test_a_job_computes_until_it_is_its_turn(tmp_path):
     assert steps == 5
     with second:
         assert second.granted
-
-
-def test_a_more_urgent_request_is_seen(tmp_path):
-    with turn(tmp_path, 1e12) as mine:
-        assert not mine.urgent()
-        small = ask(tmp_path, 1.0)
-        assert mine.urgent()
-        small.release()
-        assert not mine.urgent()
 
 
 @pytest.mark.parametrize(

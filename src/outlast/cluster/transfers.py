@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from outlast.cluster.storage.backoff import GentlePace
 from outlast.cluster.storage.pace import TokenBucket
@@ -31,11 +31,11 @@ class GentleCopies:
 
     Attributes:
         most_bytes_per_s: What a process gets when it is alone, by tier.
-        stage_bytes_per_s: Most for staging on a node; 0: no limit.
+        stage_bytes_per_s: 0: staging has the limits of its own section.
     """
 
     most_bytes_per_s: Mapping[str, float]
-    stage_bytes_per_s: float = 0.0
+    stage_bytes_per_s: ClassVar[float] = 0.0
 
     def tiers(self) -> dict[str, Callable[[int], AbstractContextManager[GentlePace]]]:
         """The pacing of each tier: what one of its copies has learnt, the next one knows."""

@@ -7,8 +7,6 @@ import glob
 import json
 import os
 import re
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,12 +39,12 @@ class NodeStager:
     Attributes:
         settings: The section, with a directory.
         most_bytes_per_s: Most that a node may take by a plan; 0: no limit but that of the section.
-        beside_training: Whether to make way for others, as a prefetch does while a run trains.
+        pace: Of all copies together, for a prefetch that makes way for others; it does not travel.
     """
 
     settings: StagingSection
     most_bytes_per_s: float = 0.0
-    beside_training: bool = False
+    pace: Pace | None = None
 
     @property
     def timeout_seconds(self) -> float:
@@ -88,8 +86,8 @@ class NodeStager:
             return _in_place(source, f"{error}", "staging.required = false")
 
     def _pacing(self) -> Pacing | None:
-        if self.beside_training:
-            return partial(_at, GentlePace.below(1e6 * self.settings.prefetch_megabytes_per_s))
+        if self.pace is not None:
+            return partial(_at, self.pace)
         limits = [
             each for each in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if each
         ]
@@ -228,30 +226,16 @@ def prefetch(
     if not job.staging.directory:
         return []
     settings = job.staging.model_copy(update={"required": True, "wait": True})
-    required = NodeStager(settings, beside_training=beside_training)
+    pace = None
+    if beside_training:
+        # What one copy has learnt of the file system, the next one knows.
+        pace = GentlePace.below(1e6 * settings.prefetch_megabytes_per_s)
+    required = NodeStager(settings, pace=pace)
     found = []
     for source in token_files_of(job):
         beside = tuple(name for name in (header_name(source),) if name)
         found.append(required(source, beside, stated_digest(source), progress))
     return found
-
-
-def prefetch_in_background(job: Job) -> Future[list[StagedCopy]]:
-    """As `prefetch`, in a thread that does not keep the process from ending.
-
-    Returns:
-        A future with the copies, or the error.
-    """
-    future: Future[list[StagedCopy]] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(prefetch(job))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="outlast-prefetch", daemon=True).start()
-    return future
 
 
 def told(job: Job, copies: Sequence[StagedCopy]) -> list[str]:

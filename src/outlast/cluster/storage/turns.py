@@ -30,7 +30,6 @@ from outlast.cluster.storage.orders import (
     priority,
     set_of,
     waiting_cost,
-    weight_of,
 )
 from outlast.cluster.storage.tickets import Board, Ticket
 from outlast.errors import ClusterError
@@ -121,33 +120,6 @@ class Request:
             time.sleep(min(look * random.uniform(0.5, 1.0), left))
             look = min(1.5 * look, _LONGEST_LOOK_SECONDS)
         return self.granted
-
-    def urgent(self) -> bool:
-        """Whether somebody waits whose save should come before the rest of this one.
-
-        A saver that stands still may then give the turn back and ask again for what is left.
-        """
-        if not (self.granted and self._board is not None and self._ticket is not None):
-            return False
-        with contextlib.suppress(OSError):
-            now = self._board.beat(self._ticket, self._generation)
-            mine = self._key(self._ticket, now)
-            return any(
-                each.set_number == self._ticket.set_number and self._key(each, now) < mine
-                for each in self._board.waiting(now)
-            )
-        return False
-
-    def share(self) -> float:
-        """Of the bandwidth, the share of this turn's set among the sets that write now."""
-        if not (self.granted and self._board is not None and self._ticket is not None):
-            return 1.0
-        with contextlib.suppress(OSError):
-            now = self._board.beat(self._ticket, self._generation)
-            own = self._ticket.set_number
-            sets = {n for n, each in self._board.held(now).items() if each.ticket is not None}
-            return weight_of(own) / math.fsum(weight_of(each) for each in sets | {own})
-        return 1.0
 
     def release(self) -> None:
         """Give the turn back, or withdraw the request; may be called twice."""
