@@ -33,6 +33,10 @@ sys.exit(3)
 """
 
 
+def idle_nodes(slurm: LocalSlurm) -> int:
+    return len(slurm.run("sinfo", "-hNt", "idle", "-p", "batch", "-o", "%N").split())
+
+
 def test_links_get_the_nodes_that_are_free_when_they_are_chosen(
     tmp_path: Path, slurm: LocalSlurm, occupant: str
 ) -> None:
@@ -56,7 +60,9 @@ def test_links_get_the_nodes_that_are_free_when_they_are_chosen(
     # The first link has chosen the second before anybody else's job ended.
     wait(lambda: len(noted(files, "chosen")) == 2, files, 60.0)
     slurm.run("scancel", occupant)
-    wait(lambda: state_now(occupant) == "CANCELLED", files, 20.0)
+    wait(lambda: state_now(occupant) == "CANCELLED", files, 60.0)
+    # A job's nodes are free a little after its end, and the choice asks sinfo for them.
+    wait(lambda: idle_nodes(slurm) >= 6, files, 60.0)
     (tmp_path / "go-1").touch()
     wait(lambda: len(noted(files, "chosen")) == 3, files, 60.0)
     (tmp_path / "go-2").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -36,11 +37,21 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, free_bytes: int) -> Path:
-    """A file that leaves so much."""
+    """A file that leaves so much, whatever the run writes meanwhile."""
     ballast = disk / "ballast"
-    found = os.statvfs(disk)
-    ballast.write_bytes(b"x" * (found.f_bavail * found.f_frsize - free_bytes))
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while (left := _free_bytes(disk) - free_bytes) > 0:
+                file.write(bytes(min(left, 1 << 20)))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
     return ballast
+
+
+def _free_bytes(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize
 
 
 def test_a_chain_says_that_the_disk_is_full_and_goes_on_when_there_is_space(

@@ -12,7 +12,11 @@ from local_slurm import LocalSlurm
 from outlast.data import load_tokenizer, text_files, whole_files, write_tokens
 from outlast.records import DataStaged, read_run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("empty_queue"),
+]
 
 
 def test_a_link_copies_beside_training_what_the_next_one_reads(

@@ -14,7 +14,11 @@ from local_slurm import LocalSlurm
 from outlast.cluster.storage.job import FolderTurns
 from outlast.cluster.storage.turns import Request
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("empty_queue"),
+]
 
 HOLDER = """\
 import sys, time
