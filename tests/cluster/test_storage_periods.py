@@ -111,7 +111,7 @@ def test_jitter_differs_between_jobs_and_keeps_the_mean():
 
 def test_orders():
     assert checked("set-10") == "set-10"
-    with pytest.raises(ClusterError, match='order = "lifo" is none of fcfs'):
+    with pytest.raises(ClusterError, match='order = "lifo" is not known: give one of fcfs'):
         checked("lifo")
     early, late = 1.0, 2.0
     big = {"asked_seconds": early, "size_bytes": 80.0, "cost_per_second": waiting_cost(4.0)}

@@ -150,7 +150,7 @@ def _differences(job: Job, figures: RunFigures) -> Iterator[str]:
             )
         if place and name in tiers and tiers[name].every != every:
             yield (
-                f'copies every {tiers[name].every}. save to "{name}", but checkpoint.{key} = '
+                f'copies one save in {tiers[name].every} to "{name}", but checkpoint.{key} = '
                 f"{every}; make them equal"
             )
     steps = settings.every_steps

@@ -19,7 +19,7 @@ def checked(order: str) -> Order:
     for each in ORDERS:
         if each == order:
             return each
-    raise ClusterError(f'order = "{order}" is none of {", ".join(ORDERS)}')
+    raise ClusterError(f'order = "{order}" is not known: give one of {", ".join(ORDERS)}')
 
 
 def priority(
