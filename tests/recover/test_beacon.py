@@ -11,7 +11,16 @@ import pytest
 
 from outlast.errors import RecoverError
 from outlast.records import RunDirectory
-from outlast.recover.beacon import PHASES, Beacon, arm, place, read_beacons
+from outlast.recover.beacon import (
+    PHASES,
+    Beacon,
+    arm,
+    clean,
+    disarm,
+    place,
+    read_beacons,
+    tidy,
+)
 
 WORKER = """
 import sys, time
@@ -134,3 +143,43 @@ def test_pages_lie_in_memory_and_else_in_the_run(tmp_path: Path) -> None:
     assert inside.parent == tmp_path
     assert run.identifier in inside.name
     assert place(str(tmp_path / "nowhere"), run) == run.path / "beacons"
+
+
+def test_what_is_disarmed_does_not_fire(tmp_path: Path) -> None:
+    process = worker(tmp_path)
+    arm(tmp_path, 3, "backward", step=5)
+    disarm(tmp_path, 3)
+    disarm(tmp_path, 4)
+    go(process)
+    assert process.wait(timeout=60) == 0
+
+
+def test_pages_of_dead_processes_are_taken_away_and_others_stay(tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    process = worker(pages)
+    (pages / "stacks-3.txt").write_text("")
+    beacon = Beacon(pages, rank=0)
+    process.kill()
+    process.wait(timeout=60)
+    tidy(pages)
+    assert [each.rank for each in read_beacons(pages)] == [0]
+    beacon.close()
+    assert not pages.exists()
+
+
+@pytest.mark.parametrize(
+    ("days", "lives", "stays"), [(2, False, False), (2, True, True), (0, False, True)]
+)
+def test_what_dead_runs_have_left_for_a_day_is_removed(
+    days: int, lives: bool, stays: bool, tmp_path: Path
+) -> None:
+    pages = tmp_path / f"outlast-{os.getuid()}-0123abcd-beacons"
+    other = tmp_path / "outlast-1-x"
+    other.mkdir()
+    beacon = Beacon(pages, rank=0)
+    beacon._fields[6] -= days * 86400 * 10**9
+    if not lives:
+        beacon._fields[2] -= 100
+    clean(str(tmp_path))
+    assert pages.exists() == stays
+    assert other.exists()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import struct
 import time
@@ -74,6 +75,7 @@ _FIELDS = 16
     _ANSWERS,
 ) = range(14)
 _NS = 1e9
+_LEFTOVER_SECONDS = 86400.0
 
 
 class Mark(Protocol):
@@ -254,6 +256,38 @@ def arm(
     with page, memoryview(page) as view, view.cast("q") as fields:
         fields[_SIGNAL], fields[_FIRED] = number, 0
         fields[_ARMED] = step << 8 | (_CODES[phase] + 1)
+
+
+def disarm(directory: Path, rank: int) -> None:
+    """Take back what `arm` has asked for, if it has not come to it yet."""
+    with (
+        contextlib.suppress(OSError),
+        _mapped(directory / f"rank-{rank}", 0) as page,
+        memoryview(page) as view,
+        view.cast("q") as fields,
+    ):
+        fields[_ARMED] = 0
+
+
+def tidy(directory: Path) -> None:
+    """Take away what killed processes have left, when their run ends and needs it no more."""
+    with contextlib.suppress(OSError):
+        for each in read_beacons(directory):
+            if each.state == "dead":
+                (directory / f"rank-{each.rank}").unlink()
+                (directory / f"stacks-{each.rank}.txt").unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def clean(memory: str) -> None:
+    """Take away what this user's runs, all of whose processes are dead, have left for a day."""
+    for folder in Path(memory).glob(f"outlast-{os.getuid()}-*-beacons"):
+        with contextlib.suppress(OSError):
+            pages = read_beacons(folder)
+            newest = max([each.wall for each in pages], default=folder.stat().st_mtime)
+            is_used = any(each.state != "dead" for each in pages)
+            if not is_used and time.time() - newest > _LEFTOVER_SECONDS:
+                shutil.rmtree(folder)
 
 
 def _mapped(path: Path, flags: int) -> mmap.mmap:

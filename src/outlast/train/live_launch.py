@@ -28,6 +28,7 @@ from outlast.errors import (
     WrongNumbersError,
 )
 from outlast.records import MemberLost, RecordWriter
+from outlast.recover.beacon import place, tidy
 from outlast.recover.live import Lighthouse, require_torchft
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
@@ -119,6 +120,8 @@ def launch_live(start: Start) -> int:
     finally:
         # Whatever has gone wrong, no process stays behind.
         crew.end()
+        with contextlib.suppress(OutlastError):
+            tidy(place(start.job.recover.memory, run_directory(start.job)))
         for number, handler in forwarding.items():
             signal.signal(number, handler)
         lock.release()

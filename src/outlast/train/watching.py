@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import OutlastError
 from outlast.records import MemberLost, RecordWriter
-from outlast.recover.beacon import INSIDE, Beacon, place, read_beacons
+from outlast.recover.beacon import INSIDE, Beacon, clean, place, read_beacons, tidy
 from outlast.recover.detect import LEAST_SECONDS, StepDeadline
 from outlast.recover.hang import HangMonitor, end_helpless, tell_of_hang
 
@@ -38,6 +38,8 @@ def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Mar
     Raises:
         RecoverError: When the page cannot be made.
     """
+    if ranks.local_rank == 0:
+        clean(job.recover.memory)
     beacon = Beacon(place(job.recover.memory, directory), ranks.rank)
     # Live groups wait for each other, each time for a limited time; who hangs is another one.
     excused = ("reduce",) if job.recover.mode == "live" else ()
@@ -96,17 +98,8 @@ class Watcher:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(OutlastError, OSError):
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Take away what killed processes have left: the run ends, and needs it no more."""
-        pages = place(self._memory, self._directory)
-        for each in read_beacons(pages):
-            if each.state == "dead":
-                (pages / f"rank-{each.rank}").unlink()
-                (pages / f"stacks-{each.rank}.txt").unlink(missing_ok=True)
-        pages.rmdir()
+        with contextlib.suppress(OutlastError):
+            tidy(place(self._memory, self._directory))
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
