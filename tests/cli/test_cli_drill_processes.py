@@ -20,7 +20,7 @@ from outlast.recover.drill import Outcome
 
 
 def drill(folder: Path, *arguments: str, settings: tuple[str, ...] = ()) -> tuple[int, str, dict]:
-    job = tiny_job(folder, "drilled", "train.steps=40", "checkpoint.every_steps=10", *settings)
+    job = tiny_job(folder, "drilled", "train.steps=120", "checkpoint.every_steps=10", *settings)
     (folder / "job.toml").write_text(to_toml(job))
     output = folder / "result.json"
     command = [sys.executable, "-m", "outlast", "drill", str(folder / "job.toml")]
@@ -61,6 +61,21 @@ def test_a_stopped_process_goes_on_and_a_phase_that_never_comes_is_told(tmp_path
     assert result["median_seconds"] >= 0.5
     assert "the run has ended without another phase parity" in output
     assert "1 did not take place" in output
+
+
+@pytest.mark.distributed
+def test_live_groups_are_struck_by_their_number_and_whoever_saves_in_a_save(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
+    # A loaded machine lets heartbeats wait.
+    live = ("recover.mode=live", "recover.groups=2", "recover.heartbeat_seconds=2")
+    code, output, result = drill(tmp_path, "--at", "backward", "--at", "save", settings=live)
+    assert code == EXIT_DONE, output
+    assert (result["mode"], result["processes"], result["starts"]) == ("live", 2, 1)
+    assert sorted(each["phase"] for each in result["trials"]) == ["backward", "save"]
+    assert (result["struck"], result["survived"]) == (2, 2), output
+    assert result["lost_steps"] == 0
 
 
 @pytest.mark.distributed
@@ -151,6 +166,24 @@ def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undistur
     assert at_rate["predicted"] == pytest.approx(1.0 / (1.0 + way_back / 30.0), abs=0.02)
     stopped = _goodput(job, Asked("", ("data",), 5.0, None, 0), *directories, [struck])
     assert stopped["predicted"] == pytest.approx(50.0 / 55.0)
+
+
+def test_what_live_groups_lose_is_the_silence_of_the_dead_one_and_half_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("outlast.records.writer.time", clock)
+    settings = ("recover.mode=live", "recover.groups=2", "recover.heartbeat_seconds=2")
+    job = tiny_job(tmp_path, "goodput", "train.steps=101", *settings)
+    for name in ("drill-clean", "drill-struck"):
+        recorded(job, name, clock, [(step, 0.5) for step in range(1, 102)], {})
+    struck = [Outcome(0, phase, 5, 1.0, survived=True) for phase in ("heal", "data")]
+    directories = [
+        RunDirectory(Path(job.run.directory) / f"goodput-{name}")
+        for name in ("drill-clean", "drill-struck")
+    ]
+    found = _goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, struck)
+    assert found["predicted"] == pytest.approx(50.0 / (50.0 + 2 * (0.8 * 2.0 + 0.25)))
 
 
 def test_what_was_not_survived_is_told(capsys: pytest.CaptureFixture[str]) -> None:

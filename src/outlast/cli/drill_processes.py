@@ -77,15 +77,16 @@ def drill_processes(job_file: Path | None, settings: list[str], asked: Asked) ->
     if job.launch.nproc == 1:
         settings = [*settings, "launch.nproc=2"]
         job = load_job(job_file, settings)
-    trials = _trials(job, asked)
+    processes = _processes(job)
+    trials = _trials(job, asked, processes)
     settings = [
         *settings,
         "log.every_steps=1",
         # Striking who comes up takes two restarts.
         f"launch.restarts={2 * len(trials) + _SPARE_RESTARTS}",
     ]
-    clean = _run(job_file, settings, _named(job, "drill-clean"), asked)
-    drilled = _run(job_file, settings, _named(job, "drill-struck"), asked)
+    clean = _run(job_file, settings, _named(job, "drill-clean"), asked, processes)
+    drilled = _run(job_file, settings, _named(job, "drill-struck"), asked, processes)
     # The runs are in sessions of their own, and would stay behind.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -98,7 +99,7 @@ def drill_processes(job_file: Path | None, settings: list[str], asked: Asked) ->
         clean.end()
         drilled.end()
         signal.signal(signal.SIGTERM, before)
-    result = _result(job, asked, outcomes, drilled.starts)
+    result = _result(job, asked, outcomes, drilled.starts, processes)
     print_processes(result)
     return result
 
@@ -107,7 +108,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _trials(job: Job, asked: Asked) -> list[Trial]:
+def _processes(job: Job) -> int:
+    """How many there are to strike: with live recovery, one for each group."""
+    from outlast.train.live_launch import group_count
+
+    return group_count(job) if job.recover.mode == "live" else job.launch.nproc
+
+
+def _trials(job: Job, asked: Asked, ranks: int) -> list[Trial]:
     from outlast.errors import RecoverError
     from outlast.recover.drill import per_second, trials_at, trials_by_rate
 
@@ -117,7 +125,6 @@ def _trials(job: Job, asked: Asked) -> list[Trial]:
         raise RecoverError(f"--stop {asked.stop_seconds:g}: give seconds above 0")
     if asked.trials is not None and asked.trials < 1:
         raise RecoverError(f"--trials {asked.trials}: give at least 1")
-    ranks = job.launch.nproc
     if asked.kill:
         rate = per_second(asked.kill)
         return trials_by_rate(rate, ranks, asked.trials or _DEMONSTRATED_KILLS, asked.seed)
@@ -187,7 +194,9 @@ def _log(directory: RunDirectory) -> Path:
     return directory.path.with_name(f"{directory.path.name}.log")
 
 
-def _run(job_file: Path | None, settings: list[str], job: Job, asked: Asked) -> DrilledRun:
+def _run(
+    job_file: Path | None, settings: list[str], job: Job, asked: Asked, processes: int
+) -> DrilledRun:
     from outlast.records import RunDirectory
     from outlast.recover.drill import DrilledRun
 
@@ -207,14 +216,16 @@ def _run(job_file: Path | None, settings: list[str], job: Job, asked: Asked) -> 
         directory,
         memory=job.recover.memory,
         log=_log(directory),
-        ranks=job.launch.nproc,
+        ranks=processes,
         deadline_seconds=_DEADLINE_SECONDS + asked.stop_seconds,
         stop_seconds=asked.stop_seconds,
         live=job.recover.mode == "live",
     )
 
 
-def _result(job: Job, asked: Asked, outcomes: list[Outcome], starts: int) -> dict[str, Any]:
+def _result(
+    job: Job, asked: Asked, outcomes: list[Outcome], starts: int, processes: int
+) -> dict[str, Any]:
     struck = [each for each in outcomes if each.took_place]
     survived = [each for each in struck if each.survived]
     clean, disturbed = (_directory(job, name) for name in ("drill-clean", "drill-struck"))
@@ -222,7 +233,7 @@ def _result(job: Job, asked: Asked, outcomes: list[Outcome], starts: int) -> dic
     seconds = [each.seconds for each in survived]
     return {
         "mode": job.recover.mode,
-        "processes": job.launch.nproc,
+        "processes": processes,
         "seed": asked.seed,
         "stop_seconds": asked.stop_seconds,
         "trials": [dataclasses.asdict(each) for each in outcomes],
@@ -275,16 +286,17 @@ def _goodput(
     # At a rate, what comes after the last strike is at another rate: none.
     until = max((each.struck + each.seconds for each in struck), default=None)
     wall, steps = _progress(disturbed, until if asked.kill else None)
-    kept = job.recover.mode == "restart" and job.launch.nproc > 1
-    every = job.recover.every_steps if kept else int(job.checkpoint.every_steps or 1)
+    live = job.recover.mode == "live"
+    every, back = _kept_every(job), way_back_live(job) if live else way_back(clean)
     if asked.stop_seconds:
         predicted = work / (work + len(struck) * asked.stop_seconds)
     elif asked.kill:
-        predicted = _planned(asked.kill, step, every, way_back(clean))
+        predicted = _planned(asked.kill, step, every, back)
     else:
-        # Striking who takes over a state takes a death before.
-        deaths = len(struck) + sum(each.phase == "heal" for each in struck)
-        predicted = share_of_progress(work, deaths, way_back(clean), lost_seconds(step, every))
+        # Striking who takes over a state takes a death before; live groups wait for one of them.
+        healing = sum(each.phase == "heal" for each in struck if not live)
+        deaths = len(struck) + healing
+        predicted = share_of_progress(work, deaths, back, lost_seconds(step, every))
     return {"measured": min(steps * step / wall, 1.0), "predicted": predicted}
 
 
@@ -312,6 +324,23 @@ def way_back(clean: RunDirectory) -> WayBack:
     warming = max(steps[0] - statistics.median(steps), 0.0)
     reform = REFORM_SECONDS + parts.get("process group", 0.0)
     return WayBack(detection_seconds(), reform, again + warming)
+
+
+def _kept_every(job: Job) -> int:
+    """After how many steps a state is kept from which a loss is made good."""
+    if job.recover.mode == "live":
+        return 1
+    kept = job.recover.mode == "restart" and job.launch.nproc > 1
+    return job.recover.every_steps if kept else int(job.checkpoint.every_steps or 1)
+
+
+def way_back_live(job: Job) -> WayBack:
+    """How long survivors wait: for the silence after which a group counts as dead."""
+    from outlast.recover.cost import WayBack, detection_seconds
+    from outlast.recover.live.lighthouse import SILENCE_SHARE
+
+    silence = SILENCE_SHARE * job.recover.heartbeat_seconds
+    return WayBack(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
 
 
 def _planned(kill: str, step: float, every: int, back: WayBack) -> float:

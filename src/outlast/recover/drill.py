@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
 from outlast.records import Ready, StepsDone, read_run
-from outlast.recover.beacon import PHASES, arm, place, read_beacons
+from outlast.recover.beacon import PHASES, arm, disarm, place, read_beacons
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,6 +162,7 @@ class DrilledRun:
         self._ranks = ranks
         self._deadline_seconds = deadline_seconds
         self._stop_seconds = stop_seconds
+        self._live = live
         self._same_attempt = live or stop_seconds > 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -235,16 +236,22 @@ class DrilledRun:
         # Only who comes up anew takes over a state, and has done no step then.
         anew = trial.phase == "heal"
         step = 0 if anew else first + trial.steps
-        arm(pages, trial.rank, trial.phase, step=step, number=number)
+        # Of live groups one saves, and which one may change.
+        armed = range(self._ranks) if self._live and trial.phase == "save" else [trial.rank]
+        for rank in armed:
+            with contextlib.suppress(RecoverError):
+                arm(pages, rank, trial.phase, step=step, number=number)
         if anew:
             with contextlib.suppress(OSError):
                 os.kill(found.pid, signal.SIGKILL)
         deadline = time.monotonic() + self._deadline_seconds
         while time.monotonic() < deadline:
-            now = self._page(trial.rank, wait=False)
-            if now is not None and now.fired:
+            now = [self._page(rank, wait=False) for rank in armed]
+            if fired := [each for each in now if each is not None and each.fired]:
+                for rank in armed:
+                    disarm(pages, rank)
                 # Whoever takes the rank next takes the page as well.
-                return replace(now, phase=trial.phase)
+                return replace(fired[0], phase=trial.phase)
             if not self.is_running:
                 return f"the run has ended without another phase {trial.phase}"
             time.sleep(_LOOK_SECONDS)
