@@ -1,6 +1,7 @@
 """Trainings as processes of their own, which can be killed."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,12 +11,14 @@ from outlast.job import Job, to_toml
 from outlast.records import StepsDone, read_run
 from outlast.train.run import run_directory
 
+_started: list[subprocess.Popen[str]] = []
+
 
 def start_process(job: Job, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """`outlast train` in a process group of its own, so that all of it can be killed."""
     file = folder / f"{job.run.name}.toml"
     file.write_text(to_toml(job))
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "outlast", "train", str(file), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -23,6 +26,19 @@ def start_process(job: Job, folder: Path, *arguments: str) -> subprocess.Popen[s
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    _started.append(process)
+    return process
+
+
+def end_started() -> None:
+    """Kill what is left of all runs that were started, for the end of a test that has failed."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def wait_for_step(job: Job, step: int, process: subprocess.Popen[str]) -> None:

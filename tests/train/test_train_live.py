@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import finish, start_process
+from runs import end_started, finish, start_process
 from tiny import evaluations, losses, tiny_job, train
 
 from outlast.cli.train import run_job
@@ -40,8 +40,10 @@ LIVE = (
 
 
 @pytest.fixture(autouse=True)
-def _torchft() -> None:
+def _torchft() -> Iterator[None]:
     pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
+    yield
+    end_started()
 
 
 def _wait(
@@ -183,8 +185,8 @@ def test_when_all_groups_die_they_go_on_from_the_newest_checkpoint(tmp_path: Pat
     code, output = finish(process)
     assert code == 3, output
     steps = [event.step for _, event in read_run(path).of(StepsDone)]
-    first_after = next(after for before, after in pairwise(steps) if after <= before)
-    assert first_after % 4 == 1
+    # Who dies right after a save loses no step.
+    assert all(after % 4 == 1 for before, after in pairwise(steps) if after <= before)
 
 
 @pytest.mark.distributed

@@ -1,16 +1,14 @@
 """Live groups, their launcher and their lighthouse die at awkward moments."""
 
-import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import finish, start_process, wait_for_step
+from runs import end_started, finish, start_process, wait_for_step
 from tiny import tiny_job
 
 from outlast.job import Job
@@ -36,25 +34,10 @@ LIVE = (
 
 
 @pytest.fixture(autouse=True)
-def _torchft() -> None:
+def _torchft() -> Iterator[None]:
     pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
-
-
-@contextlib.contextmanager
-def running(job: Job, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The run, of which nothing is left behind."""
-    process = start_process(job, folder, *arguments)
-    family: list[psutil.Process] = []
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(psutil.Error):
-            family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        for each in family:
-            with contextlib.suppress(psutil.Error):
-                each.kill()
-        process.communicate()
+    yield
+    end_started()
 
 
 def wait(done: Callable[[], bool]) -> None:
@@ -75,35 +58,35 @@ def pages_of(job: Job) -> Path:
 def test_the_writer_that_dies_in_its_last_save_leaves_no_run_without_an_end(
     tmp_path: Path,
 ) -> None:
-    job = tiny_job(tmp_path, "live", *LIVE)
-    with running(job, tmp_path) as process:
-        arm(pages_of(job), 0, "save", step=job.train.steps)
-        code, output = finish(process)
+    job = tiny_job(tmp_path, "live", *LIVE, "train.steps=100", "checkpoint.every_steps=20")
+    process = start_process(job, tmp_path)
+    arm(pages_of(job), 0, "save", step=job.train.steps)
+    code, output = finish(process)
     assert code == 0, output
     run = read_run(run_directory(job).path)
     ((_, ended),) = run.of(AttemptEnded)
-    assert (ended.outcome, ended.step) == ("completed", 6)
-    assert run.of(CheckpointSaved)[-1][1].step == 6
-    assert {step for step, _ in run.losses()} == {1, 2, 3, 4, 5, 6}
+    assert (ended.outcome, ended.step) == ("completed", 100)
+    assert run.of(CheckpointSaved)[-1][1].step == 100
+    assert {step for step, _ in run.losses()} == set(range(1, 101))
 
 
 def test_a_run_without_a_checkpoint_begins_anew_after_its_launcher_has_died(
     tmp_path: Path,
 ) -> None:
     job = tiny_job(tmp_path, "live", *LIVE, "train.steps=100000", "checkpoint.every_steps=100000")
-    with running(job, tmp_path) as process:
-        wait_for_step(job, 3, process)
-        arm(pages_of(job), 0, "data", step=5, number=signal.SIGSTOP)
-        wait(lambda: "stopped" in [each.state for each in read_beacons(pages_of(job))])
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.kill(process.pid, signal.SIGKILL)
-        # Also the one that is stopped, and with both of them the lighthouse.
-        _, alive = psutil.wait_procs(family, timeout=DEADLINE_SECONDS)
-        assert alive == []
-    with running(job, tmp_path) as process:
-        wait(lambda: 2 in steps_of(job) and steps_of(job)[2] >= 3)
-        process.send_signal(signal.SIGTERM)
-        code, output = finish(process)
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 3, process)
+    arm(pages_of(job), 0, "data", step=5, number=signal.SIGSTOP)
+    wait(lambda: "stopped" in [each.state for each in read_beacons(pages_of(job))])
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    # Also the one that is stopped, and with both of them the lighthouse.
+    _, alive = psutil.wait_procs(family, timeout=DEADLINE_SECONDS)
+    assert alive == []
+    process = start_process(job, tmp_path)
+    wait(lambda: 2 in steps_of(job) and steps_of(job)[2] >= 3)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
     assert code == 3, output
 
 
@@ -115,19 +98,17 @@ def steps_of(job: Job) -> dict[int, int]:
 
 def test_a_lighthouse_that_dies_is_started_again_and_recorded(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "live", *LIVE, "train.steps=100000", "checkpoint.every_steps=100000")
-    with running(job, tmp_path) as process:
-        wait_for_step(job, 3, process)
-        launcher = psutil.Process(process.pid)
-        (lighthouse,) = (
-            each for each in launcher.children() if "serve.py" in " ".join(each.cmdline())
-        )
-        lighthouse.kill()
-        path = run_directory(job).path
-        wait(lambda: bool(read_run(path).of(MemberLost)))
-        step = read_run(path).of(MemberLost)[0][1].step
-        wait_for_step(job, step + 5, process)
-        process.send_signal(signal.SIGTERM)
-        code, output = finish(process)
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 3, process)
+    launcher = psutil.Process(process.pid)
+    (lighthouse,) = (each for each in launcher.children() if "serve.py" in " ".join(each.cmdline()))
+    lighthouse.kill()
+    path = run_directory(job).path
+    wait(lambda: bool(read_run(path).of(MemberLost)))
+    step = read_run(path).of(MemberLost)[0][1].step
+    wait_for_step(job, step + 5, process)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
     assert code == 3, output
     (_, lost), *_ = read_run(path).of(MemberLost)
     assert (lost.member, lost.cause) == ("lighthouse", "coordinator")
@@ -135,8 +116,8 @@ def test_a_lighthouse_that_dies_is_started_again_and_recorded(tmp_path: Path) ->
 
 def test_a_fault_of_a_rank_strikes_the_group_of_that_number(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "live", *LIVE, "train.steps=40", "checkpoint.every_steps=100000")
-    with running(job, tmp_path, "--process-fault", "kill:step=3:rank=1") as process:
-        code, output = finish(process)
+    process = start_process(job, tmp_path, "--process-fault", "kill:step=3:rank=1")
+    code, output = finish(process)
     assert code == 0, output
     run = read_run(run_directory(job).path)
     lost = [event.member for _, event in run.of(MemberLost)]
