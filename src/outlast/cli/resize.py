@@ -83,6 +83,11 @@ def _check(directory: RunDirectory, processes: int) -> None:
         raise RecoverError(f"{directory.path} is being set up; try again when it trains")
     launch = started[-1][1].launch
     if launch != "nproc":
+        if launch == "live":
+            raise RecoverError(
+                f"{directory.path} trains by live groups; stop it, and start it again with "
+                f"recover.groups={processes} (SIGTERM stops it without losing a step)"
+            )
         how = {"alone": "by outlast train without --nproc"}.get(launch, f"by {launch}")
         raise RecoverError(
             f"{directory.path} was started {how}, where nobody can start more processes; stop it "
