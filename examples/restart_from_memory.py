@@ -21,8 +21,21 @@ from outlast.recover.restart import Keeper
 STEPS, FATAL_STEP = 10, 6
 
 
+def join() -> None:
+    """Join the others, with keys of this life alone.
+
+    torchrun keeps its store when it starts processes again: without a prefix they may find the
+    addresses of their dead predecessors there, and wait for them for half an hour.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False)
+    life = dist.PrefixStore(f"life-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=life, rank=rank, world_size=world_size)
+
+
 def main(run: str, memory: str) -> None:
-    dist.init_process_group("gloo")
+    join()
     first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
