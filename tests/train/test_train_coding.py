@@ -32,6 +32,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
+from outlast.recover.beacon import no_mark
 from outlast.train.coding import CodedEngine, CodingNotes
 from outlast.train.engine import ReplicaEngine
 from outlast.train.guarding import RunGuard
@@ -281,6 +282,7 @@ def _reduce_without_the_second(step_loss: float) -> float:
 
     class Passes:
         device, waits = torch.device("cpu"), SimpleNamespace(add=lambda seconds: None)
+        mark = staticmethod(no_mark)
 
         def loss(self, batch: torch.Tensor, step: int) -> torch.Tensor:
             return model(batch).sum() * 0 + (2.0 if dist.get_rank() == 0 else step_loss)
