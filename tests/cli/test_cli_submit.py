@@ -74,7 +74,7 @@ def test_a_dry_run_prints_the_exact_script_and_leaves_nothing(
 def test_a_plan_of_another_run_is_refused_before_anything_is_submitted(
     outlast: Outlast, tmp_path: Path
 ) -> None:
-    (tmp_path / "plan.toml").write_text("[run]\nsteps = 9\nstep_seconds = 1.0\nnodes = 1\n")
+    (tmp_path / "plan.toml").write_text("[run]\nsteps = 450\nstep_seconds = 1.0\nnodes = 1\n")
     settings = ["checkpoint.transfer_plan=plan.toml", "checkpoint.mirror=/safe"]
     code, _, err = outlast("submit", "slurm.wall_time=8h", *settings, "--dry-run")
     assert code == 2
