@@ -10,14 +10,6 @@ import os
 _MADV_POPULATE_WRITE = 23
 
 
-_ALIGNMENT_BYTES = 64
-
-
-def aligned(size: int) -> int:
-    """`size` in bytes, rounded up so that what follows begins where any element may lie."""
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
 class Arena:
     """A piece of anonymous shared memory with a file descriptor that a child can inherit.
 

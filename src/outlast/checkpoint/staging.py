@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.checkpoint.arena import Arena, aligned
+from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.format.job import StagedPiece
 from outlast.errors import CheckpointError
+from outlast.state.alignment import aligned
 from outlast.state.tensors import is_dense, place_of
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import CheckpointStore
     from outlast.job import Job
-    from outlast.records import Event, RunDirectory
+    from outlast.records import Event, Run, RunDirectory
     from outlast.recover.beacon import Mark
     from outlast.recover.memory.find import Whole
     from outlast.recover.restart import Recovered
@@ -129,9 +129,10 @@ class RunMemory:
 
     def restore(self) -> tuple[int, list[Event]]:
         """Restore the newest state that is known; the steps that it has done, and the events."""
+        history = None if self._directory is None else read_run(self._directory)
         passed_over: list[str] = []
         try:
-            recovered = self._from_memory()
+            recovered = self._from_memory(history)
         except RecoverError as error:
             recovered = None
             passed_over.append(str(error))
@@ -140,12 +141,12 @@ class RunMemory:
                 recovered.step,
                 recovered.source,
                 recovered.seconds,
-                max(self._recorded() - recovered.step, 0),
+                max(_recorded(history) - recovered.step, 0),
                 recovered.size,
             )
-            return recovered.step, [event, *self._changed(recovered.step)]
+            return recovered.step, [event, *self._changed(history, recovered.step)]
         step, events = from_disk(self._store, self._state, passed_over)
-        return step, [*events, *self._changed(step)]
+        return step, [*events, *self._changed(history, step)]
 
     def look(self, done: int) -> bool:
         """As `Keeper.look`."""
@@ -177,22 +178,22 @@ class RunMemory:
         """End keeping; `forget`: what is kept is on disk as well."""
         self._keeper.close(forget_run=forget)
 
-    def _from_memory(self) -> Recovered | None:
+    def _from_memory(self, history: Run | None) -> Recovered | None:
         whole = self._keeper.find()
         saved = max(self._peers.gather(self._saved_step()))
-        if whole is None or self._choice(whole, saved) == "disk":
+        if whole is None or self._choice(whole, saved, history) == "disk":
             return None
         recovered = self._keeper.restore(whole)
         self.unsaved = recovered is not None and recovered.step > saved
         return recovered
 
-    def _choice(self, whole: Whole, saved: int) -> str:
+    def _choice(self, whole: Whole, saved: int, history: Run | None) -> str:
         """``memory`` or ``disk``; all ranks do as rank 0 says, who knows the run's step times."""
         size = sum(entry.size for entry in whole.tensors().values())
         candidates = [Candidate("memory", whole.step, size)]
         if saved >= 0:
             candidates.append(Candidate("disk", saved, size))
-        chosen = cheapest(candidates, self._step_seconds())
+        chosen = cheapest(candidates, _step_seconds(history))
         assert chosen is not None
         return self._peers.gather(chosen.source)[0]
 
@@ -200,12 +201,10 @@ class RunMemory:
         version = self._store.newest()
         return -1 if version is None else version.step
 
-    def _changed(self, step: int) -> list[Event]:
+    def _changed(self, history: Run | None, step: int) -> list[Event]:
         """The event of another number of processes than before; rank 0 alone knows."""
-        if self._directory is None:
-            return []
         # The newest attempt is this one.
-        before = read_run(self._directory).attempts[-2:-1]
+        before = [] if history is None else history.attempts[-2:-1]
         if not before or before[0].world_size == self._peers.world_size:
             return []
         reason = "resized" if before[0].outcome == "to_be_continued" else "lost"
@@ -214,15 +213,16 @@ class RunMemory:
             MembershipChanged(step, before[0].world_size, self._peers.world_size, reason, seconds)
         ]
 
-    def _steps(self) -> list[StepsDone]:
-        if self._directory is None:
-            return []
-        return [event for _, event in read_run(self._directory).of(StepsDone)]
 
-    def _recorded(self) -> int:
-        """The last step that is on record; 0 on other ranks, which record nothing."""
-        return max((each.step for each in self._steps()), default=0)
+def _steps(history: Run | None) -> list[StepsDone]:
+    return [] if history is None else [event for _, event in history.of(StepsDone)]
 
-    def _step_seconds(self) -> float:
-        recent = [each for event in self._steps() for each in event.step_seconds][-_RECENT_STEPS:]
-        return sorted(recent)[len(recent) // 2] if recent else 0.0
+
+def _recorded(history: Run | None) -> int:
+    """The last step that is on record; 0 on other ranks, which record nothing."""
+    return max((each.step for each in _steps(history)), default=0)
+
+
+def _step_seconds(history: Run | None) -> float:
+    recent = [each for event in _steps(history) for each in event.step_seconds][-_RECENT_STEPS:]
+    return sorted(recent)[len(recent) // 2] if recent else 0.0

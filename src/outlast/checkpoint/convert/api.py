@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.checkpoint.arena import Arena, aligned
+from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.convert.export import export_checkpoint
 from outlast.checkpoint.convert.formats import open_source
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
@@ -27,6 +27,7 @@ from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.format.version import Version, list_versions, seal
 from outlast.errors import CheckpointError
+from outlast.state.alignment import aligned
 from outlast.state.box import Box
 
 if TYPE_CHECKING:

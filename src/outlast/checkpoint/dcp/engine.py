@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from outlast.checkpoint.arena import Arena, aligned
+from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
 from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
@@ -26,6 +26,7 @@ from outlast.checkpoint.format.version import Version, list_versions
 from outlast.checkpoint.plan import add_facts
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock
+from outlast.state.alignment import aligned
 from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:

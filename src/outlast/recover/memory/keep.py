@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from outlast.errors import RecoverError
 from outlast.recover.memory.room import check_room, remove
 from outlast.recover.memory.share import everything_of, holding, memories, share
-from outlast.recover.memory.slot import Catalogue, Entry, Slot, aligned
+from outlast.recover.memory.slot import Catalogue, Entry, Slot
+from outlast.state.alignment import aligned
 from outlast.state.live import collect, local_box, optimizers_of
 from outlast.state.tensors import is_dense
 
@@ -107,7 +108,6 @@ class StateKeeper:
         self._lineage = peers.gather(uuid.uuid4().hex)[0]
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
-        self.bytes = 0
 
     def look(self) -> bool:
         """Take in the state as it is; whether a new plan is needed, of which all must know."""
@@ -226,7 +226,6 @@ class StateKeeper:
         devices = {each.source.device for each in self._copies if each.source.is_cuda}
         self._streams = [torch.cuda.Stream(each) for each in devices]  # type: ignore[no-untyped-call]
         self._planned = _places(live)
-        self.bytes = _SLOTS * catalogue.data_bytes
 
     def _spread_parity(self, holdings: list[Holding]) -> None:
         spread = self._redundancy.spread(holdings)

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import RecoverError
+from outlast.state.alignment import aligned
 from outlast.state.box import Box
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _CHECK = struct.Struct("<I")
 _MARK_OFFSET = 64
 _CATALOGUE_OFFSET = 128
 _EMPTY_MARK = bytes(_MARK.size + _CHECK.size)
-_ALIGNMENT_BYTES = 64
 _PAGE_BYTES = 4096
 
 
@@ -108,11 +108,6 @@ class Kept:
     step: int
     catalogue: Catalogue
     values: dict[str, Any]
-
-
-def aligned(size: int) -> int:
-    """`size` in bytes, rounded up so that what follows begins where any element may lie."""
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class Slot:
