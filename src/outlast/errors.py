@@ -51,6 +51,10 @@ class HardwareError(OutlastError):
     """A hardware fact is missing or a device cannot be read."""
 
 
+class AutosaveError(OutlastError):
+    """A program cannot be resumed as it is, or not where it was asked to."""
+
+
 class RecoverError(OutlastError):
     """A run cannot go on from what is still in memory, or a group may not rejoin it."""
 
