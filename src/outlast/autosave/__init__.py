@@ -1,0 +1,1 @@
+"""Automatic checkpoints: what a program must save is found, and unmodified scripts resume."""
