@@ -1,0 +1,210 @@
+"""A series of draws from a sampler or a dataset that can be drawn again, number by number.
+
+Draws use random numbers, and so does the program between them. To draw a series again, the sources
+begin where they began, and are set anew before each draw by which the program had moved them.
+"""
+
+from __future__ import annotations
+
+import marshal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from outlast.autosave.resume.randomness import Source, host_sources, source_of
+from outlast.autosave.resume.watched import Held, held_by, put_back
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_T = TypeVar("_T")
+_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+@dataclass
+class Series:
+    """What is written down of a series of draws.
+
+    Attributes:
+        begun: States of the host's sources of random numbers at the beginning.
+        held: What the sampler held at the beginning.
+        jumps: Number of a draw to the states before it of the sources that were moved in between.
+        drawn: Draws so far.
+        digest: Hash of all that was drawn, in order.
+    """
+
+    begun: dict[str, bytes]
+    held: list[Held]
+    jumps: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    drawn: int = 0
+    digest: bytes = b""
+
+
+class Draws:
+    """Draws, and writes down what is needed to draw again.
+
+    Args:
+        series: The series to draw again; what is drawn after it is written down there.
+        at_once: Whether all random numbers are drawn with the first draw.
+    """
+
+    def __init__(self, series: Series, at_once: bool = False) -> None:
+        self.series = series
+        self._at_once = at_once
+        self._sources: dict[str, Source] = host_sources()
+        for place, (owner, _) in enumerate(series.held):
+            source = source_of(owner)
+            if source is not None:
+                self._sources[f"held {place}"] = source
+        self._drawn = 0
+        self._until = series.drawn
+        self._digest = b""
+        self._left: dict[str, bytes] | None = None
+
+    @classmethod
+    def begin(cls, roots: Iterable[Any], passed: Iterable[Any], at_once: bool = False) -> Draws:
+        """A new series from what `roots` lead to; objects `passed` are not looked into."""
+        begun = {name: each.read() for name, each in host_sources().items()}
+        draws = cls(Series(begun, held_by(roots, passed)), at_once)
+        draws._left = draws._read()
+        return draws
+
+    def rewind(self) -> None:
+        """Set all sources, and all that the sampler holds, to the beginning."""
+        put_back(self.series.held)
+        for name, each in host_sources().items():
+            each.write(self.series.begun[name])
+
+    def take(self, draw: Callable[[], _T]) -> _T:
+        """Draw; within the series, with the random numbers that were drawn then.
+
+        Raises:
+            StopIteration: When the sampler or dataset has ended.
+        """
+        again = self._drawn < self._until
+        if again:
+            for name, state in self.series.jumps.get(self._drawn, {}).items():
+                self._sources[name].write(state)
+            value = draw()
+        elif self._at_once and self._drawn:
+            value = draw()
+        else:
+            if self._left is None:
+                # All of the series has been drawn again, and nothing else in between.
+                self._left = self._read()
+            value = self._take_watched(draw)
+        self._drawn += 1
+        return value
+
+    def note(self, value: Any) -> None:
+        """Add what was drawn to the hash."""
+        self._digest = xxhash.xxh3_128(self._digest + written(value)).digest()
+        if self._drawn > self._until:
+            self.series.drawn, self.series.digest = self._drawn, self._digest
+
+    def settle(self) -> bool:
+        """End drawing again; whether the same was drawn.
+
+        To be called while the sources are as the last draw left them.
+        """
+        self._left = self._read()
+        return (self._drawn, self._digest) == (self.series.drawn, self.series.digest)
+
+    def _take_watched(self, draw: Callable[[], _T]) -> _T:
+        assert self._left is not None
+        before = self._read()
+        value = draw()
+        for name, each in self._sources.items():
+            after = each.read()
+            if after != before[name]:
+                if before[name] != self._left[name]:
+                    self.series.jumps.setdefault(self._drawn, {})[name] = before[name]
+                self._left[name] = after
+        return value
+
+    def _read(self) -> dict[str, bytes]:
+        return {name: each.read() for name, each in self._sources.items()}
+
+
+class Indices:
+    """Stands in for the sampler in a loader's iterator; its own iterator.
+
+    Args:
+        sampler: Gives the indices of samples, or of batches.
+        draws: Draws them.
+        seed: The source of the seed of the loader's workers.
+
+    Attributes:
+        opened: Whether indices are given; until then, there seem to be none.
+        passing: Whether a new iteration begins one of the sampler, too.
+        born: State of `seed` after the first iteration began, which gives the workers' seed.
+    """
+
+    def __init__(self, sampler: Any, draws: Draws, seed: Source) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._inner: Iterator[Any] = iter(())
+        self.draws = draws
+        self.opened = False
+        self.passing = True
+        self.born: bytes | None = None
+
+    def __iter__(self) -> Indices:
+        if self.passing:
+            self._inner = iter(self._sampler)
+        if self.born is None:
+            self.born = self._seed.read()
+        return self
+
+    def __next__(self) -> Any:
+        if not self.opened:
+            raise StopIteration
+        index = self.draws.take(self._inner.__next__)
+        self.draws.note(index)
+        return index
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether a sampler of torch's own draws all its random numbers with its first index."""
+    if type(sampler) is BatchSampler:
+        return draws_at_once(sampler.sampler)
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in _AT_ONCE
+
+
+def written(value: Any) -> bytes:
+    """Indices as bytes, by value: the same in every process."""
+    try:
+        # Version 2 knows no references, which would tell equal objects from identical ones.
+        return marshal.dumps(value, 2)
+    except ValueError:
+        pass
+    if isinstance(value, torch.Tensor):
+        value = value.numpy(force=True)
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return b"(" + b",".join(map(written, value)) + b")"
+    if isinstance(value, dict):
+        return b"{" + b",".join(map(written, value.items())) + b"}"
+    return type(value).__qualname__.encode()
