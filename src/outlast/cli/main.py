@@ -25,6 +25,8 @@ from outlast.cli.init import init
 from outlast.cli.plan import plan
 from outlast.cli.report import report
 from outlast.cli.resize import resize
+from outlast.cli.run import SETTINGS as RUN_SETTINGS
+from outlast.cli.run import run
 from outlast.cli.submit import submit
 from outlast.cli.train import TrainCommand, train
 from outlast.errors import (
@@ -43,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=TrainCommand)(train)
+app.command(context_settings=RUN_SETTINGS)(run)
 for command in (submit, init, export, convert, report, doctor, drill, resize):
     app.command()(command)
 app.add_typer(ckpt)

@@ -1,0 +1,172 @@
+"""The folder of a run of a script: what it is a run of, how it stands, its versions.
+
+.outlast/train.py-1f3a9c07/
+  program.json     the program as it was started: texts, arguments, processes, versions
+  outcome.json     how the last start ended, or that it runs
+  pace.json        what the best interval was worked out from
+  digests/         of the first steps after each save, to compare after a restore
+  lock             owner while it runs
+  checkpoints/     the versions
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from outlast.autosave.identity import (
+    Identity,
+    arguments_hash,
+    from_json,
+    refuse_changes,
+    version_warnings,
+)
+from outlast.errors import AutosaveError
+from outlast.records import OwnerLock, RunDirectory, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Word = Literal["running", "stopped", "failed", "finished"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the last start of a run ended.
+
+    Attributes:
+        word: ``running`` also where it was killed.
+        step: Steps done.
+        when: Date and time, as text.
+    """
+
+    word: Word
+    step: int
+    when: str
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and states of one run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The store."""
+        return self.path / "checkpoints"
+
+    @property
+    def pace(self) -> Path:
+        """What the best interval was worked out from."""
+        return self.path / "pace.json"
+
+    @property
+    def digests(self) -> Path:
+        """Of the first steps after each save."""
+        return self.path / "digests"
+
+    @property
+    def program(self) -> Path:
+        """The program as it was started."""
+        return self.path / "program.json"
+
+    def begin(self, now: Identity, *, accept_changes: bool) -> list[str]:
+        """Check that the run is one of this program, and make its folder.
+
+        Returns:
+            Warnings, one sentence each.
+
+        Raises:
+            AutosaveError: When it is a run of another program.
+        """
+        warnings = []
+        if self.program.exists() and (self.is_finished or self.has_versions()):
+            before = from_json(self._read(self.program), self.program)
+            refuse_changes(before, now, self.path, accept_changes=accept_changes)
+            warnings = version_warnings(before, now)
+            if before != now:
+                # Another program, or another torch, may well give other numbers.
+                shutil.rmtree(self.digests, ignore_errors=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            replace_file(self.program, now.to_json().encode())
+        except OSError as error:
+            raise AutosaveError(
+                f"the folder {self.path} cannot be written ({error.strerror}); give another one "
+                "with --directory"
+            ) from None
+        return warnings
+
+    def has_versions(self) -> bool:
+        """Whether anything was saved here."""
+        from outlast.checkpoint import list_versions, storage_of
+
+        # Processes without a process group have a store each.
+        stores = [self.checkpoints, *self.checkpoints.glob("rank*")]
+        return any(list_versions(storage_of(each)) for each in stores if each.is_dir())
+
+    def lock(self) -> OwnerLock:
+        """The lock that keeps a second process out of a run."""
+        return OwnerLock(
+            self.path / "lock",
+            subject=f"the run in {self.path}",
+            remedy="wait for it to end, or give this one another folder with --directory",
+        )
+
+    def outcome(self) -> Outcome | None:
+        """How the last start ended; None before the first."""
+        try:
+            return Outcome(**json.loads(self._outcome.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the program came to its end."""
+        last = self.outcome()
+        return last is not None and last.word == "finished"
+
+    def record(self, word: Word, step: int) -> None:
+        """Write down how the run stands."""
+        when = time.strftime("%Y-%m-%d %H:%M")
+        text = json.dumps({"word": word, "step": step, "when": when})
+        replace_file(self._outcome, text.encode())
+
+    def move_aside(self) -> Path | None:
+        """Rename the folder of an earlier run; nothing is deleted.
+
+        Raises:
+            RunError: When it is running.
+        """
+        if not self.path.exists():
+            return None
+        lock = self.lock()
+        lock.acquire()
+        lock.release()
+        return RunDirectory(self.path).move_aside()
+
+    @property
+    def _outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    def _read(self, file: Path) -> str:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise AutosaveError(
+                f"{file} cannot be read ({error}); restore it from a copy, or start anew with "
+                "--fresh"
+            ) from None
+
+
+def folder_of(script: Path, arguments: Sequence[str], directory: Path | None) -> RunFolder:
+    """The folder of a run: `directory`, or one beside the script that its arguments name."""
+    if directory is not None:
+        return RunFolder(directory.absolute())
+    name = f"{script.name}-{arguments_hash(arguments)}"
+    return RunFolder(script.parent / ".outlast" / name)

@@ -1,0 +1,349 @@
+"""Keeps the state of a script that runs: saves it to a checkpoint store, and brings it back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.autosave.heap.capture import Captured
+from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
+from outlast.cli.run_agreement import Agreement
+from outlast.cli.run_digests import Digests
+from outlast.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_CRASHED,
+    EXIT_TO_BE_CONTINUED,
+    OutlastError,
+)
+
+if TYPE_CHECKING:
+    from outlast.cli.run_folder import RunFolder
+    from outlast.cli.run_pace import Pace
+    from outlast.cli.run_stop import Stop
+
+_QUIET_SECONDS = 30.0
+"""Lines about saves come at most this often."""
+
+_SMALLEST_PROGRAM_BYTES = 1 << 16
+_STEP_WEIGHT = 0.1
+
+
+class HeldState:
+    """What one rank holds, as the store takes it and gives it back.
+
+    The bytes of the program are padded to a power of two: a state of the same sizes as the one
+    before is saved by the plan that is made already.
+    """
+
+    def __init__(self, captured: Captured | None = None) -> None:
+        self.captured = captured
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as tensors and plain values."""
+        assert self.captured is not None
+        length = len(self.captured.program)
+        size = max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length())
+        padded = bytearray(size)
+        padded[:length] = self.captured.program
+        program = torch.frombuffer(padded, dtype=torch.uint8)
+        return {"length": length, "program": program, "tensors": self.captured.tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        program = state["program"].numpy().tobytes()[: state["length"]]
+        self.captured = Captured(program, state["tensors"])
+
+
+class ScriptKeeper:
+    """Decides at each step boundary whether to save, saves, and ends the program when asked to.
+
+    Whether ranks save together is seen when the first training loop is reached: with a default
+    process group they do, and without one each process keeps its own state.
+
+    Args:
+        folder: Of the run.
+        pace: When to save.
+        stop: Why to stop.
+        rank: Of this process, as its launcher says.
+        world_size: Number of processes, as their launcher says.
+        keep: Newest versions kept.
+
+    Attributes:
+        step: Steps done when the last boundary was reached.
+        stopped: Why the run was ended before its end; empty for a run that was not.
+        code: The exit code of a run that was.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        pace: Pace,
+        stop: Stop,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        keep: int = 2,
+    ) -> None:
+        self.step = 0
+        self.stopped = ""
+        self.code = EXIT_TO_BE_CONTINUED
+        self._folder = folder
+        self._pace = pace
+        self._stop = stop
+        self._rank = rank
+        self._world_size = world_size
+        self._keep = keep
+        self._store: CheckpointStore | None = None
+        self._agreement: Agreement | None = None
+        self._handle: SaveHandle | None = None
+        self._digests: Digests | None = None
+        self._boundary: float | None = None
+        self._blocked_seconds = 0.0
+        self._last_blocked_seconds = 0.0
+        self._step_seconds = 0.0
+        self._reason = ""
+        self._asked: int | None = None
+        self._least_step = 0
+        self._told = -_QUIET_SECONDS
+        self._untold = 0
+        self._problem: OutlastError | None = None
+
+    def saved(self) -> Captured | None:
+        """The newest state that verifies, or None when there is none.
+
+        Raises:
+            CheckpointError: When there are versions, but none that can be used.
+        """
+        held = HeldState()
+        try:
+            restored = self._opened().restore({self._key: held})
+        except OutlastError as error:
+            self._problem = error
+            raise
+        if restored is None:
+            return None
+        for sentence in restored.skipped:
+            self.say(f"passed over: {sentence}")
+        self.say(f"resumed at step {restored.step} of the version in {restored.place}")
+        self._least_step = restored.step
+        self._pace.begun(restored.step, time.monotonic())
+        self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
+        return held.captured
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps."""
+        self._refuse_to_go_on(step)
+        now = time.monotonic()
+        if self._boundary is None:
+            self._begin(step)
+        else:
+            self._observe_step(now - self._boundary - self._blocked_seconds)
+        self.step, self._boundary, self._blocked_seconds = step, now, 0.0
+        if self._handle is not None and self._handle.done():
+            self._observe_save(self._handle.result())
+            self._handle = None
+        save = self._pace.due(step, now)
+        if self._agreement is None:
+            self._reason = self._stop()
+        else:
+            save = self._agreed(step, save)
+        if not save and not self._reason:
+            return False
+        self._pace.begun(step, now)
+        self._asked = step
+        return True
+
+    def save(self, step: int, captured: Captured) -> None:
+        """Save; returns when the tensors may change again.
+
+        Raises:
+            CheckpointError: When the state cannot be saved.
+            SystemExit: When the run is to stop and is saved.
+        """
+        assert self._boundary is not None
+        self._asked = None
+        if self._handle is not None:
+            self._observe_save(self._handle.result())
+        try:
+            self._handle = self._opened().save_async(step, {self._key: HeldState(captured)})
+        except OutlastError as error:
+            self._problem = error
+            raise
+        # From the boundary on: to look at the program's memory takes its time, too.
+        self._blocked_seconds = self._last_blocked_seconds = time.monotonic() - self._boundary
+        self._digests = Digests(self._folder.digests, self._own_rank(), step, fresh=True)
+        if self._reason:
+            self._end(step)
+
+    def digest(self, step: int, text: str) -> str | None:
+        """Keep the digest of a step after the newest save.
+
+        Returns:
+            The digest that an earlier life of the run kept after the same save, if there is one.
+        """
+        return None if self._digests is None else self._digests.keep(step, text)
+
+    def close(self) -> None:
+        """Wait for the save under way, and give up the store."""
+        if self._handle is not None:
+            self._observe_save(self._handle.result())
+            self._handle = None
+        if self._store is not None:
+            self._store.close(drain=False)
+            self._store = None
+
+    def raise_problem(self) -> None:
+        """Raise an error that the script has caught, as a program that cannot go on.
+
+        Raises:
+            OutlastError: The error.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def say(self, text: str) -> None:
+        """Print a line for people, on rank 0."""
+        if self._own_rank() == 0:
+            print(f"outlast: {text}", file=sys.stderr, flush=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step boundary was reached."""
+        return self._boundary is not None
+
+    @property
+    def _key(self) -> str:
+        return f"rank{self._own_rank()}"
+
+    def _own_rank(self) -> int:
+        return dist.get_rank() if _in_group() else self._rank
+
+    def _opened(self) -> CheckpointStore:
+        if self._store is None:
+            place = self._folder.checkpoints
+            alone = self._world_size > 1 and not _in_group()
+            self._store = CheckpointStore(
+                place / f"rank{self._rank}" if alone else place,
+                keep=self._keep,
+                collective=not alone,
+            )
+        return self._store
+
+    def _begin(self, step: int) -> None:
+        """The first boundary of this process."""
+        self._stop.training_begins()
+        self._opened()
+        if _in_group() and dist.get_world_size() > 1:
+            self._agreement = Agreement(step)
+
+    def _agreed(self, step: int, save: bool) -> bool:
+        """What all ranks do at this boundary; clocks and files are looked at on rank 0 alone."""
+        assert self._agreement is not None
+        why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
+        common = save and self._pace.is_common
+        if not self._agreement.is_due(step):
+            return common
+        agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        if agreed.stop:
+            self._reason = why or "a signal to another rank"
+        return common or agreed.save
+
+    def _observe_step(self, seconds: float) -> None:
+        seconds = max(0.0, seconds)
+        weight = _STEP_WEIGHT if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
+        self._stop.observe_step(seconds)
+        self._pace.observe_step(seconds, saving=self._handle is not None)
+
+    def _observe_save(self, result: SaveResult) -> None:
+        if result.error is not None:
+            self.say(f"{result.error}; the run goes on, from the version before if it dies")
+            return
+        result = replace(result, blocked_seconds=self._last_blocked_seconds)
+        self._pace.observe_save(result)
+        self._stop.observe_save(result.seconds)
+        if self._own_rank() == 0:
+            self._report(result)
+        now = time.monotonic()
+        if now - self._told < _QUIET_SECONDS and not self._reason:
+            self._untold += 1
+            return
+        others = f"; {self._untold} more since the last line" if self._untold else ""
+        self._told, self._untold = now, 0
+        self.say(
+            f"saved step {result.step} ({_size(result.bytes)}, blocked "
+            f"{1e3 * result.blocked_seconds:.0f} ms){others}"
+        )
+
+    def _report(self, result: SaveResult) -> None:
+        if "OUTLAST_CHAIN" in os.environ:
+            from outlast.cluster import report_progress
+
+            report_progress(result.step, save_seconds=result.seconds)
+
+    def _end(self, step: int) -> None:
+        """The state is saved, or cannot be: end the program at once.
+
+        Raises:
+            SystemExit: Always; the script's `finally` and `with` come to their ends.
+        """
+        assert self._handle is not None
+        result = self._handle.result()
+        self._handle = None
+        self._observe_save(result)
+        self.stopped = self._reason
+        if result.error is not None:
+            self.code = EXIT_CRASHED
+        self.say(
+            f"stopped at step {step} ({self._reason}); the same command goes on from there"
+            if result.error is None
+            else f"stopped at step {step} ({self._reason}) without a save"
+        )
+        raise SystemExit(self.code)
+
+    def _refuse_to_go_on(self, step: int) -> None:
+        """End a script that has caught what was to end it, and trains on."""
+        if self.stopped:
+            _leave(self.code)
+        if self._problem is None and self._asked is not None:
+            self.say(
+                f"the state after step {self._asked} could not be captured, and the script caught "
+                "the error; let OutlastError pass where it catches Exception"
+            )
+        elif self._problem is None and step < self._least_step:
+            self.say(
+                f"the script did not go on at step {self._least_step}, and caught the error that "
+                "says why; let OutlastError pass where it catches Exception"
+            )
+        elif self._problem is not None:
+            self.say(str(self._problem))
+        else:
+            return
+        _leave(EXIT_BAD_INPUT)
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _leave(code: int) -> None:
+    """End the process; what the script would do on the way has been done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _size(count: int) -> str:
+    """Bytes as a person says them."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000.0:
+            return f"{size:.3g} {unit}"
+        size /= 1000.0
+    return f"{size:.3g} TB"

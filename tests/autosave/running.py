@@ -1,0 +1,154 @@
+"""`outlast run` in processes of the tests' own, and the same scripts under plain Python."""
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+DEADLINE_SECONDS = 120.0
+_PAUSE_SECONDS = 0.02
+
+SCRIPT = '''
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+def reached(step):
+    """Does what the file `plan` says for this step, once."""
+    plan = HERE / "plan"
+    if plan.exists():
+        at, what = plan.read_text().split()
+        if step == int(at):
+            plan.unlink()
+            os.kill(os.getpid(), getattr(signal, what))
+
+
+def train_epoch(model, loader, optimizer, losses):
+    model.train()
+    for features, targets in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(features), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        reached(len(losses))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--epochs", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    losses = []
+    best = float("inf")
+    for _ in range(arguments.epochs):
+        begun = len(losses)
+        train_epoch(model, loader, optimizer, losses)
+        best = min(best, sum(losses[begun:]))
+        schedule.step()
+    rank = os.environ.get("RANK", "0")
+    result = {"model": model.state_dict(), "losses": losses, "best": best}
+    torch.save(result, HERE / f"result{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
+'''
+"""Trains for 6 steps an epoch."""
+
+
+class Ended(NamedTuple):
+    """How a process ended: its exit code, minus the signal's number where one killed it."""
+
+    code: int
+    said: str
+
+
+def outlast(*arguments: object, environment: dict[str, str] | None = None) -> Ended:
+    """Run ``outlast ARGUMENTS`` in a forked process."""
+    return _forked(_outlast, [str(each) for each in arguments], environment or {})
+
+
+def plain(script: Path, *arguments: object) -> Ended:
+    """Run ``python SCRIPT ARGUMENTS`` in a forked process."""
+    return _forked(_plain, [str(script), *map(str, arguments)], {})
+
+
+def _outlast(arguments: list[str]) -> None:
+    from outlast.cli.main import main
+
+    sys.argv = ["outlast", *arguments]
+    main()
+
+
+def _plain(arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _forked(work, arguments: list[str], environment: dict[str, str]) -> Ended:
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(reading)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        os.environ.update(environment)
+        code = 1
+        try:
+            work(arguments)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        # No interpreter shutdown: handlers inherited from the test process must not run here.
+        os._exit(code)
+    os.close(writing)
+    try:
+        return _ended(process, reading)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _ended(process: int, reading: int) -> Ended:
+    os.set_blocking(reading, False)
+    said = b""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(reading, 1 << 16):
+                said += part
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(BlockingIOError):
+                while part := os.read(reading, 1 << 16):
+                    said += part
+            return Ended(os.waitstatus_to_exitcode(status), said.decode())
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError(f"the process did not end in time; it said:\n{said.decode()}")
