@@ -1,0 +1,326 @@
+"""The files that a program writes: their places are saved, and logs are cut back and go on.
+
+A run that was killed has written more than it had when it was saved. What comes after the place is
+cut off, so that the log of a resumed run is that of an uninterrupted one. Set-up runs again, too: a
+log that it would empty is laid aside, and what it writes gives way to the log when it is done.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+import stat
+import sys
+import warnings
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_OUTPUTS = 2
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedReader, io.FileIO)
+_plain_open = io.open
+
+
+class Place(NamedTuple):
+    """Where a file stands.
+
+    Attributes:
+        closed: Whether it is closed.
+        position: As `tell` gives it; None for what has no places, as pipes and terminals.
+        size: Bytes; None for a file that is only read.
+    """
+
+    closed: bool
+    position: int | None = None
+    size: int | None = None
+
+
+class Logs:
+    """The files that a program opens for writing.
+
+    Args:
+        resuming: Whether there is a run to go on with, whose logs set-up must not empty.
+    """
+
+    def __init__(self, resuming: bool) -> None:
+        self._resuming = resuming
+        self._appended: set[str] = set()
+        self._kept: set[str] = set()
+        self._open: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._placed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def sizes(self) -> dict[str, int]:
+        """Path to size in bytes of each log: open for writing, or appended to at any time.
+
+        They are durable afterwards as far as that, as what is saved with them will be.
+        """
+        paths = set(self._appended)
+        for file, path in self._writable():
+            file.flush()
+            os.fsync(file.fileno())
+            paths.add(path)
+        return {path: Path(path).stat().st_size for path in sorted(paths) if Path(path).is_file()}
+
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Make the logs again what they were; to be called when set-up is done.
+
+        Args:
+            sizes: What `sizes` gave when the program was saved; empty for a new run.
+        """
+        for path, size in sizes.items():
+            self.cut(path, size)
+        for file, path in self._writable():
+            if path in sizes and file not in self._placed:
+                file.seek(0, os.SEEK_END)
+        for path in self._kept:
+            _aside(path).unlink(missing_ok=True)
+        self._kept, self._resuming = set(), False
+
+    def cut(self, path: str, size: int) -> int:
+        """Make one log what it was; gives its size."""
+        for file, opened in self._writable():
+            if opened == path:
+                file.flush()
+        aside = _aside(path)
+        if path in self._kept:
+            # In place, since the program may have the file open.
+            mode = "r+b" if Path(path).is_file() else "wb"
+            with _plain_open(aside, "rb") as source, _plain_open(path, mode) as target:
+                target.truncate(0)
+                shutil.copyfileobj(source, target)
+                target.flush()
+                os.fsync(target.fileno())
+            aside.unlink()
+            self._kept.discard(path)
+        return _cut(path, size) if Path(path).is_file() else 0
+
+    def give_up(self) -> None:
+        """Put the logs that were laid aside back, when the program did not come to where it was."""
+        for path in self._kept:
+            _aside(path).replace(path)
+        self._kept = set()
+
+    def place(self, file: Any, seen: Place) -> None:
+        """Put a log where it stood."""
+        assert seen.position is not None
+        position = seen.position
+        if seen.size is not None:
+            file.flush()
+            position = min(position, self.cut(self.path(file), seen.size))
+        file.seek(position)
+        self._placed.add(file)
+
+    def options(self, file: Any) -> dict[str, Any]:
+        """What `open` was told of a file and the file itself does not tell."""
+        return self._open.get(file, ("", {}))[1]
+
+    def open(  # noqa: PLR0917 (as Python's)
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Callable[[str, int], int] | None = None,
+    ) -> Any:
+        """As the function that Python has; a file that it would empty is laid aside first."""
+        path = None if isinstance(file, int) else _absolute(file)
+        if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
+            self._lay_aside(path, mode)
+        made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
+            self._open[made] = path, {"newline": newline}
+            if "a" in mode:
+                self._appended.add(path)
+        return made
+
+    def _lay_aside(self, path: str, mode: str) -> None:
+        """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
+        if not self._resuming or (path in self._kept and "x" in mode):
+            return
+        aside = _aside(path)
+        if aside.exists():
+            self._kept.add(path)
+            if "x" in mode:
+                Path(path).unlink(missing_ok=True)
+        elif Path(path).is_file() and not Path(path).is_symlink():
+            Path(path).rename(aside)
+            self._kept.add(path)
+
+    def _writable(self) -> list[tuple[Any, str]]:
+        return [
+            (file, path)
+            for file, (path, _) in list(self._open.items())
+            if not file.closed and file.writable() and _is_regular(file)
+        ]
+
+    def path(self, file: Any) -> str:
+        """Absolute path of an open file, as it was when it was opened."""
+        return self._open[file][0] if file in self._open else _absolute(file.name)
+
+
+_logs = Logs(False)
+
+
+@contextmanager
+def reopened_logs(resuming: bool) -> Iterator[Logs]:
+    """Within, the files that a program opens are known, and logs to go on with are not emptied.
+
+    Args:
+        resuming: Whether there is a run to go on with.
+    """
+    global _logs  # noqa: PLW0603 (a process has one function `open`)
+    before, _logs = _logs, Logs(resuming)
+    builtins.open = io.open = _logs.open
+    try:
+        yield _logs
+    finally:
+        builtins.open = io.open = _plain_open
+        _logs.give_up()
+        _logs = before
+
+
+def place(file: Any) -> Place:
+    """Where `file` stands; what was written to it is durable afterwards.
+
+    Raises:
+        AutosaveError: For a text that is read line by line in a loop, which hides its place.
+    """
+    if file.closed:
+        return Place(True)
+    if not _is_regular(file):
+        return Place(False)
+    try:
+        if not file.writable():
+            return Place(False, file.tell())
+        file.flush()
+        os.fsync(file.fileno())
+        return Place(False, file.tell(), os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise AutosaveError(
+            f"the place in the file {file.name} cannot be saved: {error}; read its lines by "
+            "`file.readline()`, or all of them before the training loop"
+        ) from None
+
+
+def set_place(file: Any, seen: Place) -> None:
+    """Put `file` where it stood; what comes after it is cut off.
+
+    Raises:
+        AutosaveError: When the program has closed it this time.
+    """
+    if seen.closed:
+        file.close()
+    elif seen.position is not None:
+        if file.closed:
+            raise AutosaveError(
+                f"the file {file.name} was open when the program was saved, and set-up has closed "
+                "it this time; set-up must do the same in every run"
+            )
+        _logs.place(file, seen)
+
+
+def _reduced(file: Any) -> Any:
+    now = place(file)
+    if now.closed:
+        return _closed, ()
+    if now.position is None:
+        return _standard(file)
+    options: dict[str, Any] = dict(_logs.options(file))
+    if isinstance(file, io.TextIOWrapper):
+        options |= {"encoding": file.encoding, "errors": file.errors}
+        options["buffering"] = 1 if file.line_buffering else -1
+    else:
+        options = {"buffering": 0 if isinstance(file, io.FileIO) else -1}
+    return _reopened, (_logs.path(file), _mode(file), options, now)
+
+
+def _mode(file: Any) -> str:
+    mode: str = file.mode
+    binary = "b" if not isinstance(file, io.TextIOWrapper) and "b" not in mode else ""
+    return mode.replace("x", "w") + binary
+
+
+def _standard(file: Any) -> Any:
+    for name in ("stdin", "stdout", "stderr"):
+        if file is getattr(sys, name) or file is getattr(sys, f"__{name}__"):
+            return getattr, (sys, name)
+    raise AutosaveError(
+        f"the open pipe or device {file.name} cannot be saved; open it before the training loop, "
+        "so that every run opens its own"
+    )
+
+
+def _closed() -> Any:
+    made = io.StringIO()
+    made.close()
+    return made
+
+
+def _reopened(path: str, mode: str, options: dict[str, Any], seen: Place) -> Any:
+    try:
+        made = _logs.open(path, mode, opener=_open_as_it_is, **options)
+    except OSError as error:
+        raise AutosaveError(
+            f"the file {path} was open when the program was saved and cannot be opened: {error}; "
+            "put it back"
+        ) from None
+    set_place(made, seen)
+    return made
+
+
+def _open_as_it_is(path: str, flags: int) -> int:
+    return os.open(path, flags & ~(os.O_TRUNC | os.O_EXCL), 0o666)
+
+
+def _cut(path: str, size: int) -> int:
+    """Cut a file to `size` bytes; gives the bytes that it then has."""
+    now = Path(path).stat().st_size
+    if now < size:
+        warnings.warn(
+            f"the log {path} has {now} bytes, and had {size} when the program was saved: what is "
+            "missing was lost or removed; it goes on at its end",
+            stacklevel=2,
+        )
+    elif now > size:
+        os.truncate(path, size)
+    return min(now, size)
+
+
+def _aside(path: str) -> Path:
+    """Where a log is laid aside."""
+    return Path(path).with_name(f".{Path(path).name}.before")
+
+
+def _absolute(path: Any) -> str:
+    # Links stay: what they lead to may change.
+    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+
+
+def _is_regular(file: Any) -> bool:
+    try:
+        number = file.fileno()
+    except (OSError, ValueError):
+        return False
+    return number > _OUTPUTS and stat.S_ISREG(os.fstat(number).st_mode)
+
+
+REDUCERS: Mapping[type, Callable[[Any], Any]] = dict.fromkeys(_FILES, _reduced)
+"""How files are pickled that were opened after training had begun."""
+
+IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = dict.fromkeys(
+    _FILES, (place, set_place)
+)
+"""Types whose objects are put back in place: what they hold, and how to make them hold it."""
