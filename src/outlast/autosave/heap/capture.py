@@ -1,30 +1,37 @@
-"""The heap of a program as bytes and tensors, and back into the objects of another process."""
+"""The heap of a program as bytes and tensors, and back into the objects of another process.
+
+From the values to be captured every named object is reached that they lead to, and what each holds
+is written down if it counts. Objects that set-up has made and that nothing leads to any more are
+left out, unless they have changed: somebody may hold them where nobody can look.
+
+Whether a block of memory has changed since the last save is not asked here. Versions of tensors do
+not tell: NumPy, `.data`, batch normalization and custom operators write past them. The content
+hashes of the store do, at the price of reading each block once per save, and what has not changed
+is written once.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import io
 import pickle
-import types
-import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from outlast.autosave.heap.kinds import FILES, put_back
-from outlast.autosave.heap.names import Geometry, has_storage
+from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
+from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable, advice_for, locate, name_of
+from outlast.autosave.heap.sizes import NOT_SAVED, sizes_of
+from outlast.autosave.heap.tensors import Gradient, gradient
+from outlast.autosave.heap.values import Reader, Writer
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from outlast.autosave.heap.content import Content
+    from outlast.autosave.heap.gradients import GradientUse
     from outlast.autosave.heap.names import Names
-
-_SMALL_BYTES = 1024
 
 
 @dataclass
@@ -33,260 +40,231 @@ class Captured:
 
     Attributes:
         program: All but the numbers of tensors and arrays, pickled.
-        tensors: Name to a storage's content as one row; views of the live memory.
+        tensors: Name to a block of memory as one row; views of the live memory. Names of blocks
+            that set-up makes begin with ``=``, those of later ones with ``+``.
+        sizes: Bytes by what they are: parameters, buffers, optimizer, gradients, arrays, tensors,
+            program; and apart from these, ``gradients not saved``.
     """
 
     program: bytes = b""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def capture(names: Names, values: Any, known: Mapping[str, Any]) -> Captured:
-    """Write down the named objects and `values`; nothing of tensors and arrays is copied.
-
-    Args:
-        names: Objects that exist in every process of the program.
-        values: Anything else, e.g. local names; may lead to named objects.
-        known: Further objects with names, which hold nothing.
-
-    Raises:
-        AutosaveError: When something can be written down in no way.
-    """
-    found = Captured()
-    storages = _Storages(found.tensors)
-    moved: dict[str, Geometry] = {}
-    for path, each in names.objects.items():
-        if has_storage(each):
-            where = storages.place(each, path)
-            before = names.geometry[path]
-            address = str(each.untyped_storage().data_ptr())
-            if where._replace(storage=address) != before:
-                moved[path] = where
-        elif isinstance(each, np.ndarray) and not each.dtype.hasobject:
-            found.tensors[f"={path}"] = torch.from_numpy(each.view(np.uint8).reshape(-1))
-    written = io.BytesIO()
-    pickler = _Pickler(written, names, known, storages)
-    pickler.dump((moved, names.held(), values))
-    found.program = written.getvalue()
-    return found
-
-
-def restore(captured: Captured, names: Names, known: Mapping[str, Any]) -> Any:
-    """Put what was captured into the objects of this process; gives `values` back.
-
-    Raises:
-        AutosaveError: When set-up has made other objects here.
-    """
-    storages = _Restored(captured.tensors)
-    with torch.no_grad():
-        for path, each in names.objects.items():
-            if has_storage(each):
-                storages.into(path, each)
-            elif isinstance(each, np.ndarray) and f"={path}" in captured.tensors:
-                each.view(np.uint8).reshape(-1)[:] = captured.tensors[f"={path}"].numpy()
-    reader = _Unpickler(io.BytesIO(captured.program), names, known, storages)
-    moved, held, values = reader.load()
-    for path, where in moved.items():
-        names.objects[path].data = storages.tensor(where)
-    for path, seen in held.items():
-        put_back(names.objects[path], seen)
-    return values
-
-
-class _Storages:
-    """Gives every storage one name, however many tensors look at it."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._names: dict[int, str] = {}
-        self._count = 0
-
-    def place(self, tensor: torch.Tensor, path: str = "") -> Geometry:
-        """How `tensor` lies in which storage; the first time, the storage is listed."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._names:
-            if not path:
-                self._count += 1
-            self._names[key] = f"={path}" if path else f"+{self._count}"
-            row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            length = storage.nbytes() // tensor.element_size()
-            self._tensors[self._names[key]] = row.set_(storage, 0, (length,))
-        return Geometry(
-            self._names[key],
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
-        )
-
-
-class _Restored:
-    """The storages of a capture, in the memory of this process."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._saved = tensors
-        self._rows: dict[str, torch.Tensor] = {}
-
-    def into(self, path: str, tensor: torch.Tensor) -> None:
-        """Fill the storage of a named tensor, if it was listed under this name."""
-        saved = self._saved.get(f"={path}")
-        storage = tensor.untyped_storage()
-        if saved is None or saved.numel() * saved.element_size() != storage.nbytes():
-            return
-        row = torch.empty(0, dtype=saved.dtype, device=tensor.device)
-        row.set_(storage, 0, (saved.numel(),)).copy_(saved)
-        self._rows[f"={path}"] = row
-
-    def tensor(self, where: Geometry, device: str = "cpu") -> torch.Tensor:
-        """A tensor that looks at a storage."""
-        if where.storage not in self._rows:
-            self._rows[where.storage] = self._saved[where.storage].clone().to(device)
-        row = self._rows[where.storage]
-        made = torch.empty(0, dtype=where.dtype, device=row.device)
-        return made.set_(row.untyped_storage(), where.offset, where.size, where.stride)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(
-        self, file: io.BytesIO, names: Names, known: Mapping[str, Any], storages: _Storages
-    ) -> None:
-        super().__init__(file, protocol=5)
-        self._names = names
-        self._known = {id(each): name for name, each in known.items()}
-        self._storages = storages
-
-    def persistent_id(self, value: Any) -> Any:
-        name = self._known.get(id(value))
-        if name is not None:
-            return ("known", name)
-        path = self._names.path_of(value)
-        return None if path is None else ("object", path)
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return self._array(value)
-        if isinstance(value, types.FunctionType) and not _importable(value):
-            raise AutosaveError(
-                f"the function `{value.__qualname__}` was made after training had begun and "
-                "cannot be saved; make it before the training loop, at the top of the file"
-            )
-        if isinstance(value, torch.Generator):
-            return _generator, (str(value.device), value.get_state())
-        if isinstance(value, types.ModuleType):
-            return importlib.import_module, (value.__name__,)
-        if isinstance(value, weakref.ref):
-            return weakref.ref, (value(),)
-        if isinstance(value, FILES):
-            return _reopened, _file(value)
-        return NotImplemented
-
-    def _tensor(self, value: torch.Tensor) -> Any:
-        if hasattr(value, "__tensor_flatten__"):
-            inner, context = value.__tensor_flatten__()
-            parts = {name: getattr(value, name) for name in inner}
-            made = (type(value), parts, context, tuple(value.shape), value.stride())
-            return _unflattened, made
-        plain = value.detach() if value.grad_fn is not None else value
-        where = self._storages.place(plain)
-        kind = type(value)
-        beside = {**vars(value)} if hasattr(value, "__dict__") else {}
-        grad = value.grad if value.is_leaf else None
-        requires_grad = value.requires_grad and value.is_leaf
-        make = _Placed(where, str(value.device), kind, requires_grad)
-        return _made, (make, grad, beside)
-
-    def _array(self, value: np.ndarray) -> Any:
-        if value.nbytes < _SMALL_BYTES:
-            return NotImplemented
-        flat = torch.from_numpy(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
-        return _array, (flat, str(value.dtype), value.shape)
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """Stands for a tensor's numbers in the pickled program."""
+class _Header:
+    """What must be known before the rest is read.
 
-    where: Geometry
-    device: str
-    kind: type
-    requires_grad: bool
+    Attributes:
+        places: Path of each named tensor and array to how it lies in its block.
+        types: Path of each named object that is mentioned to its class's name after set-up.
+        became: Path to class, where that is another one now.
+    """
+
+    places: dict[str, Geometry]
+    types: dict[str, str]
+    became: dict[str, type]
 
 
-class _Unpickler(pickle.Unpickler):
+def capture(
+    names: Names, values: Any, known: Mapping[str, Any], gradients: GradientUse | None = None
+) -> Captured:
+    """Write down `values` and the named objects they lead to; no block of memory is copied.
+
+    Args:
+        names: Objects that exist in every process of the program.
+        values: Anything, e.g. local names.
+        known: Further objects with names, which hold nothing.
+        gradients: Tells which gradients need not be saved; None saves all.
+
+    Raises:
+        Unsaveable: When something can be written down in no way.
+    """
+    return _Capture(names, known, gradients).of(values)
+
+
+def restore(
+    captured: Captured,
+    names: Names,
+    known: Mapping[str, Any],
+    gradients: GradientUse | None = None,
+) -> Any:
+    """Put what was captured into the objects of this process; gives `values` back.
+
+    Raises:
+        SetupDiffersError: When set-up has made other objects here.
+    """
+    header, body = pickle.loads(captured.program)
+    _check(header, names)
+    for path, kind in header.became.items():
+        names.objects[path].__class__ = kind
+    blocks = _fill(captured.tensors, header.places, names)
+    reader = Reader(io.BytesIO(body), names, known, blocks)
+    values = reader.load()
+    held: dict[str, Content] = {}
+    while (more := reader.load()) is not None:
+        held |= more
+    # Keys of dictionaries and members of sets first: their hashes may depend on what they hold.
+    for hashed in (False, True):
+        for path, seen in held.items():
+            if (seen.kind in ("dict", "items", "weak")) is hashed:
+                value = names.objects[path]
+                names.kinds.of(value).put(value, seen)
+                if gradients and seen.kind == "tensor" and isinstance(seen.items[1], Gradient):
+                    gradients.expect(path, value)
+    return values
+
+
+def _check(header: _Header, names: Names) -> None:
+    for path, kind in header.types.items():
+        if path not in names.objects:
+            raise SetupDiffersError(path, "was there when the program was saved, and is not now")
+        now = name_of(names.types[path])
+        if now != kind:
+            raise SetupDiffersError(
+                path, f"was a {kind} when the program was saved, and is a {now}"
+            )
+
+
+def _fill(
+    tensors: Mapping[str, torch.Tensor], places: Mapping[str, Geometry], names: Names
+) -> RestoredBlocks:
+    """Put the numbers back, in place where set-up has made as much room for them."""
+    blocks = RestoredBlocks(tensors)
+    with torch.no_grad():
+        for name in tensors:
+            value = names.objects.get(name[1:]) if name[0] == "=" else None
+            if value is not None and lies_in_block(value):
+                blocks.into(name, value)
+        for path, where in places.items():
+            value = names.objects[path]
+            if blocks.lies(value, where):
+                continue
+            if not isinstance(value, torch.Tensor):
+                size = f"{value.shape} of {value.dtype}"
+                raise SetupDiffersError(
+                    path, f"was an array {where.size} of {where.dtype}, and is one {size}"
+                )
+            value.data = blocks.tensor(where)
+    return blocks
+
+
+class _Capture:
     def __init__(
-        self, file: io.BytesIO, names: Names, known: Mapping[str, Any], storages: _Restored
+        self, names: Names, known: Mapping[str, Any], gradients: GradientUse | None
     ) -> None:
-        super().__init__(file)
         self._names = names
         self._known = known
-        self._storages = storages
+        self._gradients = gradients
+        self._found = Captured()
+        self._blocks = Blocks(self._found.tensors, names.now_at())
+        self._file = io.BytesIO()
+        self._writer = Writer(self._file, names, known, self._blocks, self._mention)
+        self._reached: set[str] = set()
+        self._waiting: list[str] = []
+        self._mentioned: set[str] = set()
+        self._places: dict[str, Geometry] = {}
+        self._dropped = 0
 
-    def persistent_load(self, identity: Any) -> Any:
-        kind, name = identity
-        if kind == "known":
-            return self._known[name]
-        if name not in self._names.objects:
-            raise AutosaveError(
-                f"`{name}` was there when the program was saved, but its set-up has not made it "
-                "this time; set-up must do the same in every run"
-            )
-        return self._names.objects[name]
+    def of(self, values: Any) -> Captured:
+        self._write(values)
+        self._follow()
+        for path in self._names.objects:
+            if path not in self._reached and self._names.touched(path):
+                self._reach(path)
+        self._follow()
+        self._write(None)
+        names = self._names
+        mentioned = self._mentioned | self._places.keys()
+        header = _Header(
+            self._places,
+            {path: name_of(names.types[path]) for path in mentioned},
+            {
+                path: type(names.objects[path])
+                for path in mentioned
+                if type(names.objects[path]) is not names.types[path]
+            },
+        )
+        self._found.program = pickle.dumps((header, self._file.getvalue()), protocol=5)
+        self._found.sizes = sizes_of(self._found.tensors, names, self._reached)
+        self._found.sizes |= {"program": len(self._found.program), NOT_SAVED: self._dropped}
+        return self._found
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name == "_made":
-            return functools.partial(_made, self._storages)
-        return super().find_class(module, name)
+    def _reach(self, path: str) -> None:
+        if path not in self._reached:
+            self._reached.add(path)
+            self._waiting.append(path)
 
+    def _mention(self, path: str) -> None:
+        self._mentioned.add(path)
+        self._reach(path)
 
-def _made(
-    storages: _Restored,
-    placed: _Placed,
-    grad: torch.Tensor | None,
-    beside: dict[str, Any],
-) -> torch.Tensor:
-    made = storages.tensor(placed.where, placed.device)
-    if issubclass(placed.kind, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, placed.requires_grad)
-    elif placed.kind is not torch.Tensor:
-        made = made.as_subclass(placed.kind)
-    made.requires_grad_(placed.requires_grad)
-    made.grad = grad
-    made.__dict__.update(beside)
-    return made
+    def _follow(self) -> None:
+        """Write down what the named objects hold that were reached, and so on from there."""
+        while self._waiting:
+            held: dict[str, Content] = {}
+            while self._waiting:
+                self._look(self._waiting.pop(), held)
+            if held:
+                self._mentioned |= held.keys()
+                self._write(held)
 
+    def _look(self, path: str, held: dict[str, Content]) -> None:
+        value = self._names.objects[path]
+        if lies_in_block(value):
+            self._places[path], _ = self._blocks.place(value)
+        now = self._names.held(path)
+        dead = self._dead_gradient(value)
+        if dead is not None and self._gradients is not None:
+            self._dropped += dead.nbytes
+            now = now or self._names.kinds.of(value).content(value)
+            assert now is not None
+            requires_grad, _, whole = now.items
+            now = now._replace(items=(requires_grad, self._gradients.stand_in(value), whole))
+        if now is not None:
+            held[path] = now
+        for beyond in self._names.led_to(path):
+            if dead is None or self._names.objects[beyond] is not dead:
+                self._reach(beyond)
 
-def _unflattened(
-    kind: Any, parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
-) -> torch.Tensor:
-    made: torch.Tensor = kind.__tensor_unflatten__(parts, context, size, stride)
-    return made
+    def _dead_gradient(self, value: Any) -> torch.Tensor | None:
+        if self._gradients is None or not isinstance(value, torch.Tensor):
+            return None
+        return gradient(value) if self._gradients.is_dead(value) else None
 
+    def _write(self, part: Any) -> None:
+        try:
+            self._writer.dump(part)
+        except Unsaveable as error:
+            raise self._explained(part) or error from error
+        except AutosaveError:
+            raise
+        except Exception as error:
+            # Whatever the pickling of a class of somebody else's raises.
+            explained = self._explained(part)
+            if explained is None:
+                raise
+            raise explained from error
 
-def _array(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return flat.numpy().view(dtype).reshape(shape)
+    def _explained(self, part: Any) -> Unsaveable | None:
+        """The refusal of what in `part`, values or contents by path, cannot be written down."""
+        if not (isinstance(part, dict) and part.keys() <= self._names.objects.keys()):
+            return self._refusal(part, None)
+        failing = (path for path, content in part.items() if self._error_of(content) is not None)
+        path = next(failing, None)
+        return None if path is None else self._refusal(self._names.objects[path], path)
 
+    def _refusal(self, value: Any, root: str | None) -> Unsaveable | None:
+        path, culprit = locate(self._names.kinds, value, self._error_of)
+        error = self._error_of(culprit)
+        advice = error.advice if isinstance(error, Unsaveable) else advice_for(culprit)
+        return Unsaveable(culprit, advice, path, root)
 
-def _generator(device: str, state: torch.Tensor) -> torch.Generator:
-    made = torch.Generator(device)
-    made.set_state(state)
-    return made
-
-
-def _file(value: Any) -> tuple[str, str, str | None, int]:
-    value.flush()
-    return (value.name, value.mode, getattr(value, "encoding", None), value.tell())
-
-
-def _reopened(name: str, mode: str, encoding: str | None, position: int) -> Any:
-    again = mode.replace("w", "r+") if "+" not in mode else mode.replace("w", "r")
-    made = Path(name).open(again, encoding=encoding)  # noqa: SIM115 (the program closes it)
-    if "r" not in mode:
-        made.truncate(position)
-    made.seek(position)
-    return made
-
-
-def _importable(value: Callable[..., Any]) -> bool:
-    return "<locals>" not in value.__qualname__ and "<lambda>" not in value.__qualname__
+    def _error_of(self, part: Any) -> Exception | None:
+        blocks = Blocks({}, self._names.blocks)
+        writer = Writer(io.BytesIO(), self._names, self._known, blocks, lambda path: None)
+        try:
+            writer.dump(part)
+        except Exception as error:
+            return error
+        return None

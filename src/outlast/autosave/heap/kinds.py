@@ -1,42 +1,53 @@
-"""How each kind of object is looked into: what it leads to, what it holds, how it is put back.
-
-An object's *content* is shallow: its items or attributes as they are, never copies of them. The
-same content in another process, put into the object of the same name there, makes it the same.
-"""
+"""How each kind of object is looked into: what it leads to, what it holds, how it is put back."""
 
 from __future__ import annotations
 
-import copyreg
+import contextlib
+import enum
 import functools
-import io
-import itertools
 import random
 import types
-from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from outlast.autosave.heap.atoms import ATOMS, PLAIN_ATOMS, is_builtin_iterator, is_closed
+from outlast.autosave.heap.content import (
+    Content,
+    attributes,
+    flat,
+    has_attributes,
+    pairs,
+    put_attributes,
+)
+from outlast.autosave.heap.tensors import (
+    array_content,
+    array_put,
+    of_array,
+    of_tensor,
+    tensor_content,
+    tensor_put,
+)
 
-ATOMS: tuple[type, ...] = (
-    type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented),
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice,
-    types.BuiltinFunctionType, types.ModuleType, np.dtype, np.generic,
-)  # fmt: skip
-"""What has no state of its own, or none that a program could change."""
+Reducer = Callable[[Any], tuple[Any, ...]]
+"""Gives what `__reduce_ex__` gives: how to make such an object again."""
 
-PASSED_ON: tuple[type, ...] = (
-    type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter("")),
-    type(iter({}.items())), type(iter({}.values())), type(iter(set())), type(reversed([])),
-    enumerate, zip, map, filter, itertools.islice, itertools.chain, itertools.cycle,
-    itertools.count, itertools.repeat, tuple, frozenset, types.MethodType, types.MethodWrapperType,
-)  # fmt: skip
-"""What is written down as a value each time, since it cannot be changed in place."""
+State = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
+"""Gives the state of an object that stays, and sets it in the same object of another process."""
 
-RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+Children = Iterable[tuple[str, Any, Any]]
+"""The end of a name as a format, what to put into it, and the object."""
+
+_KEYS = (str, int, float, bool, bytes, type(None))
+"""Keys of dictionaries that are written into names."""
+
+_RANDOM: dict[type, State] = {
     random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
     np.random.RandomState: (
         lambda own: own.get_state(),
@@ -48,212 +59,332 @@ RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     ),
     torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
 }
-"""Sources of random numbers: their state, and how to set it."""
-
-FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedReader, io.FileIO)
 
 
-class Content(NamedTuple):
-    """What an object holds: the kind of look, and what was seen."""
+class Role(enum.Enum):
+    """How the objects of a kind are written down.
 
-    kind: str
-    parts: tuple[Any, ...]
-
-
-def children(value: Any) -> Iterator[tuple[str, Any]]:  # noqa: PLR0912
-    """What `value` leads to, each with the end of its name."""
-    if isinstance(value, dict):
-        for place, (key, each) in enumerate(value.items()):
-            if isinstance(key, (str, int, float, bool, bytes, type(None))):
-                yield f"[{key!r}]", each
-            else:
-                yield f"[key {place}]", key
-                yield f"[value {place}]", each
-    elif isinstance(value, (list, tuple, deque)):
-        for place, each in enumerate(value):
-            yield f"[{place}]", each
-    if isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield f".<{name}>", cell
-        yield ".__defaults__", value.__defaults__
-        yield ".__kwdefaults__", value.__kwdefaults__
-        yield from ((f".{name}", each) for name, each in vars(value).items())
-    elif isinstance(value, types.CellType):
-        try:
-            yield "", value.cell_contents
-        except ValueError:
-            return
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__
-        yield ".__func__", value.__func__
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, type):
-        yield from ((f".{name}", each) for name, each in own_attributes(value).items())
-    elif isinstance(value, torch.Tensor):
-        yield from _of_tensor(value)
-    else:
-        yield from ((f".{name}", each) for name, each in attributes(value).items())
-
-
-def content(value: Any) -> Content | None:  # noqa: PLR0912
-    """What `value` holds; None for what can only be written down as a whole, or not at all.
-
-    Tensors and arrays give what is beside their numbers.
+    ATOM: as they are, without a name. VALUE: as a value each time, since they cannot be changed in
+    place. STATE: by name, with their state each time. NAMED: by name, with what they hold when it
+    counts. CLOSED: by name, and left as set-up makes them.
     """
-    found: tuple[Any, ...]
-    for kind, (state, _) in RANDOM.items():
-        if isinstance(value, kind):
-            return Content("random", (state(value),))
-    if isinstance(value, types.CellType):
-        try:
-            return Content("cell", (value.cell_contents,))
-        except ValueError:
-            return Content("cell", ())
-    if isinstance(value, type):
-        return Content("class", _flat(own_attributes(value)))
-    if isinstance(value, torch.Tensor):
-        grad = value.grad if value.is_leaf else None
-        return Content("tensor", (value.requires_grad, grad, *_flat(vars_of(value))))
-    if isinstance(value, np.ndarray):
-        return Content("array", ())
-    if isinstance(value, types.FunctionType):
-        return Content("object", ((), *_flat(vars(value))))
-    if isinstance(value, bytearray):
-        return Content("bytes", (bytes(value),))
-    if isinstance(value, dict):
-        found = tuple(itertools.chain.from_iterable(value.items()))
-        kind_name = "dict"
-    elif isinstance(value, (list, deque, set)):
-        found, kind_name = tuple(value), "items"
-    else:
-        found, kind_name = (), "object"
+
+    ATOM = enum.auto()
+    VALUE = enum.auto()
+    STATE = enum.auto()
+    NAMED = enum.auto()
+    CLOSED = enum.auto()
+
+
+def _no_children(value: Any) -> Children:
+    return ()
+
+
+def _no_content(value: Any) -> Content | None:
+    return None
+
+
+def _no_put(value: Any, seen: Content) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is done with the objects of a kind.
+
+    Attributes:
+        role: How they are written down.
+        children: What one leads to.
+        content: What one holds now; None where it is left as it is.
+        put: Makes one hold what was seen.
+    """
+
+    role: Role
+    children: Callable[[Any], Children] = _no_children
+    content: Callable[[Any], Content | None] = _no_content
+    put: Callable[[Any, Content], None] = _no_put
+
+
+class Kinds:
+    """Tells the kind of any object.
+
+    Args:
+        reducers: Type to how its objects are made again, where they cannot be pickled as they are.
+        states: Type to how the state of its objects is asked and set.
+    """
+
+    def __init__(self, reducers: Mapping[type, Reducer], states: Mapping[type, State]) -> None:
+        self._reducers = dict(reducers)
+        self._states = _RANDOM | dict(states)
+        self._known: dict[type, Kind] = {}
+        self._reduced: dict[type, Reducer | None] = {}
+
+    def of(self, value: Any) -> Kind:
+        """The kind of `value`."""
+        kind = type(value)
+        if kind not in self._known:
+            self._known[kind] = self._kind(kind)
+        return self._known[kind]
+
+    def reducer(self, value: Any) -> Reducer | None:
+        """The reducer given for objects like `value`."""
+        kind = type(value)
+        if kind not in self._reduced:
+            found = (put for each, put in self._reducers.items() if issubclass(kind, each))
+            self._reduced[kind] = next(found, None)
+        return self._reduced[kind]
+
+    def _kind(self, kind: type) -> Kind:
+        for each, (get, put) in self._states.items():
+            if issubclass(kind, each):
+                return _state_kind(get, put)
+        for each, reduce in self._reducers.items():
+            if issubclass(kind, each):
+                return Kind(Role.VALUE, functools.partial(_of_reduction, reduce))
+        if issubclass(kind, ATOMS):
+            return Kind(Role.ATOM)
+        if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
+            return Kind(Role.CLOSED, _of_compiled)
+        for types_, found in _KINDS:
+            if issubclass(kind, types_):
+                return found
+        if is_builtin_iterator(kind):
+            return Kind(Role.VALUE, functools.partial(_of_reduction, _plain_reduction))
+        return Kind(Role.CLOSED) if is_closed(kind) else _OBJECT
+
+
+def _state_kind(get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> Kind:
+    return Kind(
+        Role.STATE,
+        content=lambda value: Content("state", (get(value),)),
+        put=lambda value, seen: put(value, seen.items[0]),
+    )
+
+
+def _attributes_of(value: Any) -> Children:
+    for name, each in attributes(value).items():
+        if type(each) not in PLAIN_ATOMS:
+            yield ".%s", name, each
+
+
+def _of_dict(value: Any) -> Children:
+    if not PLAIN_ATOMS.issuperset(map(type, dict.values(value))):
+        for place, (key, each) in enumerate(dict.items(value)):
+            if type(each) not in PLAIN_ATOMS:
+                if isinstance(key, _KEYS):
+                    yield "[%r]", key, each
+                else:
+                    yield "[value %d]", place, each
+    if not PLAIN_ATOMS.issuperset(map(type, value)):
+        for place, key in enumerate(value):
+            if not isinstance(key, _KEYS):
+                yield "[key %d]", place, key
+    yield from _attributes_of(value)
+
+
+def _dict_content(value: Any) -> Content:
     beside = attributes(value)
-    if kind_name == "object" and not beside and not _has_attributes(value):
+    if isinstance(value, defaultdict):
+        beside = {**beside, "default_factory": value.default_factory}
+    return Content("dict", flat(value), flat(beside))
+
+
+def _dict_put(value: Any, seen: Content) -> None:
+    # Past what a class of the program may have made of these methods.
+    plain: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    plain.clear(value)
+    for key, each in pairs(seen.items):
+        plain.__setitem__(value, key, each)
+    beside = dict(pairs(seen.attributes))
+    if isinstance(value, defaultdict):
+        value.default_factory = beside.pop("default_factory")
+    put_attributes(value, flat(beside))
+
+
+def _of_items(value: Any) -> Children:
+    if not PLAIN_ATOMS.issuperset(map(type, value)):
+        for place, each in enumerate(value):
+            if type(each) not in PLAIN_ATOMS:
+                yield "[%d]", place, each
+    if type(value) not in (list, tuple, deque):
+        yield from _attributes_of(value)
+
+
+def _items_content(value: Any) -> Content:
+    return Content("items", tuple(value), flat(attributes(value)))
+
+
+def _items_put(value: Any, seen: Content) -> None:
+    plain: Any = next(each for each in (list, deque, set, bytearray) if isinstance(value, each))
+    plain.clear(value)
+    (set.update if plain is set else plain.extend)(value, seen.items)
+    put_attributes(value, seen.attributes)
+
+
+def _bytes_content(value: Any) -> Content:
+    return Content("bytes", (bytes(value),))
+
+
+def _bytes_put(value: Any, seen: Content) -> None:
+    value[:] = seen.items[0]
+
+
+def _of_weak_mapping(value: Any) -> Children:
+    for place, (key, each) in enumerate(list(value.items())):
+        yield from (("[key %d]", place, key), ("[value %d]", place, each))
+
+
+def _weak_mapping_content(value: Any) -> Content:
+    return Content("weak", flat(value))
+
+
+def _weak_mapping_put(value: Any, seen: Content) -> None:
+    value.clear()
+    value.update(dict(pairs(seen.items)))
+
+
+def _weak_set_put(value: Any, seen: Content) -> None:
+    value.clear()
+    value.update(seen.items)
+
+
+def _of_function(value: Any) -> Children:
+    compiled = vars(value).get("_torchdynamo_orig_callable")
+    if compiled is not None:
+        yield ".%s", "__wrapped__", compiled
+        return
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        yield ".<%s>", name, cell
+    yield ".%s", "__defaults__", value.__defaults__
+    yield ".%s", "__kwdefaults__", value.__kwdefaults__
+    yield from _attributes_of(value)
+
+
+def _function_content(value: Any) -> Content | None:
+    if "_torchdynamo_orig_callable" in vars(value):
         return None
-    return Content(kind_name, (found, *_flat(beside)))
+    return Content("object", (), flat(attributes(value)))
 
 
-def put_back(value: Any, seen: Content) -> None:
-    """Make `value` hold what was `seen`."""
-    kind, parts = seen
-    if kind == "random":
-        next(put for each, (_, put) in RANDOM.items() if isinstance(value, each))(value, parts[0])
-    elif kind == "cell":
-        if parts:
-            value.cell_contents = parts[0]
-    elif kind == "class":
-        for name, each in _pairs(parts):
-            setattr(value, name, each)
-    elif kind == "tensor":
-        requires_grad, grad, *others = parts
-        if value.is_leaf:
-            value.requires_grad_(requires_grad)
-            value.grad = grad
-        _put_attributes(value, dict(_pairs(tuple(others))))
-    elif kind == "bytes":
-        value[:] = parts[0]
-    elif kind in ("dict", "items", "object"):
-        items, *others = parts
-        if kind == "dict":
-            dict.clear(value)
-            for key, each in _pairs(items):
-                dict.__setitem__(value, key, each)
-        elif kind == "items":
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(items)
-        _put_attributes(value, dict(_pairs(tuple(others))))
+def _of_cell(value: Any) -> Children:
+    with contextlib.suppress(ValueError):
+        yield "%s", "", value.cell_contents
 
 
-def same(before: Content, after: Content) -> bool:
-    """Whether an object holds what it held: the same objects, or equal atoms."""
-    return before.kind == after.kind and _same_parts(before.parts, after.parts)
+def _cell_content(value: Any) -> Content:
+    try:
+        return Content("cell", (value.cell_contents,))
+    except ValueError:
+        return Content("cell", ())
 
 
-def _same_parts(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    return len(before) == len(after) and all(map(_same_part, before, after))
+def _cell_put(value: Any, seen: Content) -> None:
+    if seen.items:
+        value.cell_contents = seen.items[0]
+    else:
+        with contextlib.suppress(ValueError):
+            del value.cell_contents
 
 
-def _same_part(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    if type(before) is not type(after):
-        return False
-    if isinstance(before, torch.Tensor):
-        # Of the states of generators.
-        return before.grad_fn is None and before.shape == after.shape and torch.equal(before, after)
-    if isinstance(before, np.ndarray):
-        return bool(np.array_equal(before, after))
-    if isinstance(before, tuple):
-        return _same_parts(before, after)
-    if isinstance(before, dict):
-        return _same_parts(_flat(before), _flat(after))
-    return isinstance(before, ATOMS) and (before == after or repr(before) == repr(after))
+def _of_class(value: Any) -> Children:
+    for name, each in vars(value).items():
+        special = name.startswith("__") and name.endswith("__")
+        if type(each) not in PLAIN_ATOMS and (not special or isinstance(each, types.FunctionType)):
+            yield ".%s", name, each
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object itself, those in slots included."""
-    found = dict(vars_of(value))
-    slots: list[str] = copyreg._slotnames(type(value)) if _looks_inside(value) else []  # type: ignore[attr-defined]
-    for name in slots:
-        if hasattr(value, name):
-            found[name] = getattr(value, name)
-    return found
+def _class_content(value: Any) -> Content:
+    return Content("class", (), flat(_class_variables(value)))
 
 
-def vars_of(value: Any) -> dict[str, Any]:
-    """The attributes that lie in an object's own dictionary."""
-    own = getattr(value, "__dict__", None)
-    return own if isinstance(own, dict) else {}
-
-
-def own_attributes(value: type) -> dict[str, Any]:
-    """The variables of a class, without what makes it a class."""
+def _class_variables(value: Any) -> dict[str, Any]:
     return {
         name: each
         for name, each in vars(value).items()
         if not (name.startswith("__") and name.endswith("__"))
-        and not isinstance(
-            each, (types.FunctionType, staticmethod, classmethod, property, *_DESCRIPTORS)
-        )
+        and not isinstance(each, _DESCRIPTORS)
     }
 
 
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, functools.cached_property)
-
-
-def _of_tensor(value: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    if value.is_leaf and value.grad is not None:
-        yield ".grad", value.grad
-    if hasattr(value, "__tensor_flatten__"):
-        names, context = value.__tensor_flatten__()
-        yield from ((f".{name}", getattr(value, name)) for name in names)
-        yield ".__context__", context
-    yield from ((f".{name}", each) for name, each in vars_of(value).items())
-
-
-def _looks_inside(value: Any) -> bool:
-    return not isinstance(value, (types.FunctionType, type, torch.Tensor, np.ndarray))
-
-
-def _has_attributes(value: Any) -> bool:
-    return hasattr(value, "__dict__") or bool(copyreg._slotnames(type(value)))  # type: ignore[attr-defined]
-
-
-def _flat(pairs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(itertools.chain.from_iterable(pairs.items()))
-
-
-def _pairs(parts: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-    return zip(parts[::2], parts[1::2], strict=True)
-
-
-def _put_attributes(value: Any, others: dict[str, Any]) -> None:
-    own = vars_of(value)
-    for name in [each for each in own if each not in others]:
-        del own[name]
+def _class_put(value: Any, seen: Content) -> None:
+    others, now = dict(pairs(seen.attributes)), _class_variables(value)
+    for name in now:
+        if name not in others:
+            type.__delattr__(value, name)
     for name, each in others.items():
-        if name in own or hasattr(value, "__dict__"):
-            own[name] = each
-        else:
-            object.__setattr__(value, name, each)
+        if now.get(name) is not each:
+            type.__setattr__(value, name, each)
+
+
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def _of_wrapper(value: Any) -> Children:
+    yield ".%s", "__func__", value.__func__
+
+
+def _of_property(value: Any) -> Children:
+    yield from ((".%s", name, getattr(value, name)) for name in ("fget", "fset", "fdel"))
+
+
+def _of_method(value: Any) -> Children:
+    yield from ((".%s", name, getattr(value, name)) for name in ("__self__", "__func__"))
+
+
+def _of_partial(value: Any) -> Children:
+    yield from ((".%s", name, getattr(value, name)) for name in ("func", "args", "keywords"))
+    yield from _attributes_of(value)
+
+
+def _of_compiled(value: Any) -> Children:
+    yield ".%s", "_orig_mod", value._modules["_orig_mod"]
+
+
+def _plain_reduction(value: Any) -> Any:
+    with warnings.catch_warnings():
+        # Python 3.12 announces that iterators of itertools will not be copied one day.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return value.__reduce__()
+
+
+def _of_reduction(reduce: Reducer, value: Any) -> Children:
+    try:
+        parts = reduce(value)
+    except TypeError:
+        return
+    yield from (("<%d>", place, each) for place, each in enumerate(parts[1:3]))
+
+
+def _object_content(value: Any) -> Content | None:
+    beside = attributes(value)
+    return Content("object", (), flat(beside)) if beside or has_attributes(value) else None
+
+
+def _object_put(value: Any, seen: Content) -> None:
+    put_attributes(value, seen.attributes)
+
+
+_OBJECT = Kind(Role.NAMED, _attributes_of, _object_content, _object_put)
+_FUNCTION = Kind(Role.NAMED, _of_function, _function_content, _object_put)
+_WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
+_WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
+_KINDS: tuple[tuple[Any, Kind], ...] = (
+    (type, Kind(Role.NAMED, _of_class, _class_content, _class_put)),
+    (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
+    (np.ndarray, Kind(Role.NAMED, of_array, array_content, array_put)),
+    (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
+    ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
+    (set, Kind(Role.NAMED, _attributes_of, _items_content, _items_put)),
+    (tuple, Kind(Role.VALUE, _of_items)),
+    (frozenset, Kind(Role.VALUE)),
+    (bytearray, Kind(Role.NAMED, content=_bytes_content, put=_bytes_put)),
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _WEAK_MAPPING),
+    (weakref.WeakSet, _WEAK_SET),
+    (types.FunctionType, _FUNCTION),
+    (types.CellType, Kind(Role.NAMED, _of_cell, _cell_content, _cell_put)),
+    (types.MethodType, Kind(Role.VALUE, _of_method)),
+    (types.MethodWrapperType, Kind(Role.VALUE)),
+    ((staticmethod, classmethod), Kind(Role.NAMED, _of_wrapper)),
+    (property, Kind(Role.NAMED, _of_property)),
+    (functools.partial, Kind(Role.NAMED, _of_partial, _object_content, _object_put)),
+)

@@ -7,38 +7,33 @@ written down as a value.
 
 from __future__ import annotations
 
+import argparse
 import types
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from outlast.autosave.heap.kinds import ATOMS, PASSED_ON, RANDOM, Content, children, content
+from outlast.autosave.heap.atoms import PLAIN_ATOMS
+from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
+from outlast.autosave.heap.content import Content, same
+from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
+from outlast.autosave.heap.plain import digest_if_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-_CLOSED = (
-    "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch.distributed",
-    "torch._C", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio",
-    "socket", "ssl", "subprocess", "queue", "weakref", "importlib", "typing", "abc", "tqdm",
-    "outlast.autosave",
+_SIMPLE = (
+    dict, list, deque, set, bytearray, types.CellType, types.SimpleNamespace, argparse.Namespace,
 )  # fmt: skip
-"""Modules whose objects are not looked into: their state is that of a process, not of training."""
+"""Objects without a class of the program's that are its own where something of its own has them."""
 
-_BUILTIN = (dict, list, deque, set, bytearray, types.CellType)
+_MANY = 10_000
+"""Items from which on a container is written down only when it has changed."""
 
-
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    storage: str
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of modules that torch itself keeps."""
 
 
 class Names:
@@ -47,109 +42,177 @@ class Names:
     Args:
         roots: Names and objects to begin with.
         modules: Names of the program's own modules, whose classes' objects are its own.
+        reducers: Type to how its objects are made again, for what cannot be pickled as it is. Such
+            objects are written down as values each time, also those that set-up makes.
+        states: Type to two functions that ask for and set the state of its objects: those that
+            set-up makes stay, and get their state back.
 
     Attributes:
         objects: Path to object, in the order in which they are reached.
-        own: Paths to objects of the program itself, as opposed to those of libraries.
-        before: What they held.
+        types: Path to the object's class at that time.
+        geometry: How tensors and arrays lay in memory.
+        blocks: Address of a block of memory to its name.
+        kinds: Tells the kind of any object.
     """
 
-    def __init__(self, roots: Mapping[str, Any], modules: Iterable[str]) -> None:
-        self._modules = frozenset(modules)
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        modules: Iterable[str],
+        reducers: Mapping[type, Reducer] | None = None,
+        states: Mapping[type, State] | None = None,
+    ) -> None:
+        self.kinds = Kinds(reducers or {}, states or {})
         self.objects: dict[str, Any] = {}
-        self.own: set[str] = set()
+        self._modules = frozenset(modules)
+        self._own: set[str] = set()
         self._paths: dict[int, str] = {}
-        self._passed: dict[int, Any] = {}
+        self._digests: dict[str, bytes] = {}
         self._walk(roots)
-        self.before = {path: content(each) for path, each in self.objects.items()}
-        self.geometry = {
-            path: _geometry("", each) for path, each in self.objects.items() if has_storage(each)
+        self.types = {path: type(each) for path, each in self.objects.items()}
+        self._before = {
+            path: None if path in self._digests else self.kinds.of(each).content(each)
+            for path, each in self.objects.items()
         }
+        self._always = {path for path in self.objects if self._counts_always(path)}
+        self.geometry: dict[str, Geometry] = {}
+        self.blocks: dict[str, str] = {}
+        self._versions: dict[str, int] = {}
+        for path, each in self.objects.items():
+            if lies_in_block(each):
+                self.geometry[path] = geometry(each)
+                self.blocks.setdefault(self.geometry[path].block, f"={path}")
+                self._versions[path] = _version(each)
 
     def path_of(self, value: Any) -> str | None:
         """The name of an object; None for one that came later."""
         return self._paths.get(id(value))
 
-    def held(self) -> dict[str, Content]:
-        """What the objects hold now: the program's own, and those of libraries that changed."""
-        found = {}
-        for path, each in self.objects.items():
-            now = content(each)
-            before = self.before[path]
-            if now is not None and (
-                self._always(path, now) or before is None or differs(before, now)
-            ):
-                found[path] = now
+    def held(self, path: str) -> Content | None:
+        """What a named object holds now, if that is to be written down.
+
+        That of the program's own objects is, since what their set-up does may depend on the time of
+        day; that of libraries' objects and of large containers is when it is not what it was.
+        """
+        value = self.objects[path]
+        if path in self._digests:
+            if digest_if_plain(value) == self._digests[path]:
+                return None
+            return self.kinds.of(value).content(value)
+        now = self.kinds.of(value).content(value)
+        if path in self._always or not same(self._before[path], now):
+            return now
+        return None
+
+    def is_plain(self, path: str) -> bool:
+        """Whether what lies in an object has no names, as it is large and plain data."""
+        return path in self._digests
+
+    def led_to(self, path: str) -> Iterator[str]:
+        """Names of the objects that an object leads to."""
+        if path not in self._digests:
+            yield from self._named(self.objects[path])
+
+    def touched(self, path: str) -> bool:
+        """Whether the program can have changed an object that it seems to hold no more."""
+        if path in self._versions:
+            return self._versions[path] != _version(self.objects[path])
+        return path in self._own and not same(
+            self._before[path], self.kinds.of(self.objects[path]).content(self.objects[path])
+        )
+
+    def now_at(self) -> dict[str, str]:
+        """Address to name of the blocks that lie where set-up has put them."""
+        found: dict[str, str] = {}
+        for path, before in self.geometry.items():
+            if geometry(self.objects[path]) == before:
+                found.setdefault(before.block, f"={path}")
         return found
 
-    def _always(self, path: str, now: Content) -> bool:
-        return path in self.own and sum(map(_length, now.parts)) < _MANY
+    def _named(self, value: Any) -> Iterator[str]:
+        for _, _, each in self.kinds.of(value).children(value):
+            path = self._paths.get(id(each))
+            if path is not None:
+                yield path
+            elif self.kinds.of(each).role is Role.VALUE:
+                yield from self._named(each)
 
     def _walk(self, roots: Mapping[str, Any]) -> None:
         waiting = deque((name, each, True) for name, each in roots.items())
+        # Held while the walk lasts, so that no other object gets its address.
+        passed: dict[int, Any] = {}
         while waiting:
             path, value, own = waiting.popleft()
-            if id(value) in self._paths or id(value) in self._passed or self._atom(value):
+            if id(value) in self._paths or id(value) in passed:
                 continue
-            own = own and (isinstance(value, (*_BUILTIN, *PASSED_ON)) or self._is_own(value))
-            if isinstance(value, PASSED_ON):
-                # Kept, so that no later object gets its address.
-                self._passed[id(value)] = value
+            kind = self.kinds.of(value)
+            if kind.role is Role.ATOM or self._is_foreign_class(value):
+                continue
+            own = own and (kind.role is Role.VALUE or self._is_own(value))
+            if kind.role is Role.VALUE:
+                passed[id(value)] = value
             else:
                 self._paths[id(value)] = path
                 self.objects[path] = value
                 if own:
-                    self.own.add(path)
-            if self._open(value):
-                waiting.extend((path + end, each, own) for end, each in children(value))
+                    self._own.add(path)
+                if self._is_plain(path, value):
+                    continue
+            waiting.extend(self._beyond(path, value, kind, own))
 
-    def _atom(self, value: Any) -> bool:
-        if isinstance(value, type):
-            return value.__module__ not in self._modules
-        return isinstance(value, ATOMS)
+    def _beyond(
+        self, path: str, value: Any, kind: Kind, own: bool
+    ) -> Iterator[tuple[str, Any, bool]]:
+        own = own and not (isinstance(value, (list, dict, tuple, deque)) and len(value) > _MANY)
+        module = isinstance(value, nn.Module)
+        for form, key, each in kind.children(value):
+            yield path + form % (key,), each, own and not (module and key in _MODULE_INTERNALS)
+        if type(value).__module__ in self._modules:
+            yield f"{path}.__class__", type(value), True
+
+    def _is_plain(self, path: str, value: Any) -> bool:
+        if type(value) not in (list, dict) or len(value) <= _MANY:
+            return False
+        found = digest_if_plain(value)
+        if found is not None:
+            self._digests[path] = found
+        return found is not None
+
+    def _is_foreign_class(self, value: Any) -> bool:
+        return isinstance(value, type) and value.__module__ not in self._modules
 
     def _is_own(self, value: Any) -> bool:
-        if isinstance(value, (nn.Module, torch.Tensor, np.ndarray)):
+        if isinstance(value, (*_SIMPLE, torch.Tensor)):
             return True
+        if isinstance(value, types.FunctionType):
+            return value.__module__ in self._modules
         owner = value if isinstance(value, type) else type(value)
         return owner.__module__ in self._modules
 
-    def _open(self, value: Any) -> bool:
-        if isinstance(value, (*RANDOM, np.ndarray)):
+    def _counts_always(self, path: str) -> bool:
+        before = self._before[path]
+        if before is None or self.kinds.of(self.objects[path]).role is Role.STATE:
+            return before is not None
+        if path in self._own and len(before.items) + len(before.attributes) < _MANY:
+            return True
+        parts = (*before.items, *before.attributes)
+        return not PLAIN_ATOMS.issuperset(map(type, parts)) and any(
+            map(self._changes_unseen, parts)
+        )
+
+    def _changes_unseen(self, part: Any) -> bool:
+        """Whether a part of a content can change without being another object, and has no name."""
+        if type(part) is tuple:
+            return any(map(self._changes_unseen, part))
+        if id(part) in self._paths or self._is_foreign_class(part):
             return False
-        return not f"{type(value).__module__}.".startswith(tuple(f"{each}." for each in _CLOSED))
+        role = self.kinds.of(part).role
+        if role is Role.VALUE:
+            return not isinstance(part, (tuple, frozenset, types.MethodType))
+        return role is not Role.ATOM and not isinstance(part, torch.Tensor)
 
 
-_MANY = 10_000
-"""Items from which on a container is written down only when it has changed."""
-
-
-def differs(before: Content, now: Content) -> bool:
-    """Whether an object does not hold what it held."""
-    from outlast.autosave.heap.kinds import same
-
-    return not same(before, now)
-
-
-def has_storage(value: Any) -> bool:
-    """Whether a value is a tensor with numbers of its own, not one made of others."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not hasattr(value, "__tensor_flatten__")
-        and value.layout == torch.strided
-        and value.device.type != "meta"
-    )
-
-
-def _geometry(storage: str, tensor: torch.Tensor) -> Geometry:
-    return Geometry(
-        storage or str(tensor.untyped_storage().data_ptr()),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.storage_offset(),
-    )
-
-
-def _length(part: Any) -> int:
-    return len(part) if isinstance(part, tuple) else 1
+def _version(value: Any) -> int:
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0
+    return value._version

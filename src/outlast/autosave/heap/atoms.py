@@ -1,0 +1,55 @@
+"""Which objects are looked into, and which are left as set-up makes them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+ATOMS: tuple[type, ...] = (
+    type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented),
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, range, slice,
+    types.BuiltinFunctionType, types.ModuleType, np.dtype, np.generic,
+)  # fmt: skip
+"""What has no state of its own, or none that a program could change."""
+
+PLAIN_ATOMS: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+"""The types of most atoms, to pass over many at once."""
+
+_CLOSED = (
+    "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch.distributed",
+    "torch._C", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio",
+    "socket", "_socket", "ssl", "subprocess", "queue", "_queue", "weakref", "importlib", "typing",
+    "tqdm",     "outlast.autosave",
+)  # fmt: skip
+"""Modules whose objects are not looked into: their state is that of a process, not of training."""
+
+_OPEN: tuple[type, ...] = (
+    nn.Module, torch.Tensor, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler,
+    Dataset, Sampler, DataLoader,
+)  # fmt: skip
+"""What is looked into wherever it was defined."""
+
+
+def is_closed(kind: type) -> bool:
+    """Whether objects of a class are left as set-up makes them."""
+    if kind.__name__ == "DTensorSpec":
+        return False
+    module = f"{kind.__module__}."
+    return module.startswith(tuple(f"{each}." for each in _CLOSED)) and not issubclass(kind, _OPEN)
+
+
+def is_builtin_iterator(kind: type) -> bool:
+    """Whether a class is that of an iterator of Python's own, which is written by value."""
+    return (
+        issubclass(kind, Iterator)
+        and kind.__module__ in ("builtins", "itertools")
+        and kind is not types.GeneratorType
+    )

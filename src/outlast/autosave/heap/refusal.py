@@ -1,0 +1,107 @@
+"""What cannot be saved or not be found again, said with its path and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from outlast.autosave.heap.kinds import Kinds
+
+Path = tuple[str, ...]
+
+
+class Unsaveable(AutosaveError):  # noqa: N818 (what it says reads as a sentence)
+    """Something can be written down in no way.
+
+    Args:
+        value: What it is.
+        advice: The smallest change that would help.
+        path: The steps that lead there, e.g. ``("[0]", "['writer']", ".lock")``: from the values
+            that were to be captured, or from the object `root`.
+        root: Name of the named object that leads there; None for the values themselves.
+
+    Attributes:
+        type: Name of its class.
+    """
+
+    def __init__(self, value: Any, advice: str, path: Path = (), root: str | None = None) -> None:
+        self.type = name_of(type(value))
+        self.advice = advice
+        self.path = path
+        self.root = root
+        self.value = value
+        place = (root or "") + "".join(path)
+        what = f"`{place}`, a {self.type}," if place else f"a {self.type}"
+        super().__init__(f"{what} cannot be saved: {advice}")
+
+
+class SetupDiffersError(AutosaveError):
+    """Set-up has not made the same objects as when the program was saved.
+
+    Args:
+        path: Name of the object.
+        sentence: What is wrong with it.
+    """
+
+    def __init__(self, path: str, sentence: str) -> None:
+        self.path = path
+        super().__init__(f"`{path}` {sentence}; set-up must make the same objects in every run")
+
+
+def advice_for(value: Any) -> str:
+    """The smallest change that would let the program be saved in spite of `value`."""
+    module = type(value).__module__.split(".")[0]
+    if type(value).__name__ in ("generator", "coroutine", "async_generator"):
+        return "make it a class with `__next__`, or make it before the training loop"
+    if module in ("_thread", "threading", "concurrent", "multiprocessing", "queue", "_queue"):
+        return "it belongs to a process; make it before the training loop, so that set-up makes it"
+    if module in ("socket", "_socket", "ssl", "subprocess", "asyncio", "_io"):
+        return "it is a connection of a process; make it before the training loop"
+    return (
+        "make it before the training loop, so that set-up makes it, or give its class a "
+        "`__reduce__` that says how to make it again"
+    )
+
+
+def locate(
+    kinds: Kinds, value: Any, error_of: Callable[[Any], BaseException | None]
+) -> tuple[Path, Any]:
+    """The innermost part of `value` that cannot be written down, and the steps to it.
+
+    Args:
+        kinds: Tells what an object leads to.
+        value: What cannot be written down.
+        error_of: Tries to write something down.
+    """
+    steps: list[str] = []
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for step, each in _parts(kinds, value):
+            if id(each) not in seen and error_of(each) is not None:
+                steps.append(step)
+                value = each
+                break
+    return tuple(steps), value
+
+
+def _parts(kinds: Kinds, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, (set, frozenset)):
+        yield from (("{...}", each) for each in value)
+    elif isinstance(value, (list, tuple)) and hasattr(value, "_fields"):
+        names = value._fields
+        yield from ((f".{name}", each) for name, each in zip(names, value, strict=True))
+    else:
+        for form, key, each in kinds.of(value).children(value):
+            yield form % (key,), each
+
+
+def name_of(kind: type) -> str:
+    """A class's name, with its module unless it is one of Python's own."""
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
