@@ -23,12 +23,13 @@ from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.job import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.window import CopyWindow
 
 WriterKind = Literal["process", "thread"]
 _REPLACED = "a newer save replaced it"
@@ -40,7 +41,8 @@ class SaveResult:
 
     Attributes:
         step: The step saved.
-        blocked_seconds: How long the caller waited in `CheckpointStore.save_async`.
+        blocked_seconds: How long the caller waited for copies: in `CheckpointStore.save_async`, and
+            where tensors were late, in `SaveHandle.copied` or the call that did its work.
         seconds: From the request to the publication.
         bytes: Bytes that this rank wrote, on rank 0 those of all ranks that it can see; 0 when the
             save failed or was not made.
@@ -59,17 +61,36 @@ class SaveResult:
 
 
 class SaveHandle:
-    """A save under way."""
+    """A save under way.
 
-    def __init__(self, future: Future[SaveResult]) -> None:
+    Args:
+        future: Of its result.
+        copied: Makes the copies that are missing; None where all are made.
+    """
+
+    def __init__(
+        self, future: Future[SaveResult], copied: Callable[[], None] | None = None
+    ) -> None:
         self._future = future
+        self._copied = copied
 
     def done(self) -> bool:
-        """Whether it is published, given up or has failed."""
+        """Whether it is published, given up or has failed; not before all copies are made."""
         return self._future.done()
 
+    def copied(self) -> None:
+        """Make the copies that are missing, and let the writing begin.
+
+        To be called, where tensors were late, by the thread that trains and before it writes to the
+        first of them: after the backward pass, before the optimizer's step. Where none was late,
+        and from the second call on, it does nothing.
+        """
+        if self._copied is not None:
+            self._copied()
+
     def result(self) -> SaveResult:
-        """Wait for the end; a failure is in the result's `error`."""
+        """Wait for the end, of the copies too; a failure is in the result's `error`."""
+        self.copied()
         return self._future.result()
 
     def wait(self) -> SaveResult:
@@ -93,6 +114,45 @@ class Save:
     kind: str = STATE
     requires: tuple[int, ...] = ()
     notes: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A save that is copied or being copied, with what `Lane.submit` was told to do after it."""
+
+    job: PartJob
+    save: Save
+    abandoned: threading.Event
+    finish: Callable[[Version, str], str]
+
+
+class _Copies:
+    """The late copies of a save, and what comes after them.
+
+    Args:
+        window: With the copies that are still to be made.
+        blocked_seconds: How long the caller has waited so far.
+        write: Called once, with why the copies must not be used or an empty text, and with the
+            seconds for which the caller has waited.
+    """
+
+    def __init__(
+        self, window: CopyWindow, blocked_seconds: float, write: Callable[[str, float], None]
+    ) -> None:
+        self._window = window
+        self._blocked_seconds = blocked_seconds
+        self._write: Callable[[str, float], None] | None = write
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Make the copies that are missing and begin to write; does nothing when called again."""
+        with self._lock:
+            if self._write is None:
+                return
+            begun = time.perf_counter()
+            problem = self._window.close()
+            write, self._write = self._write, None
+            write(problem, self._blocked_seconds + time.perf_counter() - begun)
 
 
 class Lane:
@@ -132,6 +192,7 @@ class Lane:
         self._writer: Writer | None = None
         self._base_arena = -1
         self._abandoned = threading.Event()
+        self._window: CopyWindow | None = None
         self._last: SaveHandle | None = None
         self.last_step = -1
 
@@ -139,6 +200,11 @@ class Lane:
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._last is not None and not self._last.done()
+
+    def copied(self) -> None:
+        """Make the late copies of the save under way."""
+        if self._last is not None:
+            self._last.copied()
 
     def settle(self) -> None:
         """Wait for the save under way."""
@@ -154,6 +220,8 @@ class Lane:
     def abandon(self) -> None:
         """Give up the save under way; it is never published."""
         self._abandoned.set()
+        if self._window is not None:
+            self._window.drop()
 
     def changed(self, held: Holding) -> bool:
         """Whether this rank holds something else than when the work was shared out."""
@@ -184,6 +252,7 @@ class Lane:
         memory: dict[str, torch.Tensor],
         values: dict[str, Any],
         finish: Callable[[Version, str], str],
+        late: Mapping[str, torch.Tensor],
     ) -> SaveHandle:
         """Copy the tensors and write them in the background.
 
@@ -193,12 +262,13 @@ class Lane:
             values: Name to JSON value.
             finish: Called in the background with the version and what went wrong on this rank;
                 returns what went wrong on any.
+            late: Name to tensor of those that may be copied while training goes on.
         """
         assert self._plan is not None
         assert self._staging is not None
         assert self._memory is not None
         arena = (self._base_arena + 1) % len(self._memory.arenas)
-        self._memory.stage(arena, self._staging, memory)
+        window = self._memory.stage(arena, self._staging, memory, late, self._timeout_seconds)
         job = PartJob(
             arena=arena,
             version=save.version,
@@ -213,17 +283,29 @@ class Lane:
             notes=save.notes or {},
             alone=self._ranks.size > 1 and not self._coordinated,
         )
-        blocked_seconds = time.perf_counter() - save.begun
         self.last_step = save.version.step
         self._abandoned = threading.Event()
-        future = self._executor.submit(
-            self._run, job, save, blocked_seconds, self._abandoned, finish
-        )
-        self._last = SaveHandle(future)
+        staged = _Staged(job, save, self._abandoned, finish)
+        future: Future[SaveResult] = Future()
+
+        def write(problem: str, blocked_seconds: float) -> None:
+            self._in_background(
+                lambda: _give(future, lambda: self._run(staged, problem, blocked_seconds))
+            )
+
+        copies = _Copies(window, time.perf_counter() - save.begun, write)
+        self._window, self._last = window, SaveHandle(future, copies.close)
+        if window:
+            # The executor's thread must not wait for the caller: a program that ends without
+            # closing its windows ends all the same, without this version.
+            self._in_background(window.copy)
+        else:
+            copies.close()
         return self._last
 
     def close(self) -> None:
         """Wait for the save under way and give everything back."""
+        self.copied()
         self._executor.shutdown(wait=True)
         if self._writer is not None:
             self._writer.close()
@@ -251,16 +333,20 @@ class Lane:
                 self._place, self._reduction, arenas, self._timeout_seconds
             )
 
-    def _run(
-        self,
-        job: PartJob,
-        save: Save,
-        blocked_seconds: float,
-        abandoned: threading.Event,
-        finish: Callable[[Version, str], str],
-    ) -> SaveResult:
-        written, problem = None, ""
+    def _in_background(self, work: Callable[[], None]) -> None:
         try:
+            self._executor.submit(work)
+        except RuntimeError:
+            # The interpreter is ending and starts no more work in threads.
+            work()
+
+    def _run(self, staged: _Staged, problem: str, blocked_seconds: float) -> SaveResult:
+        job, abandoned, written = staged.job, staged.abandoned, None
+        try:
+            if abandoned.is_set():
+                raise AbandonedError
+            if problem:
+                raise CheckpointError(problem)
             written = self._write(job, abandoned)
         except AbandonedError:
             problem = _REPLACED
@@ -268,7 +354,7 @@ class Lane:
             problem = str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        problem = finish(job.version, problem)
+        problem = staged.finish(job.version, problem)
         skipped = ""
         if problem == _REPLACED:
             # Also where this rank had written its part before another gave up.
@@ -278,7 +364,7 @@ class Lane:
         return SaveResult(
             step,
             blocked_seconds,
-            time.perf_counter() - save.begun,
+            time.perf_counter() - staged.save.begun,
             0 if written is None or problem or skipped else self._stored_bytes(job, written),
             0 if written is None else written.raw_bytes,
             sentence if problem else None,
@@ -304,3 +390,11 @@ class Lane:
             raise
         self._base_arena = job.arena
         return written
+
+
+def _give(future: Future[SaveResult], work: Callable[[], SaveResult]) -> None:
+    """Give `future` the result of `work`, or its error."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,9 +1,12 @@
-"""Copying the live state into an arena: the only part of a save that training waits for."""
+"""Copying the live state into an arena: the only part of a save that training waits for.
+
+Of late tensors it waits only for what is not copied when it wants to write to them again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,7 @@ import torch
 
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.format.job import StagedPiece
+from outlast.checkpoint.window import CopyWindow, may_be_late
 from outlast.errors import CheckpointError
 from outlast.state.alignment import aligned
 from outlast.state.tensors import is_dense, place_of
@@ -32,6 +36,13 @@ class StagingPlan:
     pieces: list[StagedPiece]
     copies: dict[str, int]
     size: int
+
+    def names_at(self) -> dict[int, list[str]]:
+        """All names of what is copied to each place."""
+        names: dict[int, list[str]] = {}
+        for piece in self.pieces:
+            names.setdefault(piece.start, []).append(piece.name)
+        return names
 
 
 def plan_staging(
@@ -77,26 +88,48 @@ class StagingMemory:
         ]
         self._pinned = size > 0 and device.type == "cuda" and self._pin(device)
 
-    def stage(self, number: int, plan: StagingPlan, memory: dict[str, torch.Tensor]) -> None:
-        """Copy all tensors of `plan` into arena `number`; returns when the copies are made."""
+    def stage(
+        self,
+        number: int,
+        plan: StagingPlan,
+        memory: dict[str, torch.Tensor],
+        late: Mapping[str, torch.Tensor],
+        timeout_seconds: float,
+    ) -> CopyWindow:
+        """Copy the tensors of `plan` into arena `number`.
+
+        Args:
+            number: Which arena.
+            plan: Where everything goes.
+            memory: Name to this rank's part of each tensor.
+            late: Name to tensor of those that need not be copied at once; of tied tensors all must
+                be there.
+            timeout_seconds: Longest wait for copies in the background.
+
+        Returns:
+            The copies that are still to be made; all others are made.
+        """
         arena = self._bytes[number]
         devices: set[torch.device] = set()
-        with torch.no_grad():
-            for name, start in plan.copies.items():
-                source = memory[name].resolve_conj().resolve_neg()
-                size = source.numel() * source.element_size()
-                if size == 0:
-                    continue
-                if source.is_cuda:
-                    devices.add(source.device)
-                target = arena[start : start + size]
-                if is_dense(source):
-                    target.copy_(source.reshape(-1).view(torch.uint8), non_blocking=self._pinned)
-                else:
-                    typed = target.view(source.dtype).view(source.shape)
-                    typed.copy_(source, non_blocking=self._pinned)
+        window = CopyWindow(pinned=self._pinned, timeout_seconds=timeout_seconds)
+        names = plan.names_at()
+        for name, start in plan.copies.items():
+            own = memory[name]
+            if own.numel() == 0:
+                continue
+            ties = names[start]
+            if may_be_late(own) and all(each in late for each in ties):
+                witnesses = [own, *(late[each] for each in ties)]
+                window.add(name, *_copy(own, arena, start), witnesses)
+                continue
+            target, source = _copy(own.resolve_conj().resolve_neg(), arena, start)
+            if source.is_cuda:
+                devices.add(source.device)
+            with torch.no_grad():
+                target.copy_(source, non_blocking=self._pinned)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+        return window
 
     def close(self) -> None:
         """Give the memory back."""
@@ -125,3 +158,13 @@ class StagingMemory:
                     torch.zeros(1, device=device).add_(1)
                 return False
         return True
+
+
+def _copy(
+    source: torch.Tensor, arena: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes at `start` of `arena`, and a tensor to copy there; dense ones as their bytes."""
+    target = arena[start : start + source.numel() * source.element_size()]
+    if is_dense(source):
+        return target, source.reshape(-1).view(torch.uint8)
+    return target.view(source.dtype).view(source.shape), source

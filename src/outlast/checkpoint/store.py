@@ -129,7 +129,12 @@ class CheckpointStore:
         self._signals: Signals = NoSignals()
 
     def save_async(
-        self, step: int, state: State, *, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        late: Collection[str] | Callable[[str], bool] = (),
     ) -> SaveHandle:
         """Copy `state` and write it in the background as the version of `step`.
 
@@ -137,14 +142,26 @@ class CheckpointStore:
         that a failed write need not stop training. A step that this store has published is refused
         in the same way: no version is ever overwritten.
 
+        Tensors in `late` are copied in the background after the return, while training reads them;
+        ``handle.copied()`` must be called before the first of them is written, which is when the
+        writing of the version begins. A late tensor whose version counter (`Tensor._version`) has
+        gone up by then makes the save fail: it is never published. Writes that count nothing
+        (through ``.data``, by fused optimizers, batch norm's statistics) are found only where they
+        change the few bytes that are compared, so tensors that are written so before the call must
+        not be late. Ranks that save together call ``copied()`` before any of them waits for the
+        result. Any call of the store that waits for the save does the work of ``copied()`` first.
+
         Args:
             step: Steps done.
             state: Name -> module, optimizer(s) of its parameters, or objects with a state_dict().
             metrics: Figures of this step, for `Retention.best` and for people.
+            late: Names of tensors that will not be written to before ``handle.copied()`` is called,
+                or a function that tells them by their names (`model.layer.weight`,
+                `optimizer.state.layer.weight.exp_avg`).
 
         Raises:
-            CheckpointError: When `step` is negative, the state cannot be saved, or another live
-                process owns the store.
+            CheckpointError: When `step` is negative, the state cannot be saved, `late` names a
+                tensor that it lacks, or another live process owns the store.
         """
         if step < 0:
             raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
@@ -161,7 +178,7 @@ class CheckpointStore:
                 notes["mesh"] = mesh
             return live
 
-        handle = self._submit(self._states, step, collected, begun, notes)
+        handle = self._submit(self._states, step, collected, begun, notes, late=late)
         self._last_save = LastSave(step, frozenset(state), handle)
         if not self._asynchronous:
             handle.result()
@@ -284,6 +301,7 @@ class CheckpointStore:
         *,
         kind: str = STATE,
         requires: tuple[int, ...] = (),
+        late: Collection[str] | Callable[[str], bool] = (),
     ) -> SaveHandle:
         self._saves += kind == STATE
         self._submissions += 1
@@ -294,6 +312,7 @@ class CheckpointStore:
         unexpected: Exception | None = None
         try:
             live = collected()
+            deferred = _late_tensors(late, live)
             held, memory = holding(live)
             changed = lane.changed(held)
         except CheckpointError as error:
@@ -311,6 +330,7 @@ class CheckpointStore:
         if held is None or failed:
             raise CheckpointError(problem)
         if busy and self._when_busy == "skip":
+            lane.copied()
             seconds = time.perf_counter() - begun
             reason = f"the save of step {lane.last_step} was still under way"
             return _ended(SaveResult(step, seconds, seconds, 0, skipped=reason))
@@ -331,7 +351,7 @@ class CheckpointStore:
         place = self._tiers.first if kind == STATE else self._log_place
         key = f"{self._submissions}/{save.version.folder}"
         finish = functools.partial(self._finish, place, number=number, key=key)
-        return lane.submit(save, memory, live.values, finish)
+        return lane.submit(save, memory, live.values, finish, deferred)
 
     def _comes_again(self, step: int) -> bool:
         """Whether the run went back to `step`, or tries again what has failed."""
@@ -426,6 +446,21 @@ class CheckpointStore:
         except OSError as error:
             return sentence_of(error)
         return problem
+
+
+def _late_tensors(
+    late: Collection[str] | Callable[[str], bool], live: Live
+) -> dict[str, torch.Tensor]:
+    """Name to tensor of those that may be copied late."""
+    if callable(late):
+        return {name: each for name, each in live.tensors.items() if late(name)}
+    for name in late:
+        if name not in live.tensors:
+            raise CheckpointError(
+                f"late names the tensor `{name}`, which the state has not; names are like "
+                f"`{next(iter(live.tensors), 'model.weight')}`"
+            )
+    return {name: live.tensors[name] for name in late}
 
 
 def _ended(result: SaveResult) -> SaveHandle:
