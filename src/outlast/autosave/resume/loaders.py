@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from outlast.autosave.resume.draws import Draws, Indices, Series, draws_at_once
 from outlast.autosave.resume.randomness import (
@@ -80,7 +81,11 @@ class LoaderIterator:
         self._draws = self._begun()
         if revived:
             self._started = self._handed = self._received
+            # New workers take the place of those that were seeded when the loader was first used.
+            now = self._seed.read()
+            self._seed.write(self._born)
             self._inner = self._built(passing=False)
+            self._seed.write(now)
             self._iterate_again()
         else:
             if self._indices is not None:
@@ -273,18 +278,19 @@ class LoaderIterator:
             self._inner._sampler_iter = iter(self._indices)
 
     def _other_draws(self) -> AutosaveError:
+        drawn = self._draws.series.drawn
         if self._reads:
-            dataset = type(self._loader.dataset).__qualname__
             return AutosaveError(
-                f"the dataset {dataset} has ended before batch {self._count}, up to which it was "
-                "read when the program was saved; give it the same files and the same order"
+                f"the dataset {type(self._loader.dataset).__qualname__} has ended before batch "
+                f"{drawn}, up to which it was read when the program was saved; give it the same "
+                "files in the same order"
             )
         sampler = type(self._loader.batch_sampler or self._loader.sampler).__qualname__
         if sampler == "BatchSampler":
             sampler = type(self._loader.sampler).__qualname__
         return AutosaveError(
             f"the sampler {sampler} gives other indices than before the program was saved, in the "
-            f"first {self._draws.series.drawn} batches of the epoch; keep the dataset's length, "
+            f"first {drawn} batches of the epoch; keep the dataset's length, "
             "and what the sampler draws from, the same in every run and throughout an epoch"
         )
 
@@ -349,6 +355,16 @@ def resumable_loaders() -> Iterator[None]:
     finally:
         DataLoader.__iter__ = plain  # type: ignore[method-assign]
 
+
+def _refuse(inner: Any) -> Any:
+    raise AutosaveError(
+        f"the iterator {type(inner).__qualname__} of a data loader was not made by "
+        "iter(DataLoader(...)) and cannot be saved; iterate over the loader itself"
+    )
+
+
+REDUCERS: Mapping[type, Callable[[Any], Any]] = {_BaseDataLoaderIter: _refuse}
+"""How objects of these types, and of types derived from them, are pickled."""
 
 IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     LoaderIterator: (LoaderIterator.__getstate__, LoaderIterator.__setstate__),
