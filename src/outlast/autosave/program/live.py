@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,16 +26,19 @@ class Liveness:
     """Live names at each statement of a body.
 
     Attributes:
-        at: Statement to the names live before it; for a loop, before the next iteration.
+        at: Statement to the names live before it.
+        head: Loop to the names live before its next iteration.
+        after: Statement to the names live behind it.
         always: Names that are read at times that cannot be told: by functions defined here.
     """
 
     at: dict[ast.stmt, Names] = field(default_factory=dict)
+    head: dict[ast.stmt, Names] = field(default_factory=dict)
+    after: dict[ast.stmt, Names] = field(default_factory=dict)
     always: Names = _NOTHING
 
 
-@dataclass(frozen=True)
-class _Jumps:
+class _Jumps(NamedTuple):
     """Names live where `break`, `continue`, `return` and an exception lead."""
 
     on_break: Names = _NOTHING
@@ -51,9 +54,21 @@ def liveness(body: Body) -> Liveness:
     for node in _nodes_here(body.body):
         if isinstance(node, _SCOPES):
             inner |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    if any(_reads_all(node, body) for node in ast.walk(body)):
+        inner |= {each.id for each in ast.walk(body) if isinstance(each, ast.Name)}
     found.always = frozenset(inner)
     _block(body.body, _NOTHING, _Jumps(), found)
     return found
+
+
+def _reads_all(node: ast.AST, body: Body) -> bool:
+    """Whether names are read that the text does not show."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    anywhere = node.func.id in ("eval", "exec") or (
+        isinstance(body, ast.Module) and node.func.id == "globals"
+    )
+    return anywhere or (node.func.id in ("locals", "vars", "dir") and not node.args)
 
 
 def _nodes_here(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
@@ -67,6 +82,7 @@ def _nodes_here(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
 
 def _block(statements: list[ast.stmt], after: Names, jumps: _Jumps, found: Liveness) -> Names:
     for statement in reversed(statements):
+        found.after[statement] = found.after.get(statement, _NOTHING) | after
         after = _statement(statement, after, jumps, found) | jumps.on_error
         found.at[statement] = found.at.get(statement, _NOTHING) | after
     return after
@@ -79,45 +95,46 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
         case ast.For() | ast.AsyncFor() | ast.While():
             return _loop(node, after, jumps, found)
         case ast.If():
-            return (
-                _read(node.test)
-                | _block(node.body, after, jumps, found)
-                | _block(node.orelse, after, jumps, found)
-            )
-        case ast.With() | ast.AsyncWith():
             inside = _block(node.body, after, jumps, found)
+            inside |= _block(node.orelse, after, jumps, found)
+            return read_names(node.test) | (inside - _surely_bound(node.test))
+        case ast.With() | ast.AsyncWith():
             targets = [each.optional_vars for each in node.items if each.optional_vars]
-            inside = (inside - _bound(targets)) | _read(*targets)
-            return inside | _read(*(each.context_expr for each in node.items))
+            # What was entered is used at the end, where it is left.
+            held = bound_names(targets)
+            leaving = _Jumps(*(each | held for each in jumps))
+            inside = _block(node.body, after | held, leaving, found)
+            inside = (inside - bound_names(targets)) | read_names(*targets)
+            return inside | read_names(*(each.context_expr for each in node.items))
         case ast.Try() | ast.TryStar():
             return _try(node, after, jumps, found)
         case ast.Match():
             branches = [_block(case.body, after, jumps, found) for case in node.cases]
-            return _read(node).union(after, *branches)
+            return read_names(node).union(after, *branches)
         case ast.Return():
-            return _read(node) | jumps.on_return
+            return read_names(node) | jumps.on_return
         case ast.Raise():
-            return _read(node)
+            return read_names(node)
         case ast.Break():
             return jumps.on_break
         case ast.Continue():
             return jumps.on_continue
         case ast.Assign():
-            return (after - _bound(node.targets)) | _read(node.value, *node.targets)
+            return (after - bound_names(node.targets)) | read_names(node.value, *node.targets)
         case ast.AnnAssign() if node.value is not None:
-            return (after - _bound([node.target])) | _read(node.value, node.target)
+            return (after - bound_names([node.target])) | read_names(node.value, node.target)
         case ast.AugAssign():
             # The target is read, too, although its context says "store".
             own = {node.target.id} if isinstance(node.target, ast.Name) else set()
-            return after | own | _read(node.target, node.value)
+            return after | own | read_names(node.target, node.value)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return (after - {node.name}) | _read(node)
+            return (after - {node.name}) | read_names(node)
         case ast.Import() | ast.ImportFrom():
             names = {(each.asname or each.name).split(".")[0] for each in node.names}
             return after - names
         case ast.Delete():
             return after | {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return after | _read(node)
+    return after | read_names(node)
 
 
 def _loop(
@@ -129,14 +146,14 @@ def _loop(
         inside = _Jumps(after, head, jumps.on_return, jumps.on_error)
         body = _block(node.body, head, inside, found)
         if isinstance(node, ast.While):
-            again = ended | body | _read(node.test)
+            again = read_names(node.test) | ((ended | body) - _surely_bound(node.test))
         else:
-            again = ended | (body - _bound([node.target])) | _read(node.target)
+            again = ended | (body - bound_names([node.target])) | read_names(node.target)
         if again <= head:
             break
         head |= again
-    found.at[node] = found.at.get(node, _NOTHING) | head
-    return head if isinstance(node, ast.While) else head | _read(node.iter)
+    found.head[node] = found.head.get(node, _NOTHING) | head
+    return head if isinstance(node, ast.While) else head | read_names(node.iter)
 
 
 def _try(node: ast.Try | ast.TryStar, after: Names, jumps: _Jumps, found: Liveness) -> Names:
@@ -149,7 +166,7 @@ def _try(node: ast.Try | ast.TryStar, after: Names, jumps: _Jumps, found: Livene
         jumps.on_error | final,
     )
     handlers = _NOTHING.union(
-        *(_read(each.type) | _block(each.body, last, through, found) for each in node.handlers)
+        *(read_names(each.type) | _block(each.body, last, through, found) for each in node.handlers)
     )
     inside = _Jumps(
         through.on_break, through.on_continue, through.on_return, through.on_error | handlers
@@ -158,19 +175,51 @@ def _try(node: ast.Try | ast.TryStar, after: Names, jumps: _Jumps, found: Livene
     return _block(node.body, otherwise, inside, found) | handlers
 
 
-def _read(*nodes: ast.AST | None) -> Names:
+def read_names(*nodes: ast.AST | None) -> Names:
     """Names read in expressions; all that a nested scope mentions counts."""
-    return frozenset(
-        each.id
-        for node in nodes
-        if node is not None
-        for each in ast.walk(node)
-        if isinstance(each, ast.Name)
-        and (isinstance(each.ctx, ast.Load) or isinstance(node, _SCOPES))
-    )
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, _SCOPES):
+            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        elif node is not None:
+            _reads(node, _NOTHING, found)
+    return frozenset(found)
 
 
-def _bound(targets: Iterable[ast.expr]) -> Names:
+def _reads(node: ast.AST, hidden: Names, found: set[str]) -> None:
+    """Add the names that `node` reads; a comprehension's own variables are `hidden` in it."""
+    if isinstance(node, ast.Name):
+        if isinstance(node.ctx, ast.Load) and node.id not in hidden:
+            found.add(node.id)
+        return
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        _reads(node.generators[0].iter, hidden, found)
+        hidden |= bound_names(each.target for each in node.generators)
+    for each in ast.iter_child_nodes(node):
+        _reads(each, hidden, found)
+
+
+def _surely_bound(test: ast.expr) -> Names:
+    """Names that ``:=`` binds in a condition, whatever its outcome."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [test]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.NamedExpr):
+            found.add(node.target.id)
+            waiting.append(node.value)
+        elif isinstance(node, ast.BoolOp):
+            waiting.append(node.values[0])
+        elif isinstance(node, ast.Compare):
+            waiting += [node.left, node.comparators[0]]
+        elif isinstance(node, ast.UnaryOp):
+            waiting.append(node.operand)
+        elif isinstance(node, ast.Call):
+            waiting += [node.func, *node.args, *(each.value for each in node.keywords)]
+    return frozenset(found)
+
+
+def bound_names(targets: Iterable[ast.expr]) -> Names:
     """Names that an assignment binds."""
     return frozenset(
         each.id

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from outlast.autosave.program.source import Body
 
 DEFINITIONS = (
@@ -18,7 +21,7 @@ DEFINITIONS = (
 
 
 def nodes_here(node: ast.AST) -> list[ast.AST]:
-    """Nodes that are executed in the same frame."""
+    """Nodes below `node` that are executed in the same frame."""
     found, waiting = [], list(ast.iter_child_nodes(node))
     while waiting:
         each = waiting.pop()
@@ -28,18 +31,52 @@ def nodes_here(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def names_of(node: ast.stmt) -> list[str]:
-    """Names that a definition or import binds."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(each.asname or each.name).split(".")[0] for each in node.names]
-    return [node.name] if hasattr(node, "name") else []
+def walk_here(node: ast.AST) -> Iterator[ast.AST]:
+    """As `ast.walk`, without what is executed as a frame of its own; class bodies included."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop(0)
+        yield each
+        waiting.extend(
+            child
+            for child in ast.iter_child_nodes(each)
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        )
 
 
 def local_names(body: Body) -> frozenset[str]:
     """Names bound in a body."""
-    bound, outer = set(), set()
+    return frozenset(_bindings(body))
+
+
+def defined_names(body: Body) -> dict[str, ast.stmt]:
+    """Names that a definition or import binds, and nothing else in the body does."""
+    bindings = _bindings(body)
+    return {
+        name: node for node in _in_order(body) for name in names_of(node) if bindings[name] == 1
+    }
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """Names that a definition or import binds."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(each.asname or each.name).split(".")[0] for each in node.names]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    return []
+
+
+def _in_order(body: Body) -> list[ast.stmt]:
+    found = [each for each in nodes_here(body) if isinstance(each, DEFINITIONS)]
+    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+
+def _bindings(body: Body) -> Counter[str]:
+    """Names bound in a body, and at how many places."""
+    bound: Counter[str] = Counter()
+    outer: set[str] = set()
     if not isinstance(body, ast.Module):
-        bound |= {each.arg for each in _arguments(body.args)}
+        bound.update(each.arg for each in _arguments(body.args))
     nodes = nodes_here(body)
     # Variables of a comprehension are those of a frame of its own.
     others = {
@@ -50,17 +87,22 @@ def local_names(body: Body) -> frozenset[str]:
     }
     for node in nodes:
         match node:
-            case ast.Name(ctx=ast.Store()) if node not in others:
-                bound.add(node.id)
-
+            case ast.Name(ctx=ast.Store() | ast.Del()) if node not in others:
+                bound[node.id] += 1
             case ast.Global() | ast.Nonlocal():
                 outer |= set(node.names)
-            case ast.ExceptHandler(name=str(name)):
-                # Python deletes it at the end of the handler.
-                bound.discard(name)
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                bound.add(name)
-    return frozenset(bound - outer)
+                bound[name] += 1
+            case ast.MatchMapping(rest=str(name)):
+                bound[name] += 1
+            case ast.stmt():
+                bound.update(names_of(node))
+    # Python deletes the name of a handled error at the end of its handler.
+    handled = {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    for name in outer | {each for each in handled if not bound[each]}:
+        bound.pop(name, None)
+    bound.pop("*", None)
+    return bound
 
 
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:

@@ -16,6 +16,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Body = ast.Module | Function
 """What is executed as one frame."""
 
+Loop = ast.For | ast.While
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -30,6 +32,11 @@ class SourceFile:
     path: Path
     text: str
     tree: ast.Module
+
+    def name(self) -> str:
+        """How people are told of it: relative to where they are, if it lies there."""
+        here = Path.cwd()
+        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
     def bodies(self) -> Iterator[Body]:
         """The module and each function in it, nested ones and methods too."""

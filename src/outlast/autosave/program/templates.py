@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import ast
 
-from outlast.autosave.program.sites import RUNTIME
-
-
-def guarded(statements: list[ast.stmt]) -> ast.stmt:
-    """`statements`, done only while the program does its work."""
-    return if_(made_expression(f"{RUNTIME}.live", statements[0]), statements)
-
-
-def if_(test: ast.expr, body: list[ast.stmt]) -> ast.stmt:
-    """An `if` on the line of its test."""
-    return ast.copy_location(ast.If(test, body, []), test)
-
 
 def made_statements(text: str, near: ast.stmt, **parts: ast.expr) -> list[ast.stmt]:
     """Statements from a template, on the line of `near`; names in capitals stand for `parts`."""
     tree = ast.parse(text)
     for each in ast.walk(tree):
-        if isinstance(each, ast.stmt | ast.expr):
-            ast.copy_location(each, near)
+        if isinstance(each, ast.stmt | ast.expr | ast.excepthandler):
+            each.lineno, each.col_offset = near.lineno, near.col_offset
             each.end_lineno, each.end_col_offset = near.lineno, near.col_offset
     _Filled(parts).visit(tree)
     return tree.body
@@ -33,6 +21,11 @@ def made_expression(text: str, near: ast.stmt, **parts: ast.expr) -> ast.expr:
     (statement,) = made_statements(text, near, **parts)
     assert isinstance(statement, ast.Expr)
     return statement.value
+
+
+def if_(test: ast.expr, body: list[ast.stmt]) -> ast.If:
+    """An `if` on the line of its test."""
+    return ast.copy_location(ast.If(test, body, []), test)
 
 
 class _Filled(ast.NodeTransformer):

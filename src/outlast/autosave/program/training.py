@@ -1,29 +1,33 @@
 """Where a program trains: its step loops, and the loops and calls that lead to them.
 
 A loop trains when its body, or a function of the program that it calls, has a backward pass and an
-optimizer's step. The outermost loop that does both itself, and not in a loop within or a function
-that has such a loop, is the *step loop*: its iterations are the steps, and what lies inside, as
-micro-batches or the inner loop of a critic, is a part of a step. Functions are known by their
-names alone, so that a method counts whatever object it is called on.
+optimizer's step (or a backward pass alone, where the program never calls ``.step()``). The
+outermost loop that does both itself, and not in a loop within or a function that has such a loop,
+is the *step loop*: its iterations are the steps, and what lies inside, as micro-batches or the
+inner loop of a critic, is a part of a step. Every choice is a correct place to save; the choice
+says how fine the steps are.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from outlast.autosave.program.calls import Calls, called_name
+from outlast.autosave.program.contents import BACKWARD, STEP, Contents
+from outlast.autosave.program.marks import chosen_loops, marked_loops
+from outlast.autosave.program.scopes import walk_here
+from outlast.autosave.program.source import Function, Loop
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from outlast.autosave.program.source import Body, SourceFile
 
-Loop = ast.For | ast.While
-_BACKWARD = frozenset({"backward", "manual_backward"})
-_STEP = frozenset({"step"})
+_ELSEWHERE = frozenset({"Process", "Thread", "spawn", "start_processes"})
+"""What runs a function in another process or thread."""
 
 
 @dataclass(frozen=True)
@@ -33,195 +37,228 @@ class Training:
     Attributes:
         step_loops: The loops whose iterations are steps.
         loops: These and the loops around them.
-        carriers: Names of the functions with such a loop, or that call one that has.
+        carriers: Functions with such a loop, or that call one that has.
+        reasons: Of each step loop, why it is one.
+        calls: Leads from calls to functions.
     """
 
     step_loops: frozenset[Loop]
     loops: frozenset[Loop]
-    carriers: frozenset[str]
+    carriers: frozenset[Function]
+    reasons: dict[Loop, str] = field(default_factory=dict)
+    calls: Calls = field(default_factory=lambda: Calls([]))
 
-    def calls(self, node: ast.AST) -> list[ast.Call]:
-        """Calls within `node` of functions that lead to training."""
-        return [
-            each
-            for each in _walk_here(node)
-            if isinstance(each, ast.Call) and called_name(each) in self.carriers
-        ]
+    def leads(self, call: ast.Call) -> bool:
+        """Whether a call leads to training."""
+        return not self.carriers.isdisjoint(self.calls.of(call))
 
 
-def find_training(files: Iterable[SourceFile]) -> Training:
+def find_training(files: Sequence[SourceFile], chosen: str | None = None) -> Training:
     """The loops of the program that train.
 
+    Args:
+        files: The program, the script first.
+        chosen: ``FILE:LINE`` of the loop whose iterations are the steps; None finds it.
+
     Raises:
-        AutosaveError: When there is none.
+        AutosaveError: When there is none, when no loop stands at the chosen line, when two loops
+            are steps of each other, or when training runs in other processes or threads.
     """
-    bodies = [body for source in files for body in source.bodies()]
-    contents = _Contents(bodies)
-    everything = contents.all()
-    wanted = frozenset({"backward", "step"}) & everything
-    if "backward" not in wanted:
-        raise AutosaveError(
-            f"no training loop was found in {next(iter(files)).path}: nothing in it or in the "
-            "modules beside it calls .backward(); put the loop's iterable into "
-            "outlast.autosave.loop(...), which marks it"
-        )
-    training = [each for each in _loops(bodies) if wanted <= contents.of(each)]
-    carriers = _carriers(bodies, training)
-    step_loops = {
-        each
-        for body in bodies
-        for each in _outermost_steps(body, frozenset(training), carriers, contents, wanted)
-    }
-    step_loops -= _within_steps(bodies, step_loops)
-    if not step_loops:
-        raise AutosaveError(
-            f"no training loop was found in {next(iter(files)).path}: it calls .backward(), but "
-            "in no `for` or `while` loop that also calls .step(); put the loop's iterable into "
-            "outlast.autosave.loop(...), which marks it"
-        )
-    around = {
-        each
-        for each in training
-        if each in step_loops
-        or any(inner in step_loops for inner in ast.walk(each))
-        or any(name in carriers for name in called_names(each))
-    }
-    inside = {inner for loop in step_loops for inner in ast.walk(loop) if inner is not loop}
-    return Training(frozenset(step_loops), frozenset(around - inside), carriers)
+    return _Search(files).found(chosen)
 
 
-def called_name(call: ast.Call) -> str:
-    """Last part of the name of the function that is called; empty for another expression."""
-    if isinstance(call.func, ast.Name):
-        return call.func.id
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+class _Search:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self._bodies = [body for source in files for body in source.bodies()]
+        self._functions = [each for each in self._bodies if not isinstance(each, ast.Module)]
+        self._calls = Calls(files)
+        self._contents = Contents(self._functions, self._calls)
+        self._where = {
+            node: source for source in files for node in ast.walk(source.tree)
+            if isinstance(node, Loop | ast.Call)
+        }  # fmt: skip
 
-
-def called_names(node: ast.AST) -> Iterator[str]:
-    """Names of the functions called in `node`, nested functions included."""
-    return (called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call))
-
-
-class _Contents:
-    """Which of the two, a backward pass and a step, happen in a node or in what it calls."""
-
-    def __init__(self, bodies: list[Body]) -> None:
-        self._functions: dict[str, set[str]] = defaultdict(set)
-        named = [each for each in bodies if not isinstance(each, ast.Module)]
-        self._whole = set().union(*(self.of(each) for each in bodies))
-        grown = True
-        while grown:
-            grown = False
-            for each in named:
-                known = self._functions[each.name]
-                found = self.of(each)
-                grown = grown or not found <= known
-                known |= found
-
-    def all(self) -> set[str]:
-        """What happens anywhere."""
-        return self._whole
-
-    def of(self, node: ast.AST, without: frozenset[ast.AST] = frozenset()) -> set[str]:
-        """What happens in `node`, apart from what is in nodes or called functions `without`."""
-        found: set[str] = set()
-        waiting = [node]
-        while waiting:
-            each = waiting.pop()
-            if each in without:
-                continue
-            if isinstance(each, ast.Call):
-                found |= self._call(each)
-            waiting.extend(ast.iter_child_nodes(each))
-        return found
-
-    def _call(self, call: ast.Call) -> set[str]:
-        name = called_name(call)
-        found = set(self._functions.get(name, ()))
-        if name in _BACKWARD or (name == "grad" and "autograd" in ast.unparse(call.func)):
-            found.add("backward")
-        if name in _STEP:
-            found.add("step")
-        return found
-
-
-def _loops(bodies: list[Body]) -> list[Loop]:
-    return [each for body in bodies for each in _walk_here(body) if isinstance(each, Loop)]
-
-
-def _walk_here(node: ast.AST) -> Iterator[ast.AST]:
-    """As `ast.walk`, without what is executed as a frame of its own."""
-    waiting = [node]
-    while waiting:
-        each = waiting.pop(0)
-        yield each
-        waiting.extend(
-            child
-            for child in ast.iter_child_nodes(each)
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        )
-
-
-def _carriers(bodies: list[Body], training: list[Loop]) -> frozenset[str]:
-    chosen = frozenset(training)
-    named = [each for each in bodies if not isinstance(each, ast.Module)]
-    carriers = {each.name for each in named if any(node in chosen for node in _walk_here(each))}
-    grown = True
-    while grown:
-        more = {
-            each.name
-            for each in named
-            if each.name not in carriers
-            and any(
-                called_name(call) in carriers
-                for call in _walk_here(each)
-                if isinstance(call, ast.Call)
+    def found(self, chosen: str | None) -> Training:
+        if chosen is not None:
+            steps = dict.fromkeys(chosen_loops(self._files, chosen), "it was chosen")
+        else:
+            steps = dict.fromkeys(
+                marked_loops(self._files), "its iterable is in outlast.autosave.loop(...)"
             )
+        if not steps:
+            steps = self._step_loops()
+        self._refuse_nested(steps)
+        carriers = self._carriers(steps)
+        self._refuse_elsewhere(carriers)
+        inside = {inner for loop in steps for inner in ast.walk(loop) if inner is not loop}
+        around = {
+            each
+            for each in self._loops()
+            if each in steps or (self._leads_to(each, frozenset(steps), carriers))
         }
-        carriers |= more
-        grown = bool(more)
-    return frozenset(carriers)
+        return Training(frozenset(steps), frozenset(around - inside), carriers, steps, self._calls)
 
-
-def _within_steps(bodies: list[Body], step_loops: set[Loop]) -> set[Loop]:
-    """Those in functions that are called in the iterations of others only: parts of a step."""
-    inner = {each for loop in step_loops for each in ast.walk(loop)}
-    inside, outside = set(), set()
-    for body in bodies:
-        for each in _walk_here(body):
-            if isinstance(each, ast.Call):
-                (inside if each in inner else outside).add(called_name(each))
-    parts = [
-        body
-        for body in bodies
-        if not isinstance(body, ast.Module) and body.name in inside - outside
-    ]
-    return {each for body in parts for each in _walk_here(body) if each in step_loops}
-
-
-def _outermost_steps(
-    node: ast.AST,
-    training: frozenset[Loop],
-    carriers: frozenset[str],
-    contents: _Contents,
-    wanted: frozenset[str],
-) -> Iterator[Loop]:
-    """The step loops of a body: the outermost that do a whole step themselves."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if child in training:
-            elsewhere = frozenset(
-                each
-                for each in ast.walk(child)
-                if each is not child
-                and (
-                    each in training
-                    or (isinstance(each, ast.Call) and called_name(each) in carriers)
-                )
+    def _step_loops(self) -> dict[Loop, str]:
+        script = self._files[0].name()
+        everything = set[str]().union(*(self._contents.of(each.tree) for each in self._files))
+        if BACKWARD not in everything:
+            raise AutosaveError(
+                f"no training loop was found in {script}: nothing in it or in the modules beside "
+                "it calls .backward(); put the iterable of the loop that trains into "
+                "outlast.autosave.loop(...), which marks it"
             )
-            if wanted <= contents.of(child, elsewhere):
-                assert isinstance(child, Loop)
-                yield child
+        wanted = frozenset({BACKWARD, STEP}) & everything
+        training = frozenset(each for each in self._loops() if wanted <= self._contents.of(each))
+        carriers = self._carriers(training)
+        steps = {
+            each
+            for body in self._bodies
+            for each in self._outermost(body, training, carriers, wanted)
+        }
+        if not steps:
+            raise AutosaveError(
+                f"no training loop was found in {script}: it calls .backward(), but in no `for` or "
+                "`while` loop that also calls .step(); put the iterable of the loop that trains "
+                "into outlast.autosave.loop(...), which marks it"
+            )
+        steps -= self._parts_of_steps(steps)
+        what = "a backward pass and a step" if len(wanted) > 1 else "a backward pass"
+        return dict.fromkeys(sorted(steps, key=self._order), f"each iteration does {what}")
+
+    def _order(self, loop: Loop) -> tuple[str, int]:
+        return (str(self._where[loop].path), loop.lineno)
+
+    def _loops(self) -> list[Loop]:
+        return [each for body in self._bodies for each in walk_here(body) if isinstance(each, Loop)]
+
+    def _leads_to(
+        self, node: ast.AST, loops: frozenset[Loop], carriers: frozenset[Function]
+    ) -> bool:
+        return any(
+            each in loops
+            or (isinstance(each, ast.Call) and not carriers.isdisjoint(self._calls.of(each)))
+            for each in walk_here(node)
+        )
+
+    def _carriers(self, loops: Iterable[Loop]) -> frozenset[Function]:
+        """Functions in which one of `loops` is, or that call one in which it is."""
+        chosen = frozenset(loops)
+        carriers: frozenset[Function] = frozenset()
+        while True:
+            more = {
+                each
+                for each in self._functions
+                if each not in carriers and self._leads_to(each, chosen, carriers)
+            }
+            if not more:
+                return carriers
+            carriers |= more
+
+    def _outermost(
+        self,
+        node: ast.AST,
+        training: frozenset[Loop],
+        carriers: frozenset[Function],
+        wanted: frozenset[str],
+    ) -> Iterator[Loop]:
+        """The step loops of a body: the outermost that do a whole step themselves."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Function | ast.Lambda):
                 continue
-        yield from _outermost_steps(child, training, carriers, contents, wanted)
+            if isinstance(child, Loop) and child in training:
+                elsewhere = frozenset(
+                    each
+                    for each in ast.walk(child)
+                    if each is not child
+                    and (
+                        each in training
+                        or (
+                            isinstance(each, ast.Call)
+                            and not carriers.isdisjoint(self._calls.of(each))
+                        )
+                    )
+                )
+                if wanted <= self._contents.of(child, elsewhere):
+                    yield child
+                    continue
+            yield from self._outermost(child, training, carriers, wanted)
+
+    def _parts_of_steps(self, steps: set[Loop]) -> set[Loop]:
+        """Step loops in functions that are called in the steps of others only.
+
+        Raises:
+            AutosaveError: When such a function is called elsewhere, too.
+        """
+        inner = {each for loop in steps for each in ast.walk(loop) if each is not loop}
+        within: dict[Function, ast.Call] = {}
+        outside: dict[Function, ast.AST] = {}
+        waiting: list[tuple[Body, bool]] = [
+            (each, False) for each in self._bodies if not self._is_called(each)
+        ]
+        while waiting:
+            body, in_step = waiting.pop()
+            for call in walk_here(body):
+                if not isinstance(call, ast.Call):
+                    continue
+                for each in self._calls.of(call):
+                    now = in_step or call in inner
+                    known: dict[Function, ast.AST] = within if now else outside  # type: ignore[assignment]
+                    if each not in known:
+                        known[each] = call
+                        waiting.append((each, now))
+        parts: set[Loop] = set()
+        for function, call in within.items():
+            loops = {each for each in walk_here(function) if each in steps}
+            if loops and function in outside:
+                other = next(iter(loops))
+                raise AutosaveError(
+                    f"two training loops conflict: the loop at {self._place(other)} is a part of "
+                    f"a step where {self._place(call)} calls it, and has steps of its own where "
+                    f"{self._place(outside[function])} does; say which loop's iterations are the "
+                    "steps with --loop FILE:LINE"
+                )
+            parts |= loops
+        return parts
+
+    def _is_called(self, body: Body) -> bool:
+        if isinstance(body, ast.Module):
+            return False
+        if not hasattr(self, "_reached"):
+            self._reached = {
+                each
+                for other in self._bodies
+                for node in walk_here(other)
+                if isinstance(node, ast.Call)
+                for each in self._calls.of(node)
+            }
+        return body in self._reached
+
+    def _refuse_nested(self, steps: Iterable[Loop]) -> None:
+        chosen = set(steps)
+        for loop in chosen:
+            for inner in ast.walk(loop):
+                if inner is not loop and inner in chosen:
+                    raise AutosaveError(
+                        f"two training loops conflict: the loop at {self._place(inner)} lies in a "
+                        f"step of the loop at {self._place(loop)}, and both are marked; mark one "
+                        "of them"
+                    )
+
+    def _refuse_elsewhere(self, carriers: frozenset[Function]) -> None:
+        for body in self._bodies:
+            for call in walk_here(body):
+                if (
+                    isinstance(call, ast.Call)
+                    and called_name(call) in _ELSEWHERE
+                    and not carriers.isdisjoint(self._calls.of(call))
+                ):
+                    raise AutosaveError(
+                        f"{self._place(call)}: the training loop runs in a process or thread that "
+                        "the script starts, and only the script's own is followed; call the "
+                        "function directly, and start several processes with torchrun"
+                    )
+
+    def _place(self, node: ast.AST) -> str:
+        line = getattr(node, "lineno", 1)
+        return f"{self._where[node].name()}, line {line}" if node in self._where else f"line {line}"

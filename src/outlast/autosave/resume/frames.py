@@ -2,84 +2,130 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outlast.autosave.program.sites import Rewritten, Site, body_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import FrameType
+    from collections.abc import Callable, Iterable
+    from types import CodeType, FrameType
+
+MODULE = "<module>"
 
 
 class Place(NamedTuple):
     """Where a frame stands.
 
     Attributes:
-        body: Name of its body.
+        body: Number of its body in the program.
         site: Number of the innermost site there; None for a frame that was never entered again.
         names: Its live local names and their values; none of a module, whose names are global.
     """
 
-    body: str
+    body: int
     site: int | None
     names: dict[str, Any]
 
 
 class Frames:
-    """Looks at frames by the sites of a rewritten program."""
+    """Looks at frames by the sites of a rewritten program.
+
+    Args:
+        files: The program.
+
+    Attributes:
+        sites: Number to site.
+    """
 
     def __init__(self, files: Iterable[Rewritten]) -> None:
-        self.sites: dict[int, Site] = {}
-        self._calls: dict[str, list[Site]] = {}
+        files = list(files)
+        self.sites: dict[int, Site] = {site.number: site for each in files for site in each.sites}
+        self._leading: dict[str, list[Site]] = {}
+        for site in self.sites.values():
+            if site.kind in ("call", "yield"):
+                self._leading.setdefault(site.body, []).append(site)
+        self._numbers: dict[str, int] = {}
         for each in files:
-            for site in each.sites:
-                self.sites[site.number] = site
-                if site.kind == "call":
-                    self._calls.setdefault(site.body, []).append(site)
-            for body in each.bodies:
-                self._calls.setdefault(body, [])
+            for body in sorted(each.bodies):
+                self._numbers[body] = len(self._numbers)
 
     def of(self, frame: FrameType | None) -> list[FrameType]:
-        """The frames of rewritten bodies, outermost first, up to `frame`."""
+        """The frames of bodies on the way to training, outermost first, up to `frame`."""
         found = []
         while frame is not None:
-            if self.body_of(frame) in self._calls:
+            if name_of(frame.f_code) in self._numbers:
                 found.append(frame)
             frame = frame.f_back
         return found[::-1]
 
-    def body_of(self, frame: FrameType) -> str:
-        """Name of the body that a frame executes."""
-        code = frame.f_code
-        return body_name(code.co_filename, code.co_qualname, code.co_firstlineno)
+    def places(
+        self, frame: FrameType, number: int, kept: Callable[[Site, str, Any], Any]
+    ) -> list[Place]:
+        """Where all frames up to `frame` stand, which is at site `number`.
 
-    def places(self, frame: FrameType, number: int) -> list[Place]:
-        """Where all frames up to `frame` stand, which is at site `number`."""
-        frames = self.of(frame)
-        return [
-            self._place(each, self.sites[number] if each is frame else self._call(each))
-            for each in frames
-        ]
+        Args:
+            frame: The innermost.
+            number: Of its site.
+            kept: Gives what is kept of a local name at a site, for its value.
+        """
+        found = []
+        for each in self.of(frame):
+            site = self.sites[number] if each is frame else self.leading(each)
+            names = {} if each.f_code.co_name == MODULE else self.names_at(each, site, kept)
+            where = None if site is None else site.number
+            found.append(Place(self._numbers[name_of(each.f_code)], where, names))
+        return found
+
+    def names_at(
+        self, frame: FrameType, site: Site | None, kept: Callable[[Site, str, Any], Any]
+    ) -> dict[str, Any]:
+        """The live local names of a frame at a site."""
+        if site is None:
+            return {}
+        values = frame.f_locals
+        return {
+            name: kept(site, name, values[name]) for name in sorted(site.names) if name in values
+        }
 
     def matches(self, frame: FrameType, number: int, target: list[Place]) -> int | None:
         """The depth of `frame`, if the way to `target` leads through site `number` there."""
-        depth = len(self.of(frame)) - 1
-        if depth >= len(target) or target[depth].body != self.body_of(frame):
+        frames = self.of(frame)
+        depth = len(frames) - 1
+        if depth >= len(target):
             return None
+        for each, place in zip(frames, target, strict=False):
+            if self._numbers[name_of(each.f_code)] != place.body:
+                return None
+            if each is not frame and self.number_of(self.leading(each)) != place.site:
+                return None
         aim = target[depth].site
         if aim is None or (number != aim and number not in self.sites[aim].around):
             return None
         return depth
 
-    def _call(self, frame: FrameType) -> Site | None:
-        """The call that a frame is in."""
-        line = frame.f_lineno
-        over = [
-            site for site in self._calls[self.body_of(frame)] if site.line <= line <= site.last_line
-        ]
-        return min(over, key=lambda site: site.last_line - site.line, default=None)
+    def leading(self, frame: FrameType) -> Site | None:
+        """The call, or the `yield`, that a frame is in."""
+        line, column = _position(frame)
+        sites = self._leading.get(name_of(frame.f_code), ())
+        return next((each for each in sites if each.covers(line, column)), None)
 
-    def _place(self, frame: FrameType, site: Site | None) -> Place:
-        wanted = () if site is None or frame.f_code.co_name == "<module>" else site.names
-        names = {name: frame.f_locals[name] for name in wanted if name in frame.f_locals}
-        return Place(self.body_of(frame), None if site is None else site.number, names)
+    @staticmethod
+    def number_of(site: Site | None) -> int | None:
+        """Number of a site, if there is one."""
+        return None if site is None else site.number
+
+
+def name_of(code: CodeType) -> str:
+    """Name of the body that code was made from, as its sites have it."""
+    return body_name(code.co_filename, code.co_qualname, code.co_firstlineno)
+
+
+def _position(frame: FrameType) -> tuple[int | None, int | None]:
+    """Line and column where the expression ends that a frame is computing."""
+    positions = frame.f_code.co_positions()
+    _, line, _, column = next(
+        itertools.islice(positions, frame.f_lasti // 2, None), (None, None, None, None)
+    )
+    # Python can be told not to keep columns.
+    return (frame.f_lineno, None) if line is None or column is None else (line, column)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+import types
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names
-from outlast.autosave.resume.frames import Frames, Place
+from outlast.autosave.resume.digests import STEPS, difference, digest
+from outlast.autosave.resume.entered import entered
+from outlast.autosave.resume.frames import MODULE, Frames, Place
+from outlast.autosave.resume.generators import Generators
+from outlast.autosave.resume.iterators import REDUCERS, resumable
+from outlast.autosave.resume.loaders import IN_PLACE
 from outlast.autosave.resume.randomness import random_states, set_random_states
 from outlast.errors import AutosaveError
 
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-    from outlast.autosave.program.rewrite import Rewritten
+    from outlast.autosave.program.sites import Rewritten, Site
 
 
 class Keeper(Protocol):
@@ -47,20 +55,27 @@ class Session:
     Attributes:
         live: Whether the program does its work; False on the way back to where it was saved.
         restoring: Whether the frame that asks is to take its local names over.
+        late: Depths of the frames that take theirs over when they are back from a call.
         unset: Stands for a local name that had no value.
-        step: Steps done.
+        anew: Stands for a function, class or module that is defined or imported again.
+        step: Iterations of step loops begun so far; at a boundary, steps done.
+        generators: What rewritten generator functions call.
     """
 
     unset = object()
+    anew = object()
 
     def __init__(
         self, files: list[Rewritten], keeper: Keeper, saved: Captured | None = None
     ) -> None:
         self.live = True
         self.restoring = False
+        self.late: set[int] = set()
         self.step = 0
         self._frames = Frames(files)
-        self._modules = {str(each.source.path) for each in files}
+        self.generators = Generators(self, self._frames, files)
+        self._files = frozenset(str(each.source.path) for each in files)
+        self._script = files[0].source.name()
         self._keeper = keeper
         self._saved = saved
         self._names: Names | None = None
@@ -68,6 +83,11 @@ class Session:
         self._random: Any = None
         self._reached: set[int] = set()
         self._frame_values: dict[str, Any] = {}
+        self._passed: set[tuple[int, int]] = set()
+        self._module_files: dict[str, bool] = {}
+        self._asked = -1
+        self._watched_until = -1
+        self._known = {"session": self, "anew": self.anew}
 
     def goes(self, number: int) -> bool:
         """Whether the program enters site `number`."""
@@ -81,17 +101,37 @@ class Session:
         if depth not in self._reached:
             self._reached.add(depth)
             self._frame_values = self._target[depth].names
-            self.restoring = True
+            self.restoring = sys._getframe(1).f_code.co_name != MODULE
         return True
 
     def values(self, names: list[str]) -> list[Any]:
         """Values of local names of the frame that asks."""
         self.restoring = False
-        return [self._frame_values.get(name, self.unset) for name in names]
+        values, self._frame_values = self._frame_values, {}
+        return [values.get(name, self.unset) for name in names]
+
+    def returns(self) -> bool:
+        """Whether the frame that asks is back from the call in which set-up had brought it."""
+        frame = sys._getframe(1)
+        depth = len(self._frames.of(frame)) - 1
+        if depth not in self.late:
+            return False
+        place = self._target[depth]
+        if self._frames.number_of(self._frames.leading(frame)) != place.site:
+            return False
+        self.late.discard(depth)
+        self._frame_values = place.names
+        if not self.late:
+            self._target = []
+        return True
+
+    def entered(self, name: str) -> Any:
+        """What stands for the expression of a `with`; None if it is to be evaluated."""
+        return None if self.live else entered(sys._getframe(1).f_locals, name, self._files)
 
     def iterate(self, number: int, iterable: Iterable[Any]) -> LoopIterator:
         """The iterator of loop `number`."""
-        return LoopIterator(self, number, iter(iterable))
+        return LoopIterator(self, number, resumable(iterable))
 
     def head(self, number: int) -> bool:
         """At the head of `while` loop `number`: whether to go in without asking its condition."""
@@ -102,19 +142,43 @@ class Session:
         return False
 
     def arrives(self, number: int, frame: FrameType) -> bool:
-        """Whether the head of loop `number` is where the program was saved; then it is live."""
+        """Whether the head of loop `number` is where the program was saved; then it is live.
+
+        Raises:
+            AutosaveError: When an iteration has passed without a way to where it was saved.
+        """
         depth = self._frames.matches(frame, number, self._target)
+        if depth is None or (number, depth) in self._passed:
+            raise self._lost()
         if depth != len(self._target) - 1 or self._target[-1].site != number:
+            self._passed.add((number, depth))
             return False
         set_random_states(self._random)
+        self._random = None
+        self.late = {
+            place
+            for place, each in enumerate(self._frames.of(frame))
+            if place not in self._reached and each.f_code.co_name != MODULE
+        }
+        self._target = [
+            each if place in self.late else each._replace(names={})
+            for place, each in enumerate(self._target)
+        ]
         self.live = True
         return True
 
     def boundary(self, number: int, frame: FrameType) -> None:
         """Between two steps of loop `number`."""
-        if self._keeper.due(self.step):
-            self._keeper.save(self.step, self._capture(number, frame))
-        self.step += 1
+        step = self.step
+        if step == self._asked:
+            # The loop of one epoch has ended, and that of the next begins.
+            return
+        self._asked = step
+        if step <= self._watched_until:
+            self._compare(step)
+        if self._keeper.due(step):
+            self._keeper.save(step, self._capture(number, frame))
+            self._watched_until = step + STEPS
 
     def finish(self) -> None:
         """At the end of the program.
@@ -123,62 +187,107 @@ class Session:
             AutosaveError: When the way back was not found.
         """
         if not self.live:
-            raise AutosaveError(
-                "the program ended without coming to where it was saved; its set-up must lead to "
-                "the same loop in every run"
-            )
+            raise self._lost()
+
+    def kept(self, site: Site, name: str, value: Any) -> Any:
+        """What is written down of a local name at a site."""
+        assert self._names is not None
+        if name in site.defined and self._names.path_of(value) is None:
+            return self.anew
+        return value
+
+    def _lost(self) -> AutosaveError:
+        site = self._frames.sites[self._target[-1].site or 0]
+        return AutosaveError(
+            f"{self._script} did not come back to the loop in line {site.line} where it was saved "
+            f"after {self.step} steps; its set-up must lead to the same loop in every run"
+        )
 
     def _begin(self, frame: FrameType) -> None:
         """The first training loop is reached: set-up is done."""
-        roots = {name: values for name, (_, values) in self._globals().items()}
-        for depth, each in enumerate(self._frames.of(frame)):
-            if each.f_code.co_name != "<module>":
-                roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
-        flat = {
+        roots = {
             f"{module}.{name}": value
-            for module, (_, values) in self._globals().items()
+            for module, values in self._globals().items()
             for name, value in values.items()
         }
-        locals_ = {name: value for name, value in roots.items() if ":" in name}
-        modules = {module for module, _ in self._globals().items()}
-        self._names = Names({**flat, **locals_}, modules)
+        for depth, each in enumerate(self._frames.of(frame)):
+            if each.f_code.co_name != MODULE:
+                roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
+        reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
+        self._names = Names(roots, list(self._globals()), reducers, IN_PLACE)
         if self._saved is not None:
-            step, places, values, self._random = restore(
-                self._saved, self._names, {"session": self}
-            )
-            self.step, self._target, self._saved = step, places, None
-            for module, names in values.items():
-                vars(sys.modules[module]).update(names)
-            self.live = False
+            self._go_back(self._saved, self._names)
+            self._saved = None
+
+    def _go_back(self, saved: Captured, names: Names) -> None:
+        self.step, self._target, values, self._random = restore(saved, names, self._known)
+        self._asked = self.step
+        self._watched_until = self.step + STEPS
+        dead = self._dead(self._target[0].site)
+        for module, found in values.items():
+            own = vars(importlib.import_module(module))
+            for name in self._own_names(own):
+                if name not in found and name not in dead:
+                    del own[name]
+            own.update(found)
+        self.live = False
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
-        places = self._frames.places(frame, number)
-        values = {
-            module: {name: each for name, each in values.items() if self._kept(module, name)}
-            for module, (_, values) in self._globals().items()
+        places = self._frames.places(frame, number, self.kept)
+        dead = {
+            each.f_globals["__name__"]: self._dead(place.site)
+            for each, place in zip(self._frames.of(frame), places, strict=True)
+            if each.f_code.co_name == MODULE
         }
-        content = (self.step, places, values, random_states())
-        return capture(self._names, content, {"session": self})
+        values = {
+            module: {
+                name: each for name, each in values.items() if name not in dead.get(module, ())
+            }
+            for module, values in self._globals().items()
+        }
+        return capture(self._names, (self.step, places, values, random_states()), self._known)
 
-    def _kept(self, module: str, name: str) -> bool:
-        return True
+    def _dead(self, site: int | None) -> frozenset[str]:
+        return frozenset() if site is None else self._frames.sites[site].dead
 
-    def _globals(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Name of each module of the program: its file, and its global names."""
+    def _compare(self, step: int) -> None:
+        """Keep the digest of a step after a save, or compare it with what an earlier life kept."""
+        assert self._names is not None
+        text = digest(self._names.objects, random_states())
+        before = self._keeper.digest(step, text)
+        different = "" if before is None else difference(before, text)
+        if different:
+            raise AutosaveError(
+                f"{self._script} was resumed, but after step {step} {different} differs from what "
+                "the run had there before it was stopped; something that it depends on is not "
+                "saved, or its computations are not the same each time "
+                "(torch.use_deterministic_algorithms(True) tells)"
+            )
+
+    def _globals(self) -> dict[str, dict[str, Any]]:
+        """Name of each module of the program to its global names and their values."""
         found = {}
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if file in self._modules:
-                values = {
-                    each: value
-                    for each, value in vars(module).items()
-                    if not (each.startswith("__") and each.endswith("__"))
-                    or each[:10] == "__outlast_"
-                }
-                values.pop("__outlast__", None)
-                found[name] = (file, values)
+            if isinstance(file, str) and self._is_own(file):
+                own = vars(module)
+                found[name] = {each: own[each] for each in self._own_names(own)}
         return found
+
+    def _is_own(self, file: str) -> bool:
+        if file not in self._module_files:
+            self._module_files[file] = os.path.realpath(file) in self._files
+        return self._module_files[file]
+
+    @staticmethod
+    def _own_names(values: dict[str, Any]) -> list[str]:
+        return [
+            each
+            for each in values
+            if not (each.startswith("__") and each.endswith("__")) or each[:10] == "__outlast_"
+            if each != "__outlast__"
+        ]
 
 
 class LoopIterator:
@@ -202,7 +311,10 @@ class LoopIterator:
                 return None
         elif self._step:
             session.boundary(self._number, sys._getframe(1))
-        return next(self._inner)
+        item = next(self._inner)
+        if self._step:
+            session.step += 1
+        return item
 
     def __reduce__(self) -> Any:
         return LoopIterator, (self._session, self._number, self._inner)

@@ -1,0 +1,228 @@
+"""Which functions of a program a call may reach, as far as its text tells.
+
+Names are followed to functions, classes and imports of the program's own files. Of a method call
+the receiver's class is looked for among all that is ever assigned, annotated or passed on under
+the receiver's name; when nothing is known of it, every method of that name may be meant, except
+where torch's own classes have a method that is called in the same way (``model.train()``).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from outlast.autosave.program.scopes import nodes_here
+from outlast.autosave.program.source import Function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from outlast.autosave.program.source import SourceFile
+
+_OF_TORCH = frozenset({"train", "eval", "step", "update", "backward", "close", "reset", "to"})
+"""Methods of torch's and other libraries' objects that programs use for their own classes, too."""
+
+_CALLED = ("__call__", "forward")
+Target = Function | ast.ClassDef
+
+
+def called_name(call: ast.Call) -> str:
+    """Last part of the name of the function that is called; empty for another expression."""
+    return last_name(call.func)
+
+
+def last_name(node: ast.AST) -> str:
+    """`c` of ``c`` and ``a.b.c``; empty for another expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+class Calls:
+    """Leads from calls to functions.
+
+    Args:
+        files: The program.
+    """
+
+    def __init__(self, files: Iterable[SourceFile]) -> None:
+        self._functions: dict[str, list[Function]] = defaultdict(list)
+        self._methods: dict[str, list[Function]] = defaultdict(list)
+        self._classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
+        self._aliases: dict[str, set[str]] = defaultdict(set)
+        self._values: dict[str, set[Target]] = defaultdict(set)
+        self._around: dict[ast.AST, ast.ClassDef] = {}
+        trees = [each.tree for each in files]
+        for tree in trees:
+            self._define(tree, None)
+        # Twice, for names that are given to others before they are known themselves.
+        for tree in trees * 2:
+            self._assign(tree)
+        self._known: dict[ast.Call, frozenset[Function]] = {}
+
+    def of(self, call: ast.Call) -> frozenset[Function]:
+        """Functions of the program that `call` may run, those among its arguments included."""
+        if call not in self._known:
+            found = set(self._called(call))
+            for each in [*call.args, *(word.value for word in call.keywords)]:
+                found |= self.named(each)
+            self._known[call] = frozenset(found)
+        return self._known[call]
+
+    def named(self, node: ast.expr) -> set[Function]:
+        """Functions that an expression without a call names."""
+        if isinstance(node, ast.Name):
+            found = {each for name in self._names(node.id) for each in self._functions[name]}
+            return found | {each for each in self._values[node.id] if isinstance(each, Function)}
+        if isinstance(node, ast.Attribute) and node.attr not in _OF_TORCH:
+            return set(self._of_receiver(node, None))
+        return set()
+
+    def _define(self, node: ast.AST, around: ast.ClassDef | None) -> None:
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.ClassDef):
+                self._classes[each.name].append(each)
+                self._define(each, each)
+            elif isinstance(each, Function):
+                if isinstance(node, ast.ClassDef):
+                    self._methods[each.name].append(each)
+                else:
+                    self._functions[each.name].append(each)
+                self._define(each, around)
+            else:
+                if isinstance(each, ast.ImportFrom):
+                    for alias in each.names:
+                        self._aliases[alias.asname or alias.name].add(alias.name)
+                if isinstance(each, ast.Attribute) and around is not None:
+                    self._around[each] = around
+                self._define(each, around)
+
+    def _assign(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            match node:
+                case ast.Assign():
+                    for target in node.targets:
+                        self._give(target, node.value)
+                case ast.AnnAssign() | ast.NamedExpr() if node.value is not None:
+                    self._give(node.target, node.value)
+                case ast.withitem(optional_vars=ast.expr() as target):
+                    self._give(target, node.context_expr)
+                case ast.arg(annotation=ast.expr() as annotation):
+                    text = ast.unparse(annotation).strip("'\"").split(".")[-1]
+                    self._values[node.arg] |= set(self._class_named(text))
+
+    def _give(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=False):
+                self._give(one, other)
+        elif name := last_name(target):
+            self._values[name] |= self._value(value)
+
+    def _value(self, node: ast.expr) -> set[Target]:
+        """Classes whose objects, and functions that, an expression may give."""
+        if not isinstance(node, ast.Call):
+            return {*self.named(node), *(self._values[last_name(node)] if last_name(node) else ())}
+        found: set[Target] = {
+            each for name in self._names(called_name(node)) for each in self._class_named(name)
+        }
+        if not found:
+            for each in (node, *node.args):
+                if isinstance(each, ast.Call):
+                    for function in self._called(each):
+                        found |= self._returned(function)
+            # Of `partial(f, ...)`, `torch.compile(f)`, `DDP(Net())`.
+            for each in node.args:
+                if isinstance(each, ast.Call):
+                    found |= set(self._class_named(called_name(each)))
+                elif last_name(each):
+                    found |= {*self.named(each), *self._values[last_name(each)]}
+        return found
+
+    def _returned(self, function: Function) -> set[Target]:
+        return {
+            target
+            for each in nodes_here(function)
+            if isinstance(each, ast.Return) and isinstance(each.value, ast.Call)
+            for target in self._class_named(called_name(each.value))
+        }
+
+    def _names(self, name: str) -> set[str]:
+        return {name, *self._aliases.get(name, ())}
+
+    def _class_named(self, name: str) -> list[ast.ClassDef]:
+        return [each for other in self._names(name) for each in self._classes.get(other, ())]
+
+    def _called(self, call: ast.Call) -> Iterator[Function]:
+        if isinstance(call.func, ast.Name):
+            name = call.func.id
+            yield from self.named(call.func)
+            for each in self._class_named(name):
+                yield from self._method(each, "__init__")
+            for value in self._values[name]:
+                if isinstance(value, ast.ClassDef):
+                    for special in _CALLED:
+                        yield from self._method(value, special)
+        elif isinstance(call.func, ast.Attribute):
+            yield from self._of_receiver(call.func, call)
+
+    def _of_receiver(self, node: ast.Attribute, call: ast.Call | None) -> Iterator[Function]:
+        """Methods and functions that ``receiver.name`` may be."""
+        receiver, name = node.value, node.attr
+        here = self._around.get(node)
+        if here is not None and isinstance(receiver, ast.Name) and receiver.id in ("self", "cls"):
+            found = [each for kin in self._family(here) for each in self._method(kin, name)]
+            yield from found
+            yield from (each for each in self._values[name] if isinstance(each, Function))
+            if found:
+                return
+        elif isinstance(receiver, ast.Call):
+            classes = self._class_named(called_name(receiver))
+            if here is not None and called_name(receiver) == "super":
+                classes = [
+                    each for base in here.bases for each in self._class_named(last_name(base))
+                ]
+            if classes:
+                for each in classes:
+                    yield from self._method(each, name)
+                return
+        known = [
+            each for each in self._values[last_name(receiver)] if isinstance(each, ast.ClassDef)
+        ]
+        if known or self._class_named(last_name(receiver)):
+            for each in [*known, *self._class_named(last_name(receiver))]:
+                yield from self._method(each, name)
+            return
+        yield from (each for each in self._functions[name])
+        for method in self._methods[name]:
+            if name not in _OF_TORCH or (call is not None and call.args and _required(method)):
+                yield method
+
+    def _family(self, node: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class and those that are derived from it."""
+        derived = [
+            each
+            for others in self._classes.values()
+            for each in others
+            if any(last_name(base) == node.name for base in each.bases)
+        ]
+        return [node, *derived]
+
+    def _method(
+        self, node: ast.ClassDef, name: str, seen: frozenset[str] = frozenset()
+    ) -> list[Function]:
+        own = [each for each in node.body if isinstance(each, Function) and each.name == name]
+        if own or node.name in seen:
+            return own
+        return [
+            each
+            for base in node.bases
+            for other in self._class_named(last_name(base))
+            for each in self._method(other, name, seen | {node.name})
+        ]
+
+
+def _required(method: Function) -> int:
+    """Arguments that a method cannot do without, as torch's own of the same names can."""
+    arguments = method.args
+    return len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults) - 1

@@ -1,0 +1,91 @@
+"""Values that a statement has computed when it calls a function that leads to training.
+
+On the way back the statement is executed again. What it read from names it reads again; what it
+computed by calls is kept in hidden variables and not computed twice, since a call may do things:
+``train(model, next(batches))`` must not take another batch.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from outlast.autosave.program.sites import kept_name
+from outlast.autosave.program.templates import made_expression
+
+_DOES_THINGS = (
+    ast.Call, ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def keep(
+    statement: ast.stmt, target: ast.expr, number: int, runtime: str, *, inside: bool
+) -> list[str] | None:
+    """Keep what `statement` computes beside `target`; gives the names of the hidden variables.
+
+    With `inside`, also what `target` itself is computed from.
+
+    None when `target` is in a comprehension, which cannot be entered again.
+    """
+    way = _way(statement, target)
+    if any(isinstance(each, _COMPREHENSIONS) for each in way):
+        return None
+    return _Keeper(statement, number, runtime).along(way, inside)
+
+
+def _way(node: ast.AST, target: ast.AST) -> list[ast.AST]:
+    """The nodes from `node` down to `target`."""
+    if node is target:
+        return [node]
+    for each in ast.iter_child_nodes(node):
+        if found := _way(each, target):
+            return [node, *found]
+    return []
+
+
+class _Keeper:
+    def __init__(self, statement: ast.stmt, number: int, runtime: str) -> None:
+        self._statement = statement
+        self._number = number
+        self._runtime = runtime
+        self._names: list[str] = []
+
+    def along(self, way: list[ast.AST], inside: bool) -> list[str]:
+        for node, following in zip(way, [*way[1:], None], strict=True):
+            for field, value in ast.iter_fields(node):
+                if field == "annotation" or (following is None and not inside):
+                    continue
+                if isinstance(value, list):
+                    for place, each in enumerate(value):
+                        if each is not following:
+                            value[place] = self._instead(each)
+                elif value is not following:
+                    setattr(node, field, self._instead(value))
+        return self._names
+
+    def _instead(self, node: object) -> object:
+        """What stands for a node that is not on the way."""
+        if isinstance(node, ast.Starred | ast.keyword | ast.FormattedValue):
+            node.value = self._expression(node.value)
+            return node
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            node.value = self._expression(node.value)
+            return node
+        return self._expression(node) if isinstance(node, ast.expr) else node
+
+    def _expression(self, node: ast.expr) -> ast.expr:
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) or not _does_things(node):
+            return node
+        name = kept_name(self._number, len(self._names))
+        self._names.append(name)
+        made = made_expression(
+            f"({name} := VALUE) if {self._runtime}.live else {name}", self._statement, VALUE=node
+        )
+        return ast.copy_location(made, node)
+
+
+def _does_things(node: ast.AST) -> bool:
+    if isinstance(node, ast.Lambda):
+        return False
+    return isinstance(node, _DOES_THINGS) or any(map(_does_things, ast.iter_child_nodes(node)))

@@ -1,0 +1,397 @@
+"""Puts sites and guards into one body."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import TYPE_CHECKING, Protocol
+
+from outlast.autosave.program.kept import keep
+from outlast.autosave.program.live import bound_names, liveness, read_names
+from outlast.autosave.program.scopes import (
+    DEFINITIONS,
+    code_names,
+    defined_names,
+    is_text,
+    local_names,
+    nodes_here,
+)
+from outlast.autosave.program.sites import (
+    Kind,
+    Rewritten,
+    Site,
+    body_name,
+    item_name,
+    iterator_name,
+)
+from outlast.autosave.program.templates import if_, made_expression, made_statements
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outlast.autosave.program.source import Body
+
+SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Raise, ast.Assert)
+"""Statements that may hold the call, or the `yield`, that the way leads through."""
+
+
+class Way(Protocol):
+    """What a body is entered again for.
+
+    Attributes:
+        runtime: The expression that the rewritten body asks.
+        trains: Whether it is a step of training; else it is a `yield`.
+        what: What stands in the way's statements, in words.
+    """
+
+    runtime: str
+    trains: bool
+    what: str
+
+    def kind(self, node: ast.AST) -> Kind | None:
+        """Of a loop or a simple statement; None where no way leads through it."""
+
+    def leading(self, node: ast.AST) -> list[ast.expr]:
+        """The expressions in `node`, or `node` itself, through which the way leads."""
+
+
+class Writer:
+    """Rewrites one body.
+
+    Args:
+        rewritten: The file.
+        body: The body, in the new tree.
+        way: What it is to be entered again for.
+        number: Of its first site.
+
+    Attributes:
+        number: Of the next site.
+        name: Of the body.
+    """
+
+    def __init__(self, rewritten: Rewritten, body: Body, way: Way, number: int) -> None:
+        self.number = number
+        self.name = body_name(str(rewritten.source.path), *code_names(rewritten.tree, body))
+        self._rewritten = rewritten
+        self._body = body
+        self._way = way
+        self._runtime = way.runtime
+        self._iterators: set[int] = set()
+        self._sites: list[Site] = []
+        self._restorations: list[tuple[ast.If, frozenset[str] | None]] = []
+
+    def leads(self) -> bool:
+        """Whether the way leads through this body."""
+        return any(self._is_site(each) for each in self._body.body)
+
+    def write(self) -> None:
+        """Put sites and guards into the body.
+
+        Raises:
+            AutosaveError: Where it cannot be entered again.
+        """
+        self._live = liveness(self._body)
+        self._locals = local_names(self._body)
+        self._defined = {} if isinstance(self._body, ast.Module) else defined_names(self._body)
+        self._body.body = self._block(self._body.body, ())
+        self._fill_restorations()
+        self._rewritten.sites += self._sites
+
+    def _is_site(self, node: ast.stmt) -> bool:
+        if isinstance(node, DEFINITIONS):
+            return False
+        if self._way.kind(node) is not None:
+            return True
+        return any(
+            isinstance(each, ast.stmt) and self._way.kind(each) is not None
+            for each in nodes_here(node)
+        )
+
+    def _block(self, statements: list[ast.stmt], around: tuple[int, ...]) -> list[ast.stmt]:
+        done: list[ast.stmt] = []
+        plain: list[ast.stmt] = []
+
+        def flush() -> None:
+            if plain:
+                done.append(self._guarded(plain.copy()))
+                plain.clear()
+
+        for place, statement in enumerate(statements):
+            docstring = place == 0 and is_text(statement)
+            future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            if isinstance(statement, ast.Global | ast.Nonlocal) or docstring or future:
+                done.append(statement)
+            elif self._is_site(statement):
+                flush()
+                done.append(self._site(statement, around))
+            else:
+                self._refuse_leading(statement)
+                plain.append(statement)
+        flush()
+        return done
+
+    def _site(self, node: ast.stmt, around: tuple[int, ...]) -> ast.stmt:
+        number = self.number
+        self.number += 1
+        kind: Kind = self._way.kind(node) or "branch"
+        hidden = self._keep(node, number) if kind in ("call", "yield") else []
+        delegates = any(isinstance(each, ast.YieldFrom) for each in self._way.leading(node))
+        if isinstance(node, ast.For) or (kind == "yield" and delegates):
+            self._iterators.add(number)
+        self._sites.append(self._made_site(node, number, kind, around, hidden))
+        if isinstance(node, ast.If):
+            return self._if(node, number, around)
+        entered = self._entered(node, number, kind, (*around, number), hidden)
+        test = made_expression(f"{self._runtime}.goes({number})", node)
+        return if_(test, [*self._restored(node), *entered])
+
+    def _made_site(
+        self, node: ast.stmt, number: int, kind: Kind, around: tuple[int, ...], hidden: list[str]
+    ) -> Site:
+        live = self._live_at(node, kind) | self._live.always
+        iterators = {iterator_name(each) for each in (*around, number) if each in self._iterators}
+        names = (live & self._locals) | iterators | frozenset(hidden)
+        return Site(
+            number,
+            self.name,
+            node.lineno,
+            node.col_offset,
+            node.end_lineno or node.lineno,
+            node.end_col_offset or node.col_offset,
+            kind,
+            around,
+            names,
+            self._locals - names,
+            frozenset(self._defined),
+        )
+
+    def _live_at(self, node: ast.stmt, kind: Kind) -> frozenset[str]:
+        if kind in ("step", "loop"):
+            return self._live.head[node]
+        if kind == "yield" and isinstance(node, ast.Expr | ast.Assign):
+            if node.value in self._way.leading(node):
+                # What was computed before it is not needed: it has been given away.
+                targets = node.targets if isinstance(node, ast.Assign) else []
+                return (self._live.after[node] - bound_names(targets)) | read_names(*targets)
+            return self._live.at[node] | self._live.after[node]
+        return self._live.at[node]
+
+    def _entered(
+        self,
+        node: ast.stmt,
+        number: int,
+        kind: Kind,
+        inside: tuple[int, ...],
+        hidden: list[str],
+    ) -> list[ast.stmt]:
+        """The statements that stand for a site, once it is entered."""
+        match node:
+            case ast.For():
+                return self._for(node, number, inside)
+            case ast.While():
+                return self._while(node, number, kind, inside)
+            case ast.With():
+                return self._with(node, inside)
+            case ast.Try() | ast.TryStar():
+                others = (each.body for each in node.handlers)
+                for statements in (*others, node.orelse, node.finalbody):
+                    self._refuse_sites(statements)
+                node.body = self._block(node.body, inside)
+                return [node]
+            case _ if isinstance(node, SIMPLE) and kind == "yield":
+                return self._yield(node, number, hidden)
+            case _ if isinstance(node, SIMPLE):
+                return [node, *self._returned(node), *self._cleared(hidden, node)]
+        raise self._error(
+            node,
+            f"{self._way.what} within `{type(node).__name__.lower()}` cannot be entered again; "
+            "move it into a function",
+        )
+
+    def _for(self, node: ast.For, number: int, inside: tuple[int, ...]) -> list[ast.stmt]:
+        name, item = iterator_name(number), item_name(number)
+        self._refuse_leading(node.iter)
+        self._refuse_sites(node.orelse)
+        begin = made_statements(
+            f"if {self._runtime}.live:\n {name} = {self._runtime}.iterate({number}, ITER)",
+            node,
+            ITER=node.iter,
+        )
+        take, clear = made_statements(f"TARGET = {item}\n{item} = None", node)
+        assert isinstance(take, ast.Assign)
+        take.targets = [node.target]
+        node.body = [self._guarded([take, clear]), *self._block(node.body, inside)]
+        (named,) = made_statements(f"{item} = {name}", node)
+        assert isinstance(named, ast.Assign)
+        node.target = named.targets[0]
+        node.iter = (
+            named.value
+            if self._way.trains
+            else made_expression(
+                f"{name} if {self._runtime}.live else {self._runtime}.passed({name})", node
+            )
+        )
+        return [*begin, node, *self._cleared([name], node)]
+
+    def _while(
+        self, node: ast.While, number: int, kind: Kind, inside: tuple[int, ...]
+    ) -> list[ast.stmt]:
+        self._refuse_leading(node.test)
+        self._refuse_sites(node.orelse)
+        count = (
+            made_statements(f"if {self._runtime}.live:\n {self._runtime}.step += 1", node)
+            if kind == "step"
+            else []
+        )
+        node.body = [*count, *self._block(node.body, inside)]
+        asked = (
+            f"{self._runtime}.head({number})" if self._way.trains else f"not {self._runtime}.live"
+        )
+        node.test = made_expression(f"{asked} or TEST", node, TEST=node.test)
+        return [node]
+
+    def _with(self, node: ast.With, inside: tuple[int, ...]) -> list[ast.stmt]:
+        for each in node.items:
+            self._refuse_leading(each.context_expr)
+            target = each.optional_vars
+            name = target.id if isinstance(target, ast.Name) else ""
+            if name or not self._way.trains:
+                each.context_expr = made_expression(
+                    f"{self._runtime}.entered({name!r}) or EXPRESSION",
+                    node,
+                    EXPRESSION=each.context_expr,
+                )
+        node.body = self._block(node.body, inside)
+        if not self._way.trains:
+            node.body[:0] = made_statements(
+                f"if {self._runtime}.paused:\n {self._runtime}.proceed()", node
+            )
+        return [node]
+
+    def _if(self, node: ast.If, number: int, around: tuple[int, ...]) -> ast.stmt:
+        self._refuse_leading(node.test)
+        node.body = [*self._restored(node), *self._block(node.body, (*around, number))]
+        if any(self._is_site(each) for each in node.orelse):
+            # Of an `else` or `elif` the sites within say themselves whether the way leads there.
+            node.orelse = self._block(node.orelse, around)
+        elif node.orelse:
+            node.orelse = [self._guarded(node.orelse)]
+        node.test = made_expression(
+            f"TEST if {self._runtime}.live else {self._runtime}.goes({number})",
+            node,
+            TEST=node.test,
+        )
+        return node
+
+    def _yield(self, node: ast.stmt, number: int, hidden: list[str]) -> list[ast.stmt]:
+        (target,) = self._way.leading(node)
+        name = iterator_name(number)
+        begin: list[ast.stmt] = []
+        if isinstance(target, ast.YieldFrom):
+            begin = made_statements(
+                f"if {self._runtime}.live:\n {name} = {self._runtime}.delegate(ITER)",
+                node,
+                ITER=target.value,
+            )
+            target.value = made_expression(name, node)
+            hidden = [*hidden, name]
+        else:
+            assert isinstance(target, ast.Yield)
+            target.value = made_expression(
+                f"VALUE if {self._runtime}.live else {self._runtime}.arrives()",
+                node,
+                VALUE=target.value or ast.Constant(None),
+            )
+        return [*begin, node, *self._cleared(hidden, node)]
+
+    def _keep(self, node: ast.stmt, number: int) -> list[str]:
+        leading = self._way.leading(node)
+        if len(leading) > 1:
+            raise self._error(
+                node, f"two of {self._way.what} stand in one statement; put each on its own line"
+            )
+        inside = self._way.trains
+        hidden = keep(node, leading[0], number, self._runtime, inside=inside)
+        if hidden is None:
+            raise self._error(
+                node,
+                f"{self._way.what} in a comprehension cannot be entered again; write it as a "
+                "`for` loop",
+            )
+        return hidden
+
+    def _guarded(self, statements: list[ast.stmt]) -> ast.stmt:
+        """`statements`, done only while the program does its work."""
+        return if_(made_expression(f"{self._runtime}.live", statements[0]), statements)
+
+    def _cleared(self, hidden: Sequence[str], near: ast.stmt) -> list[ast.stmt]:
+        """Let go of what hidden variables hold."""
+        if not hidden or isinstance(near, ast.Return | ast.Raise):
+            return []
+        text = "".join(f" {each} = None\n" for each in hidden)
+        return made_statements(f"if {self._runtime}.live:\n{text}", near)
+
+    def _restored(self, near: ast.stmt) -> list[ast.stmt]:
+        """The statement that gives local names their values; filled when all sites are known."""
+        if isinstance(self._body, ast.Module):
+            return []
+        (statement,) = made_statements(f"if {self._runtime}.restoring: pass", near)
+        assert isinstance(statement, ast.If)
+        self._restorations.append((statement, None))
+        return [statement]
+
+    def _returned(self, node: ast.stmt) -> list[ast.stmt]:
+        """As `_restored`, for a frame that set-up had brought into a call: when it is back."""
+        if isinstance(self._body, ast.Module) or isinstance(node, ast.Return | ast.Raise):
+            return []
+        (statement,) = made_statements(
+            f"if {self._runtime}.late and {self._runtime}.returns(): pass", node
+        )
+        assert isinstance(statement, ast.If)
+        targets = [
+            each
+            for each in nodes_here(node)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        ]
+        names = self._sites[-1].names - bound_names(targets)
+        self._restorations.append((statement, names))
+        return [statement]
+
+    def _fill_restorations(self) -> None:
+        known = frozenset[str]().union(*(each.names for each in self._sites))
+        for statement, names in self._restorations:
+            listed = sorted(known if names is None else names)
+            text = f"[{', '.join(listed)}] = {self._runtime}.values({listed!r})\n"
+            text += "".join(
+                f"if {each} is {self._runtime}.unset:\n del {each}\n" for each in listed
+            )
+            statement.body = made_statements(text, statement)
+            for name, definition in self._defined.items():
+                if name in listed:
+                    test = made_expression(f"{name} is {self._runtime}.anew", statement)
+                    statement.body.append(if_(test, [copy.deepcopy(definition)]))
+
+    def _refuse_sites(self, statements: list[ast.stmt]) -> None:
+        for each in statements:
+            if self._is_site(each):
+                raise self._error(
+                    each,
+                    f"{self._way.what} in an `else` of a loop or in an `except`, `else` or "
+                    "`finally` cannot be entered again; move it out of there",
+                )
+
+    def _refuse_leading(self, node: ast.AST) -> None:
+        if isinstance(node, DEFINITIONS):
+            return
+        for each in self._way.leading(node):
+            text = ast.unparse(each.func) + "(...)" if isinstance(each, ast.Call) else "yield"
+            raise self._error(
+                each,
+                f"`{text}` stands where the program cannot be entered again; put it into a "
+                "statement of its own",
+            )
+
+    def _error(self, node: ast.AST, sentence: str) -> AutosaveError:
+        line = getattr(node, "lineno", 1)
+        return AutosaveError(f"{self._rewritten.source.name()}, line {line}: {sentence}")

@@ -1,0 +1,110 @@
+"""Digests of the first steps after a save, to see whether a resumed run does what the first did.
+
+A digest has the states of the random numbers, and of up to 128 tensors some of their numbers: of
+what set-up has named and of what the optimizers hold. A step with another batch, another state of
+an optimizer or another random number changes all parameters, so a sample shows it; reading it
+takes milliseconds, and is done for two steps after a save alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+STEPS = 2
+"""Steps after a save that are compared."""
+
+_TENSORS = 128
+_NUMBERS = 4096
+_TOLERANCE = 1e-4
+"""Of the sums of sampled numbers, where a device adds in an order that changes."""
+
+
+def digest(objects: Mapping[str, Any], random_states: Any) -> str:
+    """The digest of this moment.
+
+    Args:
+        objects: Path to object: all that set-up has named.
+        random_states: Of the sources of random numbers.
+    """
+    tensors = dict(_tensors(objects))
+    paths = sorted(tensors)
+    chosen = paths[:: -(-len(paths) // _TENSORS)] if paths else []
+    exact = torch.are_deterministic_algorithms_enabled() or all(
+        each.device.type == "cpu" for each in tensors.values()
+    )
+    found = {
+        "random": hashlib.sha256(pickle.dumps(random_states, protocol=5)).hexdigest()[:16],
+        "exact": exact,
+        "tensors": {path: _numbers(tensors[path]) for path in chosen},
+    }
+    return json.dumps(found)
+
+
+def difference(before: str, now: str) -> str:
+    """What differs between two digests of a step, in words; empty when nothing does."""
+    old, new = json.loads(before), json.loads(now)
+    if old["random"] != new["random"]:
+        return "the state of the random numbers"
+    if sorted(old["tensors"]) != sorted(new["tensors"]):
+        return "which tensors there are"
+    exact = old["exact"] and new["exact"]
+    different = [
+        path
+        for path, each in new["tensors"].items()
+        if not _same(old["tensors"][path], each, exact)
+    ]
+    if not different:
+        return ""
+    others = f" and {len(different) - 1} other tensors" if len(different) > 1 else ""
+    return f"`{different[0]}`{others}"
+
+
+def _tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that training may change, by name."""
+    for path, value in objects.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() and _readable(value):
+                yield path, value
+        elif isinstance(value, torch.optim.Optimizer):
+            states = list(value.state.values())
+            for place, state in enumerate(states):
+                for name, each in state.items() if isinstance(state, dict) else ():
+                    if isinstance(each, torch.Tensor) and _readable(each):
+                        yield f"{path}.state[{place}].{name}", each
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not hasattr(tensor, "__tensor_flatten__")
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+    )
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[int, float, float]:
+    """Checksum, sum and sum of the sizes of some of a tensor's numbers."""
+    flat = tensor.detach().view(-1)
+    some = flat[:: -(-flat.numel() // _NUMBERS)].cpu().contiguous()
+    wide = some.double()
+    check = zlib.crc32(some.view(torch.uint8).numpy().tobytes())
+    return check, float(wide.sum()), float(wide.abs().sum())
+
+
+def _same(old: Any, new: Any, exact: bool) -> bool:
+    if exact:
+        return bool(old[0] == new[0])
+    return all(
+        abs(one - other) <= _TOLERANCE * max(old[2], new[2])
+        for one, other in zip(old[1:], new[1:], strict=True)
+    )
