@@ -1,6 +1,9 @@
 """Data loaders with workers are taken up where they were, the workers' random numbers included."""
 
 import multiprocessing
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,35 @@ def test_samples_of_batches_handed_out_are_not_read_again(tmp_path: Path) -> Non
         assert len(list(taken_up.iterator)) == 1
     read = (tmp_path / "read").read_text().split()
     assert sorted(map(int, read)) == list(range(16, 23))
+
+
+GO_ON = """
+import pickle, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from loading import restored
+from outlast.autosave.resume.loaders import resumable_loaders
+if __name__ == "__main__":
+    file = Path(sys.argv[3])
+    with resumable_loaders():
+        file.write_bytes(pickle.dumps(restored(file.read_bytes()).run()))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_process_goes_on(tmp_path: Path, workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return STYLES["augmented"](num_workers=workers, generator=_generator())
+
+    expected = Program(make).run()
+    with resumable_loaders():
+        program = Program(make)
+        program.run(8)
+        (tmp_path / "saved").write_bytes(program.saved())
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", GO_ON, here, here.parent, tmp_path / "saved"]
+    subprocess.run(arguments, check=True, timeout=120)
+    assert pickle.loads((tmp_path / "saved").read_bytes()) == expected
 
 
 def test_batches_out_of_order_are_refused() -> None:

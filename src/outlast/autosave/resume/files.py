@@ -233,11 +233,17 @@ def set_place(file: Any, seen: Place) -> None:
 
 
 def _reduced(file: Any) -> Any:
+    for name in ("stdin", "stdout", "stderr"):
+        if file is getattr(sys, name) or file is getattr(sys, f"__{name}__"):
+            return _standard_file, (name,)
     now = place(file)
     if now.closed:
         return _closed, ()
     if now.position is None:
-        return _standard(file)
+        raise AutosaveError(
+            f"the open pipe or device {file.name} cannot be saved; open it before the training "
+            "loop, so that every run opens its own"
+        )
     options: dict[str, Any] = dict(_logs.options(file))
     if isinstance(file, io.TextIOWrapper):
         options |= {"encoding": file.encoding, "errors": file.errors}
@@ -253,14 +259,8 @@ def _mode(file: Any) -> str:
     return mode.replace("x", "w") + binary
 
 
-def _standard(file: Any) -> Any:
-    for name in ("stdin", "stdout", "stderr"):
-        if file is getattr(sys, name) or file is getattr(sys, f"__{name}__"):
-            return getattr, (sys, name)
-    raise AutosaveError(
-        f"the open pipe or device {file.name} cannot be saved; open it before the training loop, "
-        "so that every run opens its own"
-    )
+def _standard_file(name: str) -> Any:
+    return getattr(sys, name)
 
 
 def _closed() -> Any:

@@ -1,0 +1,226 @@
+"""The logs of a resumed program are those of an uninterrupted one."""
+
+# ruff: noqa: PTH123, SIM115 (programs use open, and leave files open)
+
+import csv
+import io
+import logging
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loading import written
+
+from outlast.autosave.resume.files import IN_PLACE, place, reopened_logs, set_place
+from outlast.errors import AutosaveError
+
+
+class Logging:
+    """A program that writes one line a step to a log that it opens in its set-up.
+
+    Args:
+        path: The log.
+        mode: To open it.
+    """
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self.file = open(path, mode)
+        self.file.write("begun\n")
+
+    def steps(self, numbers: range) -> None:
+        """Write."""
+        for number in numbers:
+            print("step", number, file=self.file)
+
+
+@pytest.mark.parametrize("lives", [1, 2, 3])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("mode", ["w", "a", "w+", "x"])
+def test_log_goes_on_where_it_was(tmp_path: Path, mode: str, in_place: bool, lives: int) -> None:
+    path = tmp_path / "log.txt"
+    with reopened_logs(resuming=False) as logs:
+        program = Logging(path, mode)
+        program.steps(range(3))
+        sizes, seen = logs.sizes(), place(program.file)
+        program.steps(range(3, 9))
+        program.file.close()
+    for _ in range(lives):
+        with reopened_logs(resuming=True) as logs:
+            program = Logging(path, mode)
+            if in_place:
+                set_place(program.file, seen)
+            logs.cut_back(sizes)
+            assert path.read_text() == "begun\nstep 0\nstep 1\nstep 2\n"
+            program.steps(range(3, 7))
+            program.file.close()
+    lines = path.read_text().splitlines()
+    assert lines == ["begun", *(f"step {number}" for number in range(7))]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_log_stays_when_a_program_dies_before_it_is_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("begun\nstep 0\nstep 1\n")
+    with reopened_logs(resuming=True):
+        Logging(path, "w").file.close()
+        assert path.read_text() == "begun\n"
+    assert path.read_text() == "begun\nstep 0\nstep 1\n"
+
+
+def test_log_is_found_again_after_a_kill_during_set_up(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("begun\nstep 0\nstep 1\n")
+    child = os.fork()
+    if child == 0:
+        with reopened_logs(resuming=True):
+            Logging(path, "w").file.flush()
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert path.read_text() == "begun\n"
+    with reopened_logs(resuming=True) as logs:
+        program = Logging(path, "w")
+        logs.cut_back({str(path): 13})
+        program.steps(range(1, 2))
+        program.file.close()
+    assert path.read_text() == "begun\nstep 0\nstep 1\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_set_up_writes_and_closes_are_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text("a long text of an earlier life")
+    with reopened_logs(resuming=True) as logs:
+        path.write_text("{}")
+        assert path.read_text() == "{}"
+        logs.cut_back({})
+    assert path.read_text() == "{}"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_log_that_is_opened_for_each_line_is_cut_back(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+
+    def write(text: str) -> None:
+        with open(path, "a") as file:
+            file.write(text)
+
+    with reopened_logs(resuming=False) as logs:
+        write("epoch,loss\n")
+        write("1,0.5\n")
+        sizes = logs.sizes()
+        write("2,0.4\n")
+    with reopened_logs(resuming=True) as logs:
+        write("epoch,loss\n")
+        logs.cut_back(sizes)
+        write("2,0.4\n")
+    assert path.read_text() == "epoch,loss\n1,0.5\n2,0.4\n"
+
+
+def test_tables_and_loggers_go_on(tmp_path: Path) -> None:
+    def set_up() -> tuple[Any, Any, logging.FileHandler]:
+        table = open(tmp_path / "table.csv", "w", newline="")
+        writer = csv.writer(table)
+        writer.writerow(["step", "loss"])
+        handler = logging.FileHandler(tmp_path / "run.log", mode="w")
+        handler.emit(logging.makeLogRecord({"msg": "begun"}))
+        return table, writer, handler
+
+    def step(number: int) -> None:
+        writer.writerow([number, 0.5])
+        handler.emit(logging.makeLogRecord({"msg": f"step {number}"}))
+
+    with reopened_logs(resuming=False) as logs:
+        table, writer, handler = set_up()
+        step(0)
+        sizes = logs.sizes()
+        step(1)
+        table.close()
+        handler.close()
+    with reopened_logs(resuming=True) as logs:
+        table, writer, handler = set_up()
+        logs.cut_back(sizes)
+        step(1)
+        table.close()
+        handler.close()
+    assert (tmp_path / "table.csv").read_bytes() == b"step,loss\r\n0,0.5\r\n1,0.5\r\n"
+    assert (tmp_path / "run.log").read_text() == "begun\nstep 0\nstep 1\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"), [("w", True), ("a", True), ("wb", False), ("ab", False), ("r+b", False)]
+)
+def test_file_that_was_opened_after_training_had_begun_is_opened_again(
+    tmp_path: Path, mode: str, text: bool
+) -> None:
+    path = tmp_path / "late"
+    path.write_bytes(b"")
+    with reopened_logs(resuming=False):
+        file = open(path, mode)
+        file.write("one\n" if text else b"one\n")
+        data = written({"file": file, "also": file})
+        file.write("two\n" if text else b"two\n")
+        file.close()
+    with reopened_logs(resuming=True) as logs:
+        made = pickle.loads(data)
+        logs.cut_back({})
+        assert made["file"] is made["also"]
+        assert set(made["file"].mode) == set(mode)
+        made["file"].write("three\n" if text else b"three\n")
+        made["file"].close()
+    assert path.read_bytes() == b"one\nthree\n"
+
+
+def test_file_that_is_read_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text("one\ntwo\nthree\n")
+    with path.open() as file:
+        assert file.readline() == "one\n"
+        with path.open() as other:
+            set_place(other, place(file))
+            assert other.readline() == "two\n"
+        with pickle.loads(written(file)) as late:
+            assert late.read() == "two\nthree\n"
+
+
+def test_lines_of_a_loop_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text("one\ntwo\nthree\n")
+    with path.open() as file:
+        next(file)
+        with pytest.raises(AutosaveError, match=r"data cannot be saved.*readline"):
+            place(file)
+
+
+def test_closed_files_and_the_standard_ones() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
+        # A pipe that set-up has made again is left as it is.
+        set_place(pipe, place(pipe))
+        with pytest.raises(AutosaveError, match="open it before the training loop"):
+            written(pipe)
+    assert place(pipe).closed
+    assert pickle.loads(written(pipe)).closed
+    assert pickle.loads(written(sys.stderr)) is sys.stderr
+    assert io.TextIOWrapper in IN_PLACE
+
+
+def test_log_that_has_lost_its_end_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("one\n")
+    with reopened_logs(resuming=True) as logs, open(path, "a") as file:
+        with pytest.warns(UserWarning, match=r"log\.txt has 4 bytes, and had 40"):
+            logs.cut_back({str(path): 40})
+        file.write("two\n")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_pythons_own_open_is_back_after_a_session(tmp_path: Path) -> None:
+    before = open
+    with reopened_logs(resuming=False):
+        assert open is not before
+        assert (tmp_path / "text").write_text("one") == 3
+    assert open is before
+    assert io.open is before
