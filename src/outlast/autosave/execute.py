@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 import types
 from importlib.machinery import SourceFileLoader
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from outlast.autosave.lazy import finish_set_up
+from outlast.autosave.program.importing import rewritten_imports
 from outlast.autosave.program.sites import RUNTIME
+from outlast.autosave.resume.files import Logs, reopened_logs
+from outlast.autosave.resume.iterators import resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
-from outlast.autosave.resume.session import Keeper, Session
+from outlast.autosave.resume.session import Session
 from outlast.errors import EXIT_CRASHED, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
     from types import FrameType
 
@@ -26,11 +29,46 @@ _INTERRUPTED = 130
 """What a shell sees of a process that Ctrl-C has ended."""
 
 
-class Resuming(Keeper, Protocol):
-    """A keeper that brings back what it has saved, when set-up is done."""
+class SavedState(NamedTuple):
+    """What a keeper brings back.
 
-    def saved(self) -> Captured | None:
-        """What to go back to; None starts from the beginning."""
+    Attributes:
+        captured: What was in memory.
+        logs: Path of each log to its size in bytes.
+    """
+
+    captured: Captured
+    logs: dict[str, int]
+
+
+class ScriptKeeper(Protocol):
+    """Decides when to save a script, does it, and brings it back."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps."""
+
+    def save(self, step: int, state: SavedState) -> None:
+        """Save; returns when the tensors may change again."""
+
+    def digest(self, step: int, text: str) -> str | None:
+        """Keep the digest of a step soon after a save, or give the one that is there."""
+
+    def saved(self) -> SavedState | None:
+        """What to go back to, asked when set-up is done; None starts from the beginning."""
+
+
+class _KeeperWithLogs:
+    """Saves the places of the program's logs with its memory."""
+
+    def __init__(self, keeper: ScriptKeeper, logs: Logs) -> None:
+        self.due = keeper.due
+        self.digest = keeper.digest
+        self._keeper = keeper
+        self._logs = logs
+
+    def save(self, step: int, captured: Captured) -> None:
+        """Save; returns when the tensors may change again."""
+        self._keeper.save(step, SavedState(captured, self._logs.sizes()))
 
 
 class _LateSession(Session):
@@ -39,16 +77,27 @@ class _LateSession(Session):
     By then the script has made its process group, so that all ranks choose the same version.
     """
 
-    def __init__(self, files: list[Rewritten], keeper: Resuming) -> None:
-        super().__init__(files, keeper)
+    def __init__(self, files: list[Rewritten], keeper: ScriptKeeper, logs: Logs) -> None:
+        super().__init__(files, _KeeperWithLogs(keeper, logs))
         self._resuming = keeper
+        self._logs = logs
 
     def _begin(self, frame: FrameType) -> None:
-        self._saved = self._resuming.saved()
+        finish_set_up()
+        saved = self._resuming.saved()
+        self._saved = None if saved is None else saved.captured
         super()._begin(frame)
+        self._logs.cut_back({} if saved is None else saved.logs)
 
 
-def execute(files: list[Rewritten], arguments: Sequence[str], keeper: Resuming) -> int:
+def execute(
+    script: Path,
+    files: list[Rewritten],
+    arguments: Sequence[str],
+    keeper: ScriptKeeper,
+    *,
+    resuming: bool,
+) -> int:
     """Run a program to its end.
 
     The script finds what it finds under ``python script.py``: its own `__main__`, its arguments,
@@ -56,9 +105,11 @@ def execute(files: list[Rewritten], arguments: Sequence[str], keeper: Resuming) 
     `__main__` stays in place, for functions that it has registered to be called at the exit.
 
     Args:
+        script: The script as the command line names it.
         files: The program, the script first.
         arguments: Of the script.
         keeper: Saves its state, and brings it back.
+        resuming: Whether there may be a state to go back to, so that set-up must empty no log.
 
     Returns:
         The exit code that the script would have had; 0 when it has come to its end.
@@ -66,44 +117,46 @@ def execute(files: list[Rewritten], arguments: Sequence[str], keeper: Resuming) 
     Raises:
         OutlastError: Raised on the way, or when the way back to where it was saved is not found.
     """
-    script = files[0].source.path
-    session = _LateSession(files, keeper)
-    with resumable_loaders(), _surroundings(script, arguments, session) as module:
-        code = compile(files[0].tree, str(script), "exec", dont_inherit=True)
-        try:
-            exec(code, module.__dict__)
-        except SystemExit as ended:
-            status = _status(ended)
-            if status == 0:
-                session.finish()
-            return status
-        except OutlastError:
-            raise
-        except BaseException as error:
-            _show(error)
-            return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
-        session.finish()
-    return 0
+    with reopened_logs(resuming) as logs, resumable_loaders(), resumable_bars():
+        session = _LateSession(files, keeper, logs)
+        with rewritten_imports(files[1:], session):
+            return _execute(script, files[0], arguments, session)
 
 
-@contextlib.contextmanager
-def _surroundings(
-    script: Path, arguments: Sequence[str], session: Session
-) -> Iterator[types.ModuleType]:
-    """The process as the script expects it; what others may still ask for stays."""
-    module = types.ModuleType("__main__")
-    module.__file__ = str(script)
-    module.__loader__ = SourceFileLoader("__main__", str(script))
-    module.__dict__["__cached__"] = None
-    module.__dict__["__builtins__"] = sys.modules["builtins"]
-    module.__dict__[RUNTIME] = session
+def _execute(script: Path, file: Rewritten, arguments: Sequence[str], session: Session) -> int:
+    real = file.source.path
+    module = _main_module(script, session)
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:
         # Python has put the folder there of the program that runs the script.
-        sys.path[0] = str(script.parent)
-    linecache.checkcache(str(script))
-    yield module
+        sys.path[0] = str(real.parent)
+    code = compile(file.tree, str(real), "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as ended:
+        status = _status(ended)
+        if status == 0:
+            session.finish()
+        return status
+    except OutlastError:
+        raise
+    except BaseException as error:
+        _show(error)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
+    session.finish()
+    return 0
+
+
+def _main_module(script: Path, session: Session) -> types.ModuleType:
+    """The script's `__main__`, as Python makes it."""
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script.absolute())
+    module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
+    module.__dict__["__cached__"] = None
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    module.__dict__[RUNTIME] = session
+    return module
 
 
 def _status(ended: SystemExit) -> int:

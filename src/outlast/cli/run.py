@@ -49,6 +49,12 @@ def run(
             "--accept-changes", help="Go on although the script or its arguments have changed."
         ),
     ] = False,
+    loop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE:LINE", help="The loop whose iterations are the steps [default: found]."
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Print what would be saved where; run nothing."),
@@ -64,14 +70,14 @@ def run(
     """
     from outlast.cli.run_start import Asked, run_script
 
-    path = _script(script)
+    _check_script(script)
     if explain:
         from outlast.cli.run_explain import explain_program
 
-        explain_program(path)
+        explain_program(script, loop)
         raise typer.Exit(EXIT_DONE)
     asked = Asked(
-        script=path,
+        script=script,
         arguments=tuple(arguments or ()),
         every=every,
         directory=directory,
@@ -79,18 +85,18 @@ def run(
         time_limit=time_limit,
         fresh=fresh,
         accept_changes=accept_changes,
+        loop=loop,
     )
     raise typer.Exit(run_script(asked, nproc))
 
 
-def _script(path: Path) -> Path:
-    """The script that is to be run.
+def _check_script(path: Path) -> None:
+    """Refuse what is no file.
 
     Raises:
-        AutosaveError: When there is none.
+        AutosaveError: With what it is.
     """
     if path.is_dir():
         raise AutosaveError(f"{path} is a folder; name the script in it that is to be run")
     if not path.exists():
         raise AutosaveError(f"there is no script {path}; give the path of a Python file")
-    return path.resolve()

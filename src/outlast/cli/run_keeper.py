@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
 from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
 from outlast.cli.run_agreement import Agreement
@@ -41,23 +42,29 @@ class HeldState:
     before is saved by the plan that is made already.
     """
 
-    def __init__(self, captured: Captured | None = None) -> None:
-        self.captured = captured
+    def __init__(self, saved: SavedState | None = None) -> None:
+        self.saved = saved
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as tensors and plain values."""
-        assert self.captured is not None
-        length = len(self.captured.program)
+        assert self.saved is not None
+        found = self.saved.captured
+        length = len(found.program)
         size = max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length())
         padded = bytearray(size)
-        padded[:length] = self.captured.program
+        padded[:length] = found.program
         program = torch.frombuffer(padded, dtype=torch.uint8)
-        return {"length": length, "program": program, "tensors": self.captured.tensors}
+        return {
+            "length": length,
+            "program": program,
+            "tensors": found.tensors,
+            "logs": self.saved.logs,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
         program = state["program"].numpy().tobytes()[: state["length"]]
-        self.captured = Captured(program, state["tensors"])
+        self.saved = SavedState(Captured(program, state["tensors"]), state["logs"])
 
 
 class ScriptKeeper:
@@ -114,7 +121,7 @@ class ScriptKeeper:
         self._untold = 0
         self._problem: OutlastError | None = None
 
-    def saved(self) -> Captured | None:
+    def saved(self) -> SavedState | None:
         """The newest state that verifies, or None when there is none.
 
         Raises:
@@ -134,7 +141,7 @@ class ScriptKeeper:
         self._least_step = restored.step
         self._pace.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
-        return held.captured
+        return held.saved
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps."""
@@ -159,7 +166,7 @@ class ScriptKeeper:
         self._asked = step
         return True
 
-    def save(self, step: int, captured: Captured) -> None:
+    def save(self, step: int, state: SavedState) -> None:
         """Save; returns when the tensors may change again.
 
         Raises:
@@ -171,7 +178,7 @@ class ScriptKeeper:
         if self._handle is not None:
             self._observe_save(self._handle.result())
         try:
-            self._handle = self._opened().save_async(step, {self._key: HeldState(captured)})
+            self._handle = self._opened().save_async(step, {self._key: HeldState(state)})
         except OutlastError as error:
             self._problem = error
             raise

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from outlast.autosave.program.sites import Rewritten
     from outlast.autosave.program.source import SourceFile
+    from outlast.autosave.program.training import Training
 
 _OF_TRANSFORMERS = (
     "trainer.train(resume_from_checkpoint=True) with TrainingArguments(save_strategy=...); "
@@ -30,28 +31,38 @@ _TRAINERS = {
 """Package to the method that trains, its name, and how its own resume is used."""
 
 
-def read_and_rewrite(script: Path) -> list[Rewritten]:
+def read_and_rewrite(script: Path, loop: str | None = None) -> list[Rewritten]:
     """The program of a script, rewritten so that it can be resumed.
+
+    Args:
+        script: The script.
+        loop: ``FILE:LINE`` of its step loop; None finds it.
 
     Raises:
         AutosaveError: When it cannot be read, or has no training loop of its own.
     """
     from outlast.autosave.program.rewrite import rewrite
+
+    files, training = read_training(script, loop)
+    return rewrite(files, training)
+
+
+def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFile], Training]:
+    """The files of a program and its training loops; otherwise as `read_and_rewrite`."""
     from outlast.autosave.program.source import read_program
     from outlast.autosave.program.training import find_training
 
     files = read_program(script)
     try:
-        training = find_training(files)
+        return files, find_training(files, loop)
     except AutosaveError:
         if sentence := _trainer_of_others(files):
             raise AutosaveError(f"{script}: {sentence}") from None
         raise
-    return rewrite(files, training)
 
 
 def _trainer_of_others(files: list[SourceFile]) -> str:
-    """Why a program without a loop of its own need none, if another library trains it."""
+    """Why a program without a loop of its own needs none, if another library trains it."""
     nodes = [node for source in files for node in ast.walk(source.tree)]
     imported = {name.partition(".")[0] for node in nodes for name in _imports(node)}
     called = {

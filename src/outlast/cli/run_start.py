@@ -24,7 +24,7 @@ class Asked:
     """What the command line asks for; texts are as they stand there.
 
     Attributes:
-        script: The script, as an absolute path.
+        script: The script.
         arguments: Of the script.
         every: How often to save.
         directory: Where to save; None for the usual place.
@@ -32,6 +32,7 @@ class Asked:
         time_limit: After how long to stop, or None.
         fresh: Whether to move an earlier run aside.
         accept_changes: Whether to go on with a changed program.
+        loop: ``FILE:LINE`` of the script's step loop, or None.
     """
 
     script: Path
@@ -42,6 +43,7 @@ class Asked:
     time_limit: str | None = None
     fresh: bool = False
     accept_changes: bool = False
+    loop: str | None = None
 
     def of_process(self) -> list[str]:
         """Arguments of ``outlast run`` for a process whose launcher has prepared the folder."""
@@ -50,6 +52,8 @@ class Asked:
             given.append(f"--directory={self.directory}")
         if self.time_limit is not None:
             given.append(f"--time-limit={self.time_limit}")
+        if self.loop is not None:
+            given.append(f"--loop={self.loop}")
         return [*given, str(self.script), *self.arguments]
 
 
@@ -65,8 +69,8 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
     every_of(asked.every)
     if asked.time_limit is not None:
         seconds_of("--time-limit", asked.time_limit)
-    files = read_and_rewrite(asked.script)
-    folder = folder_of(asked.script, asked.arguments, asked.directory)
+    files = read_and_rewrite(asked.script, asked.loop)
+    folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
     alone = launched_by(os.environ) == "alone"
     ranks = ALONE if alone else ranks_from(os.environ)
     launches = alone and processes is not None
@@ -133,7 +137,8 @@ def _work(asked: Asked, files: list[Rewritten], folder: RunFolder, ranks: Ranks)
         code = 1
         word: Word = "failed"
         try:
-            code = execute(files, asked.arguments, keeper)
+            resuming = folder.has_versions()
+            code = execute(asked.script, files, asked.arguments, keeper, resuming=resuming)
             keeper.raise_problem()
             code, word = _ended(code, keeper)
         finally:

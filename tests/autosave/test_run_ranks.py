@@ -1,0 +1,188 @@
+"""Scripts of several processes under `outlast run --nproc` and under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+pytestmark = pytest.mark.distributed
+
+DEADLINE_SECONDS = 240.0
+
+SCRIPT = """
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+HERE = Path(__file__).parent
+
+
+def reached(step):
+    plan = HERE / f"plan{dist.get_rank()}"
+    if plan.exists():
+        at, what = plan.read_text().split()
+        if step == int(at):
+            plan.unlink()
+            os.kill(os.getpid(), getattr(signal, what))
+
+
+def main():
+    how = argparse.ArgumentParser()
+    how.add_argument("how")
+    how = how.parse_args().how
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(96, 8), torch.randn(96, 4))
+    torch.manual_seed(100 + rank)
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, 8, sampler=sampler)
+    losses = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for features, targets in loader:
+            loss = nn.functional.mse_loss(model(features), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            reached(len(losses))
+    state = {
+        name: each.to_local() if hasattr(each, "to_local") else each
+        for name, each in model.state_dict().items()
+    }
+    torch.save({"model": state, "losses": losses}, HERE / f"result{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+"""Trains for 6 steps an epoch on two ranks."""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def python(*arguments):
+    """Run Python to its end; no process of its group is left behind."""
+    command = [sys.executable, *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return process.returncode, said
+    finally:
+        end_all(process)
+
+
+def end_all(process):
+    family = [process]
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+    except psutil.NoSuchProcess:
+        return
+    for each in family:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(DEADLINE_SECONDS)
+
+
+def results(script):
+    return [torch.load(script.parent / f"result{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def undisturbed(script, how):
+    code, said = python(*TORCHRUN, script, how)
+    assert code == 0, said
+    found = results(script)
+    for rank in (0, 1):
+        (script.parent / f"result{rank}.pt").unlink()
+    return found
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["model"].keys() == other["model"].keys()
+        for name, tensor in other["model"].items():
+            assert torch.equal(one["model"][name], tensor), name
+
+
+def disturb(script, step, what, ranks=(0, 1)):
+    for rank in ranks:
+        (script.parent / f"plan{rank}").write_text(f"{step} {what}")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_ranks_killed_go_on_to_the_weights_of_torchrun(script, how):
+    expected = undisturbed(script, how)
+    disturb(script, 11, "SIGKILL")
+    code, said = python("-m", "outlast", "run", "--nproc=2", "--every=2", script, how)
+    assert code == 1, said
+    assert "was killed by SIGKILL; the same command goes on" in said
+    code, said = python("-m", "outlast", "run", "--nproc=2", "--every=2", script, how)
+    assert code == 0, said
+    assert "resumed at step" in said
+    same(results(script), expected)
+
+
+def test_signal_to_one_rank_stops_all_at_the_same_step_and_another_number_is_refused(script):
+    expected = undisturbed(script, "ddp")
+    disturb(script, 9, "SIGTERM", ranks=[1])
+    code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
+    assert code == 3, said
+    assert "the same command goes on from there" in said
+    code, said = python("-m", "outlast", "run", "--nproc=3", "--every=1000", script, "ddp")
+    assert code == 2, said
+    assert "was saved by 2 processes and cannot go on with 3 processes" in said
+    code, said = python(*TORCHRUN, "-m", "outlast", "run", "--every=1000", script, "ddp")
+    assert code == 0, said
+    assert "resumed at step" in said
+    same(results(script), expected)
+
+
+def test_launcher_told_to_stop_passes_it_on(script):
+    text = script.read_text().replace(
+        "            os.kill(os.getpid(), getattr(signal, what))",
+        "            os.kill(os.getppid(), getattr(signal, what))",
+    )
+    script.write_text(text)
+    disturb(script, 5, "SIGUSR1", ranks=[0])
+    code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
+    assert code in {0, 3}, said
+    assert code == 3, said
+    assert "SIGUSR1" in said
+    assert signal.SIGUSR1
