@@ -80,7 +80,8 @@ def capture(
     Raises:
         Unsaveable: When something can be written down in no way.
     """
-    return _Capture(names, known, gradients).of(values)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _Capture(names, known, gradients).of(values)
 
 
 def restore(
@@ -94,6 +95,13 @@ def restore(
     Raises:
         SetupDiffersError: When set-up has made other objects here.
     """
+    with torch._C.DisableTorchFunctionSubclass():
+        return _restore(captured, names, known, gradients)
+
+
+def _restore(
+    captured: Captured, names: Names, known: Mapping[str, Any], gradients: GradientUse | None
+) -> Any:
     header, body = pickle.loads(captured.program)
     _check(header, names)
     for path, kind in header.became.items():

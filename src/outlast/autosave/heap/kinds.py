@@ -34,6 +34,7 @@ from outlast.autosave.heap.tensors import (
     tensor_content,
     tensor_put,
 )
+from outlast.errors import AutosaveError
 
 Reducer = Callable[[Any], tuple[Any, ...]]
 """Gives what `__reduce_ex__` gives: how to make such an object again."""
@@ -336,6 +337,15 @@ def _of_partial(value: Any) -> Children:
     yield from _attributes_of(value)
 
 
+def _partial_content(value: Any) -> Content:
+    return Content("partial", (value.func, value.args, value.keywords), flat(attributes(value)))
+
+
+def _partial_put(value: Any, seen: Content) -> None:
+    value.__setstate__((*seen.items, None))
+    put_attributes(value, seen.attributes)
+
+
 def _of_compiled(value: Any) -> Children:
     yield ".%s", "_orig_mod", value._modules["_orig_mod"]
 
@@ -350,7 +360,8 @@ def _plain_reduction(value: Any) -> Any:
 def _of_reduction(reduce: Reducer, value: Any) -> Children:
     try:
         parts = reduce(value)
-    except TypeError:
+    except (TypeError, AutosaveError):
+        # Whoever wants to write it down is told; it may be that nobody does.
         return
     yield from (("<%d>", place, each) for place, each in enumerate(parts[1:3]))
 
@@ -386,5 +397,5 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (types.MethodWrapperType, Kind(Role.VALUE)),
     ((staticmethod, classmethod), Kind(Role.NAMED, _of_wrapper)),
     (property, Kind(Role.NAMED, _of_property)),
-    (functools.partial, Kind(Role.NAMED, _of_partial, _object_content, _object_put)),
+    (functools.partial, Kind(Role.NAMED, _of_partial, _partial_content, _partial_put)),
 )

@@ -68,21 +68,15 @@ class Names:
         self._own: set[str] = set()
         self._paths: dict[int, str] = {}
         self._digests: dict[str, bytes] = {}
-        self._walk(roots)
-        self.types = {path: type(each) for path, each in self.objects.items()}
-        self._before = {
-            path: None if path in self._digests else self.kinds.of(each).content(each)
-            for path, each in self.objects.items()
-        }
-        self._always = {path for path in self.objects if self._counts_always(path)}
+        self.types: dict[str, type] = {}
+        self._before: dict[str, Content | None] = {}
+        self._always: set[str] = set()
         self.geometry: dict[str, Geometry] = {}
         self.blocks: dict[str, str] = {}
         self._versions: dict[str, int] = {}
-        for path, each in self.objects.items():
-            if lies_in_block(each):
-                self.geometry[path] = geometry(each)
-                self.blocks.setdefault(self.geometry[path].block, f"={path}")
-                self._versions[path] = _version(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._walk(roots)
+            self._look()
 
     def path_of(self, value: Any) -> str | None:
         """The name of an object; None for one that came later."""
@@ -136,6 +130,18 @@ class Names:
                 yield path
             elif self.kinds.of(each).role is Role.VALUE:
                 yield from self._named(each)
+
+    def _look(self) -> None:
+        """Keep what the named objects hold now."""
+        for path, each in self.objects.items():
+            self.types[path] = type(each)
+            plain = path in self._digests
+            self._before[path] = None if plain else self.kinds.of(each).content(each)
+            if lies_in_block(each):
+                self.geometry[path] = geometry(each)
+                self.blocks.setdefault(self.geometry[path].block, f"={path}")
+                self._versions[path] = _version(each)
+        self._always = {path for path in self.objects if self._counts_always(path)}
 
     def _walk(self, roots: Mapping[str, Any]) -> None:
         waiting = deque((name, each, True) for name, each in roots.items())

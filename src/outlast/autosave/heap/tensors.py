@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from outlast.autosave.heap.content import Content, flat, own_attributes, pairs, put_own_attributes
 
@@ -50,7 +51,8 @@ def is_composed(value: torch.Tensor) -> bool:
 
 def has_storage(value: torch.Tensor) -> bool:
     """Whether a tensor lies in a storage of its own kind, as strides say."""
-    return value.layout == torch.strided and value.device.type != "meta" and not is_composed(value)
+    strided = value.layout == torch.strided and value.device.type != "meta"
+    return strided and not is_composed(value) and not is_lazy(value)
 
 
 def of_tensor(value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -68,7 +70,7 @@ def of_tensor(value: Any) -> Iterator[tuple[str, Any, Any]]:
 def tensor_content(value: Any) -> Content:
     """What a tensor holds beside the numbers in its storage."""
     whole = None
-    if value.layout != torch.strided and value.device.type != "meta" and not is_composed(value):
+    if value.layout != torch.strided and not is_composed(value):
         whole = value.detach()
     return Content(
         "tensor", (value.requires_grad, gradient(value), whole), flat(own_attributes(value))

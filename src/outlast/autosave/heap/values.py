@@ -109,15 +109,15 @@ class Writer(pickle.Pickler):
             case type() if "<locals>" in value.__qualname__:
                 raise Unsaveable(value, "define this class at the top of its file")
             case types.CellType():
-                return types.CellType, (), _cell_state(value), None, None, _fill_cell
+                return _cell, (), _cell_state(value), None, None, _fill_cell
             case types.CodeType():
                 return _code, (marshal.dumps(value),)
             case types.ModuleType():
                 return importlib.import_module, (value.__name__,)
             case types.MethodType():
-                return types.MethodType, (value.__func__, value.__self__)
+                return _method, (value.__func__, value.__self__)
             case types.MappingProxyType():
-                return types.MappingProxyType, (dict(value),)
+                return _view_of, (dict(value),)
             case staticmethod() | classmethod():
                 return type(value), (value.__func__,)
             case property():
@@ -290,6 +290,18 @@ def _set_function(value: types.FunctionType, state: dict[str, Any]) -> None:
 def _code(text: bytes) -> types.CodeType:
     code: types.CodeType = marshal.loads(text)
     return code
+
+
+def _method(function: Callable[..., Any], owner: Any) -> types.MethodType:
+    return types.MethodType(function, owner)
+
+
+def _view_of(items: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
+    return types.MappingProxyType(items)
+
+
+def _cell() -> types.CellType:
+    return types.CellType()
 
 
 def _cell_state(cell: types.CellType) -> tuple[Any, ...]:
