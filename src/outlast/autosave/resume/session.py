@@ -14,8 +14,8 @@ from outlast.autosave.resume.digests import STEPS, difference, digest
 from outlast.autosave.resume.entered import entered
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
-from outlast.autosave.resume.iterators import REDUCERS, resumable
-from outlast.autosave.resume.loaders import IN_PLACE
+from outlast.autosave.resume.iterators import IN_PLACE, REDUCERS, resumable
+from outlast.autosave.resume.loaders import IN_PLACE as LOADERS_IN_PLACE
 from outlast.autosave.resume.randomness import random_states, set_random_states
 from outlast.errors import AutosaveError
 
@@ -214,7 +214,9 @@ class Session:
             if each.f_code.co_name != MODULE:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
-        self._names = Names(roots, list(self._globals()), reducers, IN_PLACE)
+        self._names = Names(
+            roots, list(self._globals()), reducers, {**IN_PLACE, **LOADERS_IN_PLACE}
+        )
         if self._saved is not None:
             self._go_back(self._saved, self._names)
             self._saved = None
