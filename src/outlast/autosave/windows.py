@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TRIES = 4
 """Saves at which a storage is watched that never comes to be known, as one made anew each step."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Copying(Protocol):
@@ -181,6 +181,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _fingerprint(row: torch.Tensor) -> tuple[int, int]:
     """Two sums over the bits of a row, made where it lies."""
-    bits = row.detach().view(_INTEGERS.get(row.element_size(), torch.int64))
+    size = row.numel() * row.element_size()
+    widest = next(kind for width, kind in _INTEGERS.items() if size % width == 0)
+    bits = row.detach().view(widest)
     # One sees equal changes of many elements, the other such as cancel each other.
     return int(torch.hash_tensor(bits).view(torch.int64)), int(bits.sum())
