@@ -24,7 +24,7 @@ SITE = replace(
     failures=(FailureCause(name="crash", per_node_day=2.0, repair_hours=1.0),),
     spares=2,
 )
-LONG = ("train.steps=5000000", "train.batch_size=64", "guard.policy=off")
+LONG = ("train.steps=5000000", "train.batch_size=64", "guard.policy=off", "recover.mode=off")
 TRAINING = Training(model=LLAMA_8B, run=RUN, tokens=1e11, framework="any")
 
 

@@ -8,12 +8,15 @@ from outlast.errors import RecoverError
 from outlast.recover.cost import (
     WayBack,
     detection_seconds,
+    keep_seconds,
     lost_seconds,
+    parity_groups,
     parity_seconds,
     rebuild_seconds,
     share_of_progress,
     transfer_seconds,
 )
+from outlast.recover.memory.spread import even_parts
 
 
 def test_the_way_back_is_the_sum_of_its_parts() -> None:
@@ -70,3 +73,15 @@ def test_progress_against_a_run_that_is_played_through() -> None:
 def test_what_makes_no_sense_is_refused(call, sentence: str) -> None:
     with pytest.raises(RecoverError, match=sentence):
         call()
+
+
+def test_keeping_a_state_costs_what_does_not_fit_into_the_slack() -> None:
+    assert keep_seconds(6e9, 2e9) == 3.0
+    assert keep_seconds(6e9, 2e9, slack_seconds=1.0) == 2.0
+    assert keep_seconds(6e9, 2e9, slack_seconds=9.0) == 0.0
+
+
+@given(st.integers(1, 500), st.integers(2, 40))
+def test_groups_of_parity_are_those_that_nodes_are_spread_over(nodes: int, largest: int) -> None:
+    sizes = [len(each) for each in even_parts(list(range(nodes)), largest)]
+    assert parity_groups(nodes, largest) == (min(sizes), max(sizes))

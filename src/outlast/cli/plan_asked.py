@@ -106,6 +106,12 @@ class Asked:
     tensorize: Annotated[
         list[str] | None, _option("Form and rank, e.g. low_rank:0.5, or dense.", _MECHANISMS)
     ] = None
+    recover: Annotated[
+        list[str] | None,
+        _option(
+            "off, restart (with its parity: restart:1) or live. Default: the job's.", _MECHANISMS
+        ),
+    ] = None
     checkpoint_seconds: Annotated[
         list[float] | None, _option("Between saves; 0: the best interval.", _MECHANISMS)
     ] = None

@@ -68,7 +68,7 @@ class Planned:
     @property
     def mechanisms(self) -> Mechanisms:
         """Their settings: those asked for, else the job's own."""
-        from outlast.plan.pareto.settings import Mechanisms
+        from outlast.plan.pareto.settings import Mechanisms, Recovery
 
         asked, own = self.asked, self.training.settings
         return Mechanisms(
@@ -79,6 +79,7 @@ class Planned:
             tensorize=tuple(_form(each) for each in asked.tensorize or ())
             or ((own.tensorize_form, own.tensorize_rank),),
             clock_mhz=(own.clock_mhz,),
+            recovery=tuple(Recovery.of(each) for each in asked.recover or ()) or (own.recovery,),
         )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outlast.plan.estimate import Interval, Term, Total
     from outlast.plan.huggingface import transformer_of
     from outlast.plan.known_models import published
-    from outlast.plan.pareto.settings import Mechanisms, Settings
+    from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
     from outlast.plan.prediction import Estimate
     from outlast.plan.transformer import Transformer
 
@@ -30,6 +30,7 @@ _HOMES = {
     "Estimate": "prediction",
     "Interval": "estimate",
     "Mechanisms": "pareto.settings",
+    "Recovery": "pareto.settings",
     "Settings": "pareto.settings",
     "Term": "estimate",
     "Total": "estimate",
@@ -48,6 +49,7 @@ __all__ = [
     "Estimate",
     "Interval",
     "Mechanisms",
+    "Recovery",
     "Settings",
     "Term",
     "Total",

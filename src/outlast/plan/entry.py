@@ -256,4 +256,5 @@ def _as_mechanisms(settings: Settings) -> Mechanisms:
         coding_copies=(settings.coding_copies,),
         tensorize=((settings.tensorize_form, settings.tensorize_rank),),
         clock_mhz=(settings.clock_mhz,),
+        recovery=(settings.recovery,),
     )

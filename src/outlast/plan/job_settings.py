@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.plan.pareto.settings import TIERS, Settings
+from outlast.plan.pareto.settings import NO_RECOVERY, TIERS, Recovery, Settings
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
@@ -55,7 +55,13 @@ def mapped(
         coding_copies=_copies(job, run, left),
         tensorize_form=form,
         tensorize_rank=rank,
+        recovery=_recovery(job, run, left),
     )
+    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
+        left.append(
+            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
+            "(recover.mode) are newer and survive as much"
+        )
     if job.guard.modules:
         left.append("guard.modules is not predicted: guard.policy counts for all modules")
     commits = settings.coding_copies > 1 and job.coding.lost == "commit"
@@ -84,6 +90,33 @@ def _tensorize(job: Job, model: Transformer, left: list[str]) -> tuple[str, floa
             "as replaced"
         )
     return chosen.form, float(share)
+
+
+def _recovery(job: Job, run: Configuration, left: list[str]) -> Recovery:
+    chosen = job.recover
+    if chosen.mode == "live" and chosen.groups not in (0, run.data):
+        left.append(
+            f"recover.groups = {chosen.groups} is not predicted: each of the {run.data} replicas "
+            "counts as a group"
+        )
+    if chosen.mode != "restart":
+        return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
+    if run.devices == 1:
+        # Nobody starts a process again that trains alone.
+        return NO_RECOVERY
+    parity = None if chosen.parity == "auto" else chosen.parity
+    if chosen.domain == "process" and parity != 0:
+        left.append(
+            'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
+            "predicted as none"
+        )
+        parity = 0
+    return Recovery(
+        mode="restart",
+        every_steps=chosen.every_steps,
+        parity=parity,
+        parity_group=chosen.parity_group,
+    )
 
 
 def _steps(job: Job, left: list[str]) -> int:

@@ -1,18 +1,20 @@
 """How candidates get through failures: their checkpoint tiers and intervals, guard, code, restarts.
 
 Prices of checkpoints come from `outlast.checkpoint.cost`, once for each different combination of
-nodes, state and tiers; `reliability` does the rest for all candidates at once.
+nodes, state and tiers, those of recovery without them through `kept`; `reliability` does the rest
+for all candidates at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
+from outlast.plan.kept import NOT_KEPT, kept_states, live_replicas
 from outlast.plan.reliability.goodput import Goodput, goodput
 from outlast.plan.reliability.recovery import (
     DAY_SECONDS,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from outlast.plan.cases import Array
     from outlast.plan.cluster import Cluster
     from outlast.plan.context import Context
+    from outlast.plan.kept import Kept
     from outlast.plan.mechanisms import Step
     from outlast.plan.pareto.settings import Settings
     from outlast.plan.pareto.space import Block
@@ -48,6 +51,8 @@ NO_FAILURES_SECONDS = 3600.0
 """Between saves where nothing is expected to fail."""
 SURVIVES = {"memory": 0.0, "local": 0.0, "peer": 1.0, "shared": np.inf}
 """Nodes lost at once that a tier outlives; the order is that of the tiers."""
+MOST_KEPT = 100_000.0
+"""States kept in memory between two checkpoints, however seldom anything fails."""
 LEAST_RATE = 1e-12
 LEAST_OVERHEAD_SECONDS = 1e-3
 
@@ -59,7 +64,7 @@ class Survival:
     Attributes:
         run: The candidates as `reliability` sees them.
         goodput: ETTR and what the rest is lost to.
-        interval_seconds: Between saves of the tier that saves most often.
+        interval_seconds: Between saves of the tier of checkpoints that saves most often.
     """
 
     run: Reliability
@@ -69,9 +74,13 @@ class Survival:
 
 @dataclass(frozen=True, slots=True)
 class _Saves:
-    """Of one combination: interval, and for each of `SURVIVES` every, costs and restore seconds."""
+    """Of one combination: its interval and the shortest one in which all saves become durable.
+
+    For each of `SURVIVES`: every, costs and restore seconds.
+    """
 
     interval: float
+    shortest: float
     every: tuple[int, ...]
     costs: tuple[SaveCost, ...]
     restores: tuple[float, ...]
@@ -93,25 +102,39 @@ def survival(context: Context, block: Block, step: Step) -> Survival:
     )[block.layout]
     state = step.parameters * weights
 
-    keys = np.column_stack([block.setting, nodes, state])
+    kept = kept_states(
+        cluster, block, step, nodes=nodes, state=state, memory_rate=_rate(cluster, "memory")
+    )
+    outlives = np.full(len(block), NOT_KEPT) if kept is None else kept.outlives
+    keys = np.column_stack([block.setting, nodes, state, outlives])
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
     table = [
-        _saves(context, block.settings[int(setting)], number, held)
-        for setting, number, held in found
+        _saves(context, block.settings[int(setting)], number, held, left)
+        for setting, number, held, left in found
     ]
     at = inverse.ravel()
     interval = np.array([each.interval for each in table])[at]
+    base, times = interval, np.ones(1)
+    if kept is not None:
+        shortest = np.array([each.shortest for each in table])[at]
+        given = block.by_setting([each.checkpoint_seconds for each in block.settings])
+        most = np.where(given > 0.0, np.inf, MOST_KEPT)
+        base, times = _counted(kept, interval, np.maximum(shortest, most * kept.every_seconds))
+        interval = base * times
+    tiers = [_tier(table, at, number, times) for number in range(len(SURVIVES))]
+    tiers += [] if kept is None else kept.tiers(cluster)
     run = Reliability(
         nodes=nodes,
         causes=cluster.failures,
-        interval_seconds=interval,
-        tiers=tuple(_tier(table, at, number) for number in range(len(SURVIVES))),
+        interval_seconds=base,
+        # What is kept goes first among those that survive as much: it is newest.
+        tiers=tuple(sorted(tiers, key=lambda tier: (tier.survives_nodes, not tier.kept))),
         restart=Restart(
             restart_seconds=context.restart.restart_seconds,
             replace_seconds=context.restart.replace_seconds,
             spares=cluster.spares,
         ),
-        replicas=_replicas(block, step),
+        replicas=_replicas(cluster, block, step, state),
         guard=Guard(
             coverage=step.guard_coverage,
             overhead=step.guard_overhead,
@@ -122,6 +145,14 @@ def survival(context: Context, block: Block, step: Step) -> Survival:
         pace=Pace(coding_ratio=step.coding_ratio, coding_overhead=step.coding_overhead),
     )
     return Survival(run, goodput(run), interval)
+
+
+def _counted(kept: Kept, interval: Array, longest: Array) -> tuple[Array, Array]:
+    """Running time of a base interval, and base intervals between checkpoints, (candidates,)."""
+    every = np.where(kept.used, kept.every_seconds, interval)
+    # It must be a whole number, and no save begins before the last one is durable.
+    times = np.ceil(np.minimum(interval, longest) / every * (1.0 - 1e-9))
+    return every, np.where(kept.used, np.maximum(times, 1.0), 1.0)
 
 
 def _rate(cluster: Cluster, tier: str) -> float:
@@ -137,38 +168,24 @@ def _rate(cluster: Cluster, tier: str) -> float:
     return rate if rate > 0.0 else ABSENT_BYTES_PER_S
 
 
-def _saves(context: Context, settings: Settings, nodes: float, state: float) -> _Saves:
+def _saves(
+    context: Context, settings: Settings, nodes: float, state: float, outlives: float = NOT_KEPT
+) -> _Saves:
+    """Of the tiers that survive more than `outlives` nodes, which memory does without them."""
     cluster = context.cluster
     if "shared" not in settings.tiers:
         raise PlanError(
             f"tiers = {', '.join(settings.tiers)}: nothing is left when a node is lost for good; "
             "add shared"
         )
-    sizes = Sizes(state_bytes=state)
-    staging = state / (nodes * _rate(cluster, "memory"))
-    used = [tier for tier in SURVIVES if tier in settings.tiers]
-    priced = {}
-    for tier in used:
-        rate = _rate(cluster, tier) * (1.0 if tier == "shared" else nodes)
-        written = save_seconds(sizes, ENCODING_BYTES_PER_S * nodes, rate)
-        write = 0.0 if tier == "memory" else written
-        blocked = max(staging, LEAST_OVERHEAD_SECONDS)
-        priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), transfer_seconds(state, rate)
-    rates = _rates(cluster, used, nodes)
-    if sum(rates) <= 0.0:
-        base, every = NO_FAILURES_SECONDS, tuple(1 for _ in used)
-    else:
-        waits = context.restart.restart_seconds
-        chosen = choose_tiers(
-            [
-                (
-                    priced[tier][0],
-                    Failures(max(rate, LEAST_RATE), float(np.max(waits)), priced[tier][1]),
-                )
-                for tier, rate in zip(used, rates, strict=True)
-            ]
-        )
-        base, every = chosen.base_seconds, chosen.every
+    used = [tier for tier in SURVIVES if tier in settings.tiers and SURVIVES[tier] > outlives]
+    priced = _priced(cluster, used, nodes, state)
+    rates = _rates(cluster, used, nodes, outlives)
+    base, every = _least_waste(context, [priced[tier] for tier in used], rates)
+    if outlives > NOT_KEPT and not settings.checkpoint_seconds:
+        # Memory goes when all nodes do, which no list of failures has: files are not for never.
+        rarest = max(_saves(context, settings, nodes, state).interval, NO_FAILURES_SECONDS)
+        base = min(base, rarest) if sum(rates) > 0.0 else rarest
     base = settings.checkpoint_seconds or base
     # A version must be durable before the next one of its tier is begun.
     shortest = max(
@@ -180,22 +197,57 @@ def _saves(context: Context, settings: Settings, nodes: float, state: float) -> 
     blank = SaveCost(0.0), 0.0
     return _Saves(
         max(base, shortest),
+        shortest,
         tuple(counts.get(tier, 0) for tier in SURVIVES),
         tuple(priced.get(tier, blank)[0] for tier in SURVIVES),
         tuple(priced.get(tier, blank)[1] for tier in SURVIVES),
     )
 
 
-def _rates(cluster: Cluster, used: list[str], nodes: float) -> list[float]:
-    """Failures per second that each tier survives and none before it does."""
+def _priced(
+    cluster: Cluster, used: list[str], nodes: float, state: float
+) -> dict[str, tuple[SaveCost, float]]:
+    """Of each tier: what a save costs, and seconds to restore it."""
+    sizes, priced = Sizes(state_bytes=state), {}
+    staging = state / (nodes * _rate(cluster, "memory"))
+    for tier in used:
+        rate = _rate(cluster, tier) * (1.0 if tier == "shared" else nodes)
+        written = save_seconds(sizes, ENCODING_BYTES_PER_S * nodes, rate)
+        write = 0.0 if tier == "memory" else written
+        blocked = max(staging, LEAST_OVERHEAD_SECONDS)
+        priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), transfer_seconds(state, rate)
+    return priced
+
+
+def _least_waste(
+    context: Context, priced: list[tuple[SaveCost, float]], rates: list[float]
+) -> tuple[float, tuple[int, ...]]:
+    """The base interval and what each tier's is in terms of it."""
+    if sum(rates) <= 0.0:
+        return NO_FAILURES_SECONDS, tuple(1 for _ in rates)
+    waits = float(np.max(context.restart.restart_seconds))
+    chosen = choose_tiers(
+        [
+            (save, Failures(max(rate, LEAST_RATE), waits, restore))
+            for (save, restore), rate in zip(priced, rates, strict=True)
+        ]
+    )
+    return chosen.base_seconds, chosen.every
+
+
+def _rates(cluster: Cluster, used: list[str], nodes: float, outlives: float) -> list[float]:
+    """Failures per second that each tier survives and none before it does, nor memory."""
     rates = [0.0] * len(used)
     for cause in cluster.failures:
+        # After wrong numbers memory is not trusted.
+        if lost_nodes(cause) <= outlives and not cause.silent:
+            continue
         place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
         rates[place] += nodes * cause.per_node_day / cause.nodes_hit / DAY_SECONDS
     return rates
 
 
-def _tier(table: list[_Saves], at: np.ndarray, number: int) -> Tier:
+def _tier(table: list[_Saves], at: np.ndarray, number: int, times: Array) -> Tier:
     name, outlives = list(SURVIVES.items())[number]
 
     def column(values: list[float]) -> Array:
@@ -205,7 +257,7 @@ def _tier(table: list[_Saves], at: np.ndarray, number: int) -> Tier:
     return Tier(
         name=name,
         survives_nodes=outlives,
-        every=column([float(each.every[number]) for each in table]),
+        every=column([float(each.every[number]) for each in table]) * times,
         blocked_seconds=column([each.costs[number].blocked_seconds for each in table]),
         write_seconds=column([each.costs[number].write_seconds for each in table]),
         slowdown=column([each.costs[number].slowdown for each in table]),
@@ -213,12 +265,23 @@ def _tier(table: list[_Saves], at: np.ndarray, number: int) -> Tier:
     )
 
 
-def _replicas(block: Block, step: Step) -> Replicas:
-    """Workers of a gradient code: all but as many as hold a chunk may be lost without a restart."""
+def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas:
+    """Live groups, or workers of a gradient code; no candidate is both.
+
+    Of workers, all but as many as hold a chunk may be lost without a restart.
+    """
+    live = live_replicas(cluster, block, step, state)
     copies = np.array([each.coding_copies for each in block.settings])[block.setting]
     if copies.max() == 1:
-        return Replicas()
+        return live or Replicas()
     data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
     groups = np.where(copies > 1, data, 1.0)
     least = np.where(copies > 1, np.maximum(data - copies + 1.0, 1.0), 1.0)
-    return Replicas(groups=groups, minimum=least, step_seconds=step.seconds)
+    if live is None:
+        return Replicas(groups=groups, minimum=least, step_seconds=step.seconds)
+    return replace(
+        live,
+        groups=np.where(copies > 1, groups, live.groups),
+        minimum=least,
+        step_seconds=step.seconds,
+    )

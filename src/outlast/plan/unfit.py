@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outlast.errors import PlanError
+from outlast.plan.kept import smallest_groups
+from outlast.plan.pareto.settings import NO_RECOVERY
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
@@ -38,6 +40,8 @@ def possible(cluster: Cluster, block: Block) -> np.ndarray:
     """(candidates,) of bool: the settings go with the cluster and with the layout."""
     count = len(block.layouts)
     stored = np.array([not missing_tier(cluster, each) for each in block.settings])[block.setting]
+    if any(each.recovery != NO_RECOVERY for each in block.settings):
+        stored = stored & _recoverable(cluster, block)
     copies = np.array([each.coding_copies for each in block.settings])
     if copies.max() == 1:
         return stored
@@ -48,10 +52,59 @@ def possible(cluster: Cluster, block: Block) -> np.ndarray:
     return found
 
 
+def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
+    """(candidates,) of bool: the way to go on without a checkpoint goes with the layout."""
+    chosen = [each.recovery for each in block.settings]
+    whole, nodes = _whole_replicas(block), _nodes(cluster, block)
+    coded = block.by_setting([each.coding_copies > 1 for each in block.settings]) > 0.0
+    live = block.by_setting([each.mode == "live" for each in chosen]) > 0.0
+    parity = block.by_setting([each.parity or 0 for each in chosen])
+    largest = block.by_setting([each.parity_group for each in chosen])
+    smallest = smallest_groups(nodes, largest)
+    found: np.ndarray = ~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity))
+    return found
+
+
+def _why_not_recoverable(cluster: Cluster, block: Block, row: int) -> str:
+    settings = block.settings[int(block.setting[row])]
+    recovery = settings.recovery
+    if recovery == NO_RECOVERY or bool(_recoverable(cluster, block)[row]):
+        return ""
+    if recovery.mode == "live" and settings.coding_copies > 1:
+        return (
+            f"recovery = live does not go with coding_copies = {settings.coding_copies}, which "
+            "sums over the replicas in its own way: set coding_copies = 1, or recovery = restart"
+        )
+    if recovery.mode == "live":
+        return (
+            "recovery = live goes with whole replicas on one device each alone: set sharding = "
+            "none, tensor = 1, context = 1 and pipeline = 1, or recovery = restart"
+        )
+    return (
+        f"recovery parity = {recovery.parity} needs groups of at least {recovery.parity + 1} "  # type: ignore[operator]
+        f"nodes, and {_nodes(cluster, block)[row]:g} in groups of at most {recovery.parity_group} "
+        "make smaller ones: take more nodes, raise parity_group, or lower parity"
+    )
+
+
+def _whole_replicas(block: Block) -> np.ndarray:
+    """(candidates,) of bool: each device holds the whole model."""
+    each = block.layouts
+    whole = (each.sharding == 0.0) & (each.tensor * each.context * each.pipeline == 1.0)
+    spread: np.ndarray = np.broadcast_to(whole, (len(each),))[block.layout]
+    return spread
+
+
+def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
+    devices = np.broadcast_to(block.layouts.devices, (len(block.layouts),))[block.layout]
+    nodes: np.ndarray = np.ceil(devices / cluster.devices_per_node)
+    return nodes
+
+
 def why_impossible(cluster: Cluster, block: Block, row: int = 0) -> str:
     """A sentence on what a candidate cannot have; empty where it can have everything."""
     settings = block.settings[int(block.setting[row])]
-    found = missing_tier(cluster, settings)
+    found = missing_tier(cluster, settings) or _why_not_recoverable(cluster, block, row)
     if found or settings.coding_copies == 1:
         return found
     at = int(block.layout[row])

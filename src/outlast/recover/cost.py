@@ -18,6 +18,13 @@ REFORM_SECONDS = 0.4
 """Prior: torch elastic ends a group, meets anew and forks, on one machine (benchmarks/recover.py).
 """
 
+RECONNECT_SECONDS = 0.1
+"""Prior: live groups agree on a round and connect anew (benchmarks/recover_live.py)."""
+
+SILENCE_SHARE = 0.8
+"""Of the heartbeat's seconds, after which the lighthouse of live groups drops a silent one; the
+rest is for the survivors' next step."""
+
 
 def _require(name: str, value: float, low: float = 0.0, *, above: bool = False) -> None:
     if not (low < value < math.inf if above else low <= value < math.inf):
@@ -68,6 +75,26 @@ def transfer_seconds(
     _require("bytes_per_s", bytes_per_s, above=True)
     _require("latency_seconds", latency_seconds)
     return latency_seconds + state_bytes / bytes_per_s
+
+
+def keep_seconds(
+    state_bytes: float, copy_bytes_per_s: float, *, slack_seconds: float = 0.0
+) -> float:
+    """By how much keeping a state in a node's memory makes a step longer.
+
+    It is copied while the next step computes, and that step's update waits for the copy: what fits
+    into `slack_seconds` costs nothing.
+    """
+    _require("slack_seconds", slack_seconds)
+    return max(transfer_seconds(state_bytes, copy_bytes_per_s) - slack_seconds, 0.0)
+
+
+def parity_groups(nodes: int, largest: int) -> tuple[int, int]:
+    """Nodes of the smallest and of the largest group that share parity, as evenly as possible."""
+    if nodes < 1 or largest < 2:
+        raise RecoverError(f"nodes = {nodes}, largest = {largest}: give at least 1 and 2")
+    groups = -(-nodes // largest)
+    return nodes // groups, -(-nodes // groups)
 
 
 def rebuild_seconds(

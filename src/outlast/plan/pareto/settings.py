@@ -10,6 +10,64 @@ from outlast.errors import PlanError
 
 TIERS = ("memory", "peer", "local", "shared")
 """Where a checkpoint can go, from the fastest to the safest; see `outlast.plan.cluster.Storage`."""
+MODES = ("off", "restart", "live")
+"""How a run goes on without a checkpoint; see [recover] of a job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """How a run goes on without a checkpoint, as `outlast.recover` does it.
+
+    Attributes:
+        mode: One of `MODES`. restart: nodes keep the state in memory; live: replica groups go on.
+        every_steps: Steps from one kept state to the next.
+        parity: Nodes of a group that may be lost together; None: 1 where a node holds what no
+            other does, else 0.
+        parity_group: Nodes that share their parity, at most.
+        heartbeat_seconds: Silence after which a live group counts as dead.
+    """
+
+    mode: str = "off"
+    every_steps: int = 1
+    parity: int | None = None
+    parity_group: int = 8
+    heartbeat_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError(f"recovery = {self.mode!r} is none of {', '.join(MODES)}")
+        if self.every_steps < 1:
+            raise PlanError(f"recovery every_steps = {self.every_steps}: give at least 1")
+        if self.parity not in (None, 0, 1, 2):
+            raise PlanError(f"recovery parity = {self.parity}: give 0, 1 or 2, or leave it out")
+        if self.parity_group < 2:
+            raise PlanError(f"recovery parity_group = {self.parity_group}: give at least 2")
+        if not (math.isfinite(self.heartbeat_seconds) and self.heartbeat_seconds > 0.0):
+            raise PlanError(
+                f"recovery heartbeat_seconds = {self.heartbeat_seconds}: give a number above 0"
+            )
+
+    def __str__(self) -> str:
+        """As a user gives it: ``off``, ``restart``, ``restart:1``, ``live``."""
+        return self.mode if self.parity is None else f"{self.mode}:{self.parity}"
+
+    @classmethod
+    def of(cls, text: str) -> Recovery:
+        """The recovery that `text` names: a mode, for restart with the parity behind a colon.
+
+        Raises:
+            PlanError: It names none.
+        """
+        mode, _, parity = text.partition(":")
+        if parity not in ("", "0", "1", "2") or (parity and mode != "restart"):
+            raise PlanError(
+                f"recovery = {text!r}: give off, restart, live, or restart with its parity, as in "
+                "restart:1"
+            )
+        return cls(mode=mode, parity=int(parity) if parity else None)
+
+
+NO_RECOVERY = Recovery()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +83,7 @@ class Settings:
         tensorize_form: A form of `outlast.tensorize`; dense where layers stay as they are.
         tensorize_rank: Rank as a share of the full one; 0 for a dense form.
         clock_mhz: Of the devices; 0 for the one they choose themselves.
+        recovery: How it goes on without a checkpoint.
     """
 
     checkpoint_seconds: float = 0.0
@@ -34,6 +93,7 @@ class Settings:
     tensorize_form: str = "dense"
     tensorize_rank: float = 0.0
     clock_mhz: float = 0.0
+    recovery: Recovery = NO_RECOVERY
 
     def __post_init__(self) -> None:
         for field in ("checkpoint_seconds", "tensorize_rank", "clock_mhz"):
@@ -66,6 +126,7 @@ class Mechanisms:
         coding_copies: Holders of each chunk.
         tensorize: Form and rank.
         clock_mhz: Clocks.
+        recovery: Ways to go on without a checkpoint.
     """
 
     checkpoint_seconds: tuple[float, ...] = (0.0,)
@@ -74,6 +135,7 @@ class Mechanisms:
     coding_copies: tuple[int, ...] = (1,)
     tensorize: tuple[tuple[str, float], ...] = (("dense", 0.0),)
     clock_mhz: tuple[float, ...] = (0.0,)
+    recovery: tuple[Recovery, ...] = (NO_RECOVERY,)
 
     def settings(self) -> tuple[Settings, ...]:
         """All combinations, each once.
@@ -93,14 +155,16 @@ class Mechanisms:
                 tensorize_form=form,
                 tensorize_rank=rank,
                 clock_mhz=clock,
+                recovery=recovery,
             )
-            for seconds, tiers, guard, copies, (form, rank), clock in product(
+            for seconds, tiers, guard, copies, (form, rank), clock, recovery in product(
                 self.checkpoint_seconds,
                 self.tiers,
                 self.guard,
                 self.coding_copies,
                 self.tensorize,
                 self.clock_mhz,
+                self.recovery,
             )
         )
         return tuple(dict.fromkeys(found))

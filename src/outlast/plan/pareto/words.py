@@ -10,7 +10,7 @@ from outlast.hardware import Unavailable
 from outlast.plan.configuration import Configuration
 from outlast.plan.pareto.objectives import FIGURES
 from outlast.plan.pareto.result import Front
-from outlast.plan.pareto.settings import Settings
+from outlast.plan.pareto.settings import Recovery, Settings
 
 _SHARDED = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
 
@@ -48,6 +48,8 @@ def settings_words(settings: Settings) -> str:
         else "at the best interval"
     )
     parts = [f"checkpoint {every} to {' + '.join(settings.tiers)}"]
+    if settings.recovery.mode != "off":
+        parts.append(_recovery_words(settings.recovery))
     if settings.guard != "off":
         parts.append(f"guard {settings.guard}")
     if settings.coding_copies > 1:
@@ -57,6 +59,14 @@ def settings_words(settings: Settings) -> str:
     if settings.clock_mhz:
         parts.append(f"{settings.clock_mhz:,.0f} MHz")
     return " · ".join(parts)
+
+
+def _recovery_words(recovery: Recovery) -> str:
+    if recovery.mode == "live":
+        return "live groups"
+    every = "step" if recovery.every_steps == 1 else f"{recovery.every_steps} steps"
+    parity = "" if recovery.parity is None else f", parity {recovery.parity}"
+    return f"memory every {every}{parity}"
 
 
 @dataclass(frozen=True, slots=True)

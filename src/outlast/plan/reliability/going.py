@@ -52,14 +52,15 @@ def going_on(settings: Reliability, nodes: Array) -> Going:
             + (column(back.replace_seconds) if lost_nodes(cause) else 0.0)
             + column(replicas.recovery_seconds)
         )
+        noticed = replicas.noticed_seconds(cause)
         pause = (
-            cause.detection_seconds
+            noticed
             + column(replicas.regroup_seconds)
             + column(replicas.rejoin_seconds)
             + column(replicas.step_seconds) / 2.0
         )
         rate, pauses = rate + each, pauses + each * pause
-        watched = watched + each * cause.detection_seconds
+        watched = watched + each * noticed
         repair = each * (cause.repair_hours if lost_nodes(cause) else 0.0) * HOUR_SECONDS
         down, repairs = down + each * hit * absent, repairs + repair * hit
         taken.append((cause.nodes_hit, hit, each, each * hit * absent, repair))

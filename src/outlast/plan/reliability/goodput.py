@@ -44,6 +44,10 @@ FORMULAS: Mapping[str, tuple[str, str]] = {
         "sum over tiers of overhead / every, per interval",
         "outlast.checkpoint.cost (Young 1974; Daly 2006)",
     ),
+    "keeping in memory": (
+        "max(copy + parity - slack of a step, 0) / every, per kept state",
+        "outlast.recover.cost",
+    ),
     "lost work": (
         "exposed time - running - saves - restarts, exposed = exp(l Q) (exp(l T) - 1) / l",
         "Daly 2006, FGCS 22, eq. 20; several tiers: own, solved exactly",
@@ -106,18 +110,24 @@ def goodput(settings: Reliability) -> Goodput:
     pace = settings.pace
     interval = column(settings.interval_seconds)
     every = [column(tier.every) for tier in settings.tiers]
-    saves = sum(
-        (
-            np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
-            for tier, apart in zip(settings.tiers, every, strict=True)
-        ),
-        np.zeros(1),
-    )
+    each_save = [
+        np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
+        for tier, apart in zip(settings.tiers, every, strict=True)
+    ]
+    by_kind = [
+        sum(
+            (s for s, tier in zip(each_save, settings.tiers, strict=True) if tier.kept is kept),
+            np.zeros(1),
+        )
+        for kept in (False, True)
+    ]
+    saves = by_kind[0] + by_kind[1]
     going = going_on(settings, nodes)
     stops = [stop for stop in stops_of(settings, nodes, going) if (stop.rate > 0.0).any()]
     strikes = [Strike(s.rate, s.redone + s.restart + s.restore, s.tier) for s in stops]
     exposed = exposed_seconds(interval + saves, every, strikes)
     running, saved = every[-1] * interval / exposed, every[-1] * saves / exposed
+    kept = every[-1] * by_kind[1] / exposed
     restart, restore = restart_shares(stops)
     lost = np.maximum(1.0 - running - saved - restart - restore, 0.0)
     detection = sum((stop.rate * stop.detection for stop in stops), np.zeros(1))
@@ -138,7 +148,8 @@ def goodput(settings: Reliability) -> Goodput:
         settings, silent / wall, interval * every[-1], running * going.present / wall
     )
     terms = {
-        "checkpoint saves": saved,
+        "checkpoint saves": every[-1] * by_kind[0] / exposed,
+        "keeping in memory": kept,
         "lost work": lost,
         "detection": detection,
         "restart": restart,

@@ -64,6 +64,7 @@ class Tier:
         write_seconds: From then until the version can be restored; 0 for a synchronous save.
         slowdown: By how much steps are longer during the write; 0.02 is 2 %.
         restore_seconds: To load a version.
+        kept: Whether it is the nodes' own memory after so many steps, and no checkpoint.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Tier:
     write_seconds: Number = 0.0
     slowdown: Number = 0.0
     restore_seconds: Number = 0.0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         if not self.survives_nodes >= 0.0:
@@ -145,6 +147,8 @@ class Replicas:
         regroup_seconds: For which all stand still when a group goes.
         rejoin_seconds: For which all stand still when a group comes back.
         recovery_seconds: To load the state from another group.
+        detection_seconds: Until the others act, where that is sooner than a failure's cause says;
+            0 for the cause's own.
     """
 
     groups: Number = 1
@@ -153,6 +157,7 @@ class Replicas:
     regroup_seconds: Number = 0.0
     rejoin_seconds: Number = 0.0
     recovery_seconds: Number = 0.0
+    detection_seconds: Number = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -163,6 +168,13 @@ class Replicas:
                 f"minimum = {self.minimum} replica groups of {self.groups}: give at most as many "
                 "as there are"
             )
+
+    def noticed_seconds(self, cause: FailureCause) -> Array:
+        """From a failure of this cause until the other groups act."""
+        own = column(self.detection_seconds)
+        return np.where(
+            own > 0.0, np.minimum(own, cause.detection_seconds), cause.detection_seconds
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ class Scenario:
 
 
 RUN_KEYS = ("nodes", "interval_seconds", "productive_days", "limit_days", "trials", "seed")
+YES_NO = ("silent", "rolls_back", "kept")
 COUNTS = ("trials", "seed", "nodes_hit", "removed_after")
 SECTIONS: Mapping[str, type[Any]] = {
     "restart": Restart,
@@ -169,7 +170,7 @@ def _part(kind: type[Part], values: Mapping[str, Any], where: str) -> Part:
     names = [field.name for field in fields(kind)]
     _known(values, names, where)
     for key, value in values.items():
-        wanted = str if key == "name" else bool if key in ("silent", "rolls_back") else float
+        wanted = str if key == "name" else bool if key in YES_NO else float
         if wanted is float:
             _number(key, value, where)
         elif not isinstance(value, wanted):

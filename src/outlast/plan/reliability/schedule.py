@@ -24,6 +24,7 @@ class Schedule:
         self.survives = np.array([tier.survives_nodes for tier in tiers])
         self.restore = np.array([float(np.max(tier.restore_seconds)) for tier in tiers])
         self._overhead = np.array([float(tier.overhead_seconds[0]) for tier in tiers])
+        self._kept = np.array([float(tier.kept) for tier in tiers])
         self._rounds = int(self.every[-1])
         rounds = np.arange(self._rounds + 1.0)
         self._table = rounds * self.interval + self.saved(rounds)
@@ -32,6 +33,13 @@ class Schedule:
         """Clock time that all saves up to a round have taken."""
         whole = np.floor(np.asarray(rounds, dtype=np.float64)[..., None] / self.every)
         found: Array = whole @ self._overhead
+        return found
+
+    def kept(self, clock: Array) -> Array:
+        """Of a clock's time, what keeping states in the nodes' memory has taken."""
+        rounds, _ = self.position(clock)
+        whole = np.floor(rounds[..., None] / self.every)
+        found: Array = whole @ (self._overhead * self._kept)
         return found
 
     def clock(self, rounds: Array) -> Array:

@@ -24,6 +24,7 @@ DAY = 86_400.0
 HOUR = 3_600.0
 LOSSES = (
     "checkpoint saves",
+    "keeping in memory",
     "lost work",
     "detection",
     "restart",
@@ -294,7 +295,8 @@ class _Trials:
             return
         self.failures[rows] += 1.0
         replicas, back = self.run.replicas, self.run.restart
-        self._pause(rows, self.detection[cause], "detection", cause)
+        seen, own = self.detection[cause], float(np.max(replicas.detection_seconds))
+        self._pause(rows, np.minimum(seen, own) if own else seen, "detection", cause)
         ready = self._nodes_ready(rows, cause)
         ready += float(np.max(back.restart_seconds) + np.max(replicas.recovery_seconds))
         ready += np.where(self.lost_nodes[cause] > 0, np.max(back.replace_seconds), 0.0)
@@ -315,7 +317,9 @@ class _Trials:
         _, work = self.schedule.position(self.clock)
         progress = work / self.factor
         self.lost["pace"] = work - progress
-        self.lost["checkpoint saves"] = self.clock - work
+        kept = self.schedule.kept(self.clock)
+        self.lost["keeping in memory"] = kept
+        self.lost["checkpoint saves"] = self.clock - work - kept
         wall = float(self.wall.sum())
         ettr = float(progress.sum()) / wall
         spread = (progress - ettr * self.wall).std(ddof=1) if self.wall.size > 1 else 0.0

@@ -12,17 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
+from outlast.recover.cost import SILENCE_SHARE
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 TICK_MS = 10
-SILENCE_SHARE = 0.8
-"""After which part of the heartbeat the lighthouse drops a silent group.
-
-The rest is for the survivors' next step, so that they have done it when `heartbeat_seconds` are
-over since the last sign of life.
-"""
 _START_SECONDS = 20.0
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import RecoverError
-from outlast.recover.live.lighthouse import SILENCE_SHARE
+from outlast.recover.cost import SILENCE_SHARE
 from outlast.recover.live.rules import Member
 
 if TYPE_CHECKING:
