@@ -1,0 +1,7 @@
+"""What a step reads, writes and leaves behind: the state of a program, found and proved."""
+
+from outlast.autosave.trace.dispatch import Access, Accesses, traced_step
+from outlast.autosave.trace.plan import find_state
+from outlast.autosave.trace.state import StatePlan, TensorState
+
+__all__ = ["Access", "Accesses", "StatePlan", "TensorState", "find_state", "traced_step"]

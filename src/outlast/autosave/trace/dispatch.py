@@ -1,0 +1,367 @@
+"""Which storages a step reads and writes, and in which order: a trace of all its operations.
+
+Every operation of torch passes here with its schema, which says what it writes; autograd's
+backward pass and the optimizer's step are operations like any other. Some schemas do not tell the
+truth (batch normalisation writes its running statistics without saying so, and collectives write
+all that they are given), and those of other people's operations may not: for these the contents
+before and after are compared. A write that does not cover the whole storage leaves something of
+what was there, so it counts as a read as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outlast.autosave.trace.content import digest, holds_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+Window = Literal["always", "late", "early"]
+"""When a tensor is written first in a step: never, from the optimizer's step on, or before it."""
+
+WeakStorage = StorageWeakRef
+"""Holds no memory, but the place of a storage among others."""
+
+_Role = Literal["read", "view", "update", "overwrite", "statistics", "unsure"]
+
+_OVERWRITES = frozenset({
+    "copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
+    "geometric_", "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
+})  # fmt: skip
+_ANNOTATED = frozenset({"aten", "prims", "prim", "_c10d_functional", "inductor"})
+_WRITES_ALL = frozenset({"c10d"})
+_COPIES = frozenset({"pin_memory", "to", "contiguous", "reshape"})
+_OUT_OF_SIGHT = frozenset({
+    "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class Access:
+    """What a step does with a storage.
+
+    Attributes:
+        first: How it was touched first; None when not at all.
+        first_write: Number of the operation that writes it first; None without one.
+        last_write: Of the one that writes it last.
+        early: Whether it is written before the first optimizer's step.
+        escaped: Whether its address was given out, so that it may be used out of sight.
+        born: Whether the step has made it.
+    """
+
+    first: Literal["read", "write"] | None = None
+    first_write: int | None = None
+    last_write: int | None = None
+    early: bool = False
+    escaped: bool = False
+    born: bool = False
+
+
+@dataclass
+class Accesses:
+    """What one step does with all storages.
+
+    Attributes:
+        operations: How many operations the step has.
+        optimizer_begins: Number of operations before the first optimizer's step; None without one.
+        random: Whether random numbers are drawn.
+        untold: Operations that wrote what their schema does not say, e.g. `mylib::update`.
+        skipped: Why the step was not traced; empty when it was.
+        places: Storage's key to the line that wrote it, of storages that nobody has named.
+    """
+
+    operations: int = 0
+    optimizer_begins: int | None = None
+    random: bool = False
+    untold: set[str] = field(default_factory=set)
+    skipped: str = ""
+    places: dict[int, str] = field(default_factory=dict)
+    _of: dict[int, Access] = field(default_factory=dict)
+    _alive: dict[int, WeakStorage] = field(default_factory=dict)
+
+    def of(self, tensor: torch.Tensor) -> Access:
+        """What the step did with the storage of a tensor."""
+        return self.at(storage_key(tensor)) or Access()
+
+    def at(self, key: int) -> Access | None:
+        """As `of`, by the storage's key; None for one that was not touched."""
+        return self._of.get(key)
+
+    def window(self, tensor: torch.Tensor) -> Window:
+        """Until when what a tensor held before the step can be copied, if steps are alike.
+
+        What the traced step did not touch, or made itself, is taken for written early.
+        """
+        found = self.of(tensor)
+        if found.first is None or found.born or found.early or found.escaped:
+            return "early"
+        return "always" if found.first_write is None else "late"
+
+    def keys(self) -> frozenset[int]:
+        """Keys of the storages that were there before the step and that it touched."""
+        return frozenset(key for key, each in self._of.items() if not each.born)
+
+    def written(self) -> frozenset[int]:
+        """Of these, what it wrote."""
+        return frozenset(key for key in self.keys() if self._of[key].first_write is not None)
+
+
+class Argument(NamedTuple):
+    """An argument of an operation that may hold tensors: its place, name and what becomes of it."""
+
+    position: int
+    name: str
+    role: _Role
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells storages apart, for as long as somebody holds one or a weak reference to it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_storage(tensor: torch.Tensor) -> WeakStorage:
+    """Lets a storage be freed, but keeps its key from being used again."""
+    return WeakStorage(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def traced_step() -> Iterator[Accesses]:
+    """Trace the step within.
+
+    A compiled program is not traced, since its operations are the compiler's: `skipped` says so.
+    """
+    found = Accesses()
+    if compiled():
+        found.skipped = "the program is compiled with torch.compile, whose code is not traced"
+        yield found
+        return
+    trace = _Trace(found)
+    before = register_optimizer_step_pre_hook(trace.optimizer_begins)
+    after = register_optimizer_step_post_hook(trace.optimizer_ends)
+    try:
+        with _Escapes(trace), trace:
+            yield found
+    finally:
+        before.remove()
+        after.remove()
+
+
+def compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return utilities is not None and utilities.counters["frames"].get("total", 0) > 0
+
+
+@functools.cache
+def arguments_of(operation: Any) -> tuple[Argument, ...]:
+    """The arguments of an operation that may hold tensors, by its schema and what is known."""
+    schema = operation._schema
+    namespace, _, name = schema.name.rpartition("::")
+    found = []
+    for position, each in enumerate(schema.arguments):
+        if "Tensor" not in str(each.type):
+            continue
+        role: _Role = "read"
+        if each.alias_info is not None and each.alias_info.is_write:
+            role = "overwrite" if each.is_out or name in _OVERWRITES else "update"
+        elif each.alias_info is not None and namespace == "aten" and name not in _COPIES:
+            role = "view"
+        elif namespace in _WRITES_ALL:
+            role = "update"
+        elif each.name.startswith("running_") and "backward" not in name:
+            role = "statistics"
+        elif namespace not in _ANNOTATED:
+            role = "unsure"
+        found.append(Argument(position, each.name, role))
+    return tuple(found)
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes down what operations do."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, found: Accesses) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def optimizer_begins(self, *_: Any) -> None:
+        if self._found.optimizer_begins is None:
+            self._found.optimizer_begins = self._found.operations
+
+    def optimizer_ends(self, *_: Any) -> None:
+        self._found.operations += 1
+
+    def escapes(self, tensor: torch.Tensor) -> None:
+        self._access(tensor).escaped = True
+        self._reads(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(each.__torch_dispatch__ is not _PLAIN for each in types):
+            # A tensor made of tensors comes again as operations on its parts.
+            return NotImplemented
+        kwargs = kwargs or {}
+        found = self._found
+        found.operations += 1
+        unsure = self._note(func, args, kwargs)
+        before = {name: digest(each) for name, each in unsure.items()}
+        result = func(*args, **kwargs)
+        for name, each in unsure.items():
+            if digest(each) != before[name]:
+                found.untold.add(_name_of(func))
+                self._writes(each)
+        for each in _tensors(result):
+            key = storage_key(each)
+            if key not in found._of:
+                found._of[key] = Access(born=True)
+                found._alive[key] = weak_storage(each)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> dict[str, torch.Tensor]:
+        """Note reads before writes; gives what may be written although the schema is silent."""
+        unsure: dict[str, torch.Tensor] = {}
+        written: list[torch.Tensor] = []
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._unsure(unsure, "", [args, kwargs])
+        self._found.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for position, name, role in arguments_of(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if role == "unsure":
+                self._unsure(unsure, name, value)
+                continue
+            for each in _tensors(value):
+                self._access(each)
+                # A view looks at no numbers, and whole new ones need none of those before.
+                if role != "view" and (role != "overwrite" or not _whole(each)):
+                    self._reads(each)
+                if role in ("update", "overwrite") or (
+                    role == "statistics" and _trains(func, args, kwargs)
+                ):
+                    written.append(each)
+        for each in written:
+            self._writes(each)
+        return unsure
+
+    def _unsure(
+        self, unsure: dict[str, torch.Tensor], name: str, value: Any
+    ) -> dict[str, torch.Tensor]:
+        for place, each in enumerate(_tensors(value)):
+            self._reads(each)
+            if not self._access(each).born and holds_numbers(each):
+                unsure[f"{name}[{place}]"] = each
+        return unsure
+
+    def _access(self, tensor: torch.Tensor) -> Access:
+        key = storage_key(tensor)
+        found = self._found._of.get(key)
+        if found is None:
+            found = self._found._of[key] = Access()
+            self._found._alive[key] = weak_storage(tensor)
+        return found
+
+    def _reads(self, tensor: torch.Tensor) -> None:
+        access = self._access(tensor)
+        if access.first is None:
+            access.first = "read"
+
+    def _writes(self, tensor: torch.Tensor) -> None:
+        access = self._access(tensor)
+        access.first = access.first or "write"
+        access.last_write = self._found.operations
+        if access.first_write is None:
+            access.first_write = self._found.operations
+            if not access.born:
+                self._found.places[storage_key(tensor)] = _place()
+        access.early |= self._found.optimizer_begins is None
+
+
+class _Escapes(TorchFunctionMode):
+    """Notes down tensors whose memory is given to others than torch."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _OUT_OF_SIGHT and args and _has_storage(args[0]):
+            self._trace.escapes(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if _has_storage(value):
+            yield value
+        elif value.layout == torch.sparse_coo:
+            yield from (value._indices(), value._values())
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _has_storage(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not hasattr(value, "__tensor_flatten__")
+    )
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers its storage, each place once."""
+    covered = tensor.numel() * tensor.element_size()
+    return covered == tensor.untyped_storage().nbytes() and bool(
+        torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    )
+
+
+def _trains(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a normalisation updates its statistics; yes where it cannot be told."""
+    for position, each in enumerate(func._schema.arguments):
+        if each.name == "training":
+            return bool(args[position] if position < len(args) else kwargs.get(each.name, True))
+    return True
+
+
+def _name_of(func: Any) -> str:
+    return str(func._schema.name) if hasattr(func, "_schema") else str(func)
+
+
+def _place() -> str:
+    """The line of the program that is being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "contextlib" not in file:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a library"
+
+
+_LIBRARIES = (f"{torch.__path__[0]}/", f"{Path(__file__).parent}/")

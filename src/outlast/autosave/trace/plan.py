@@ -1,0 +1,420 @@
+"""Find the state of a step: from its trace, from the graph and from what changes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from outlast.autosave.heap.names import Names
+from outlast.autosave.trace.content import changed_over, digests, holds_numbers
+from outlast.autosave.trace.dispatch import (
+    Access,
+    Accesses,
+    WeakStorage,
+    Window,
+    storage_key,
+    traced_step,
+    weak_storage,
+)
+from outlast.autosave.trace.graph import GraphState, Inputs, graph_state, recorded_inputs
+from outlast.autosave.trace.lints import Doubts, lints_of
+from outlast.autosave.trace.roots import (
+    in_state_dicts,
+    named_roots,
+    outermost_modules,
+    program_modules,
+    readable_names,
+)
+from outlast.autosave.trace.state import KINDS, Kind, StatePlan, TensorState, codec_of
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def find_state(step: Callable[[], Any], roots: Any = (), steps: int = 3) -> StatePlan:
+    """Run `1 + steps` steps and class every tensor that is reached from `roots` and from `step`.
+
+    The first step is not traced: optimizers make their state in it. Where the trace, the graph
+    and the contents disagree, the more careful class holds. What is `dead` is so in all steps
+    seen; a program that reads it outside of its steps must save it all the same.
+
+    Args:
+        step: Does one step, with data of its own.
+        roots: Modules, optimizers and other objects; a mapping of names to them, several, or one.
+        steps: Steps to look at, at least 2.
+
+    Raises:
+        AutosaveError: When `steps` is too small.
+    """
+    if steps < 2:
+        raise AutosaveError(
+            f"steps = {steps} is too few to tell what changes from what does not; use at least 2"
+        )
+    finder = StateFinder(lambda: reached(step, roots))
+    for _ in range(1 + steps):
+        finder.begin_step()
+        step()
+        finder.end_step()
+    return finder.plan()
+
+
+def reached(step: Callable[[], Any], roots: Any) -> dict[str, Any]:
+    """Path to object, of all that `roots` and `step` lead to now."""
+    named = named_roots(step, roots)
+    return dict(Names(named, program_modules(named)).objects)
+
+
+class StateFinder:
+    """Looks at steps as they come.
+
+    Args:
+        look: Gives path to object of all that the program leads to.
+    """
+
+    def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
+        self._look = look
+        self._modules = outermost_modules(look().values())
+        self._inputs: dict[nn.Module, Inputs] = {}
+        self._boundaries: list[_Boundary] = []
+        self._traces: list[Accesses] = []
+        self._step = ExitStack()
+
+    def begin_step(self) -> None:
+        """Before a step; the first one is not traced, since optimizers make their state in it."""
+        if not self._boundaries:
+            self._inputs = self._step.enter_context(recorded_inputs(self._modules))
+        else:
+            self._traces.append(self._step.enter_context(traced_step()))
+
+    def end_step(self) -> None:
+        """After a step."""
+        self._step.close()
+        self._boundaries.append(_boundary(self._look()))
+
+    def plan(self) -> StatePlan:
+        """The state of the program, after at least three steps."""
+        graph = graph_state(self._modules, self._inputs)
+        return _plan(self._look(), _Evidence(self._boundaries, self._traces, graph))
+
+
+class _Label(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What the paths led to between two steps.
+
+    Attributes:
+        keys: Path to the key of its storage, of tensors.
+        digests: Path to the digest of its numbers, of tensors and arrays.
+        called: Path to what its user calls it, data type, shape and bytes.
+        alive: Keep the keys from being used again.
+    """
+
+    keys: dict[str, int]
+    digests: dict[str, str]
+    called: dict[str, _Label]
+    alive: list[WeakStorage]
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    boundaries: list[_Boundary]
+    traces: list[Accesses]
+    graph: GraphState
+
+
+@dataclass
+class _Finding:
+    """What is known of a storage; grows with each of its paths.
+
+    Attributes:
+        kind: The most careful class so far.
+        why: What says so.
+        window: The earliest so far.
+        unseen: Whether its content changed without an operation that writes it.
+    """
+
+    kind: Kind = "dead"
+    why: list[str] = field(default_factory=list)
+    window: Window = "always"
+    first_write: int | None = None
+    last_write: int | None = None
+    unseen: bool = False
+
+    def add(self, other: _Finding) -> None:
+        self.kind = min(self.kind, other.kind, key=KINDS.index)
+        self.why = list(dict.fromkeys([*self.why, *other.why]))
+        self.window = max(self.window, other.window, key=_WINDOWS.index)
+        self.unseen |= other.unseen
+        if other.first_write is not None:
+            self.first_write, self.last_write = other.first_write, other.last_write
+
+
+_WINDOWS: tuple[Window, ...] = ("always", "late", "early")
+
+
+def _boundary(objects: dict[str, Any]) -> _Boundary:
+    tensors = {path: each for path, each in objects.items() if _strided(each)}
+    called = readable_names(objects)
+    return _Boundary(
+        {path: storage_key(each) for path, each in tensors.items()},
+        digests(objects),
+        {
+            path: _label(called.get(id(each), path), each)
+            for path, each in objects.items()
+            if holds_numbers(each)
+        },
+        [weak_storage(each) for each in tensors.values()],
+    )
+
+
+def _label(name: str, value: Any) -> _Label:
+    if isinstance(value, np.ndarray):
+        dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
+    else:
+        dtype = value.dtype
+    stored = value.untyped_storage().nbytes() if _strided(value) else value.nbytes
+    return _Label(name, dtype, tuple(value.shape), stored)
+
+
+def _strided(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and holds_numbers(value) and value.layout == torch.strided
+    )
+
+
+def _plan(objects: dict[str, Any], evidence: _Evidence) -> StatePlan:
+    changed = changed_over(each.digests for each in evidence.boundaries)
+    written = _written_in_graph(evidence.graph)
+    covered = in_state_dicts(objects.values())
+    set_up = _made_by_set_up(objects.values())
+    shared = _memory_of_arrays(objects.values())
+    optimizers = _of_optimizers(objects)
+    groups: dict[Any, list[str]] = {}
+    for path, each in objects.items():
+        if holds_numbers(each):
+            groups.setdefault(storage_key(each) if _strided(each) else path, []).append(path)
+    labels = evidence.boundaries[-1].called
+    states = []
+    unseen = []
+    for key, paths in groups.items():
+        value = objects[paths[0]]
+        finding = _Finding()
+        for path in paths:
+            finding.add(_finding(path, path in changed, evidence, shared=_shared(value, shared)))
+        if key in written:
+            finding.add(_Finding("must-save", written[key]))
+        if finding.kind == "save-once" and key in set_up:
+            finding.add(_Finding(why=["set-up makes it again: a buffer with persistent=False"]))
+            finding.kind = "derivable"
+        names = (*(labels[path].name for path in paths), *paths)
+        if finding.unseen:
+            unseen.append(names[0])
+        optimizer = not optimizers.isdisjoint(paths)
+        states.append(_state(names, labels[paths[0]], finding, key in covered, optimizer))
+    states += _gone(evidence.boundaries)
+    known = frozenset(key for each in evidence.boundaries for key in each.keys.values())
+    last = evidence.traces[-1]
+    return StatePlan(
+        tensors=tuple(states),
+        lints=tuple(
+            lints_of(states, objects, Doubts(known, unseen, evidence.traces, evidence.graph))
+        ),
+        operations=last.operations,
+        optimizer_begins=last.optimizer_begins,
+        naive_bytes=sum(covered.values()),
+        random=any(each.random for each in evidence.traces),
+    )
+
+
+def _gone(boundaries: list[_Boundary]) -> list[TensorState]:
+    """What was there between some steps, but is not now, such as gradients that accumulate."""
+    last = boundaries[-1]
+    now = frozenset(last.keys.values())
+    found = {
+        path: label
+        for each in boundaries[:-1]
+        for path, label in each.called.items()
+        if path not in last.called and each.keys.get(path) not in now
+    }
+    finding = _Finding("must-save", ["content: it is there between some steps"], "early")
+    return [
+        _state((label.name, path), label, finding, covered=False, optimizer=False)
+        for path, label in found.items()
+    ]
+
+
+def _state(
+    names: tuple[str, ...], label: _Label, finding: _Finding, covered: bool, optimizer: bool
+) -> TensorState:
+    return TensorState(
+        name=names[0],
+        aliases=tuple(dict.fromkeys(each for each in names if each != names[0])),
+        kind=finding.kind,
+        why=tuple(finding.why),
+        dtype=str(label.dtype).removeprefix("torch."),
+        shape=label.shape,
+        bytes=label.bytes,
+        codec=codec_of(label.dtype, optimizer=optimizer, kind=finding.kind),
+        first_write=finding.first_write,
+        last_write=finding.last_write,
+        window=finding.window,
+        in_state_dict=covered,
+    )
+
+
+def _finding(path: str, changed: bool, evidence: _Evidence, *, shared: bool) -> _Finding:
+    """What the trace and the contents say of one path."""
+    seen = _Seen()
+    for number, trace in enumerate(evidence.traces):
+        before, after = evidence.boundaries[number : number + 2]
+        if path not in before.digests:
+            seen.new = True
+        elif path not in before.keys or trace.skipped:
+            seen.blind = True
+        else:
+            seen.add(before.keys[path], after, trace, path)
+    if path not in evidence.boundaries[-1].keys:
+        # An array, or a tensor of another layout: operations do not tell which memory is its own.
+        seen.blind = True
+    return _Finding(
+        *seen.classed(changed, shared=shared),
+        window=seen.window(changed),
+        first_write=seen.first_write,
+        last_write=seen.last_write,
+        unseen=changed and not (seen.mutated or seen.new or seen.blind),
+    )
+
+
+@dataclass
+class _Seen:
+    """What happened to one path over the traced steps.
+
+    Attributes:
+        new: Whether it was not there at the beginning of a step.
+        blind: Whether operations do not tell what happens to it.
+        read: Whether a step read what was there before it wrote.
+        written: Whether an operation wrote it.
+        replaced: Whether another storage took its place.
+        carried: Whether a storage came through a step untouched, here or under another path.
+        early: Whether a write came before the optimizer's step.
+    """
+
+    new: bool = False
+    blind: bool = False
+    read: bool = False
+    written: bool = False
+    replaced: bool = False
+    carried: bool = False
+    escaped: bool = False
+    early: bool = False
+    first_write: int | None = None
+    last_write: int | None = None
+
+    @property
+    def mutated(self) -> bool:
+        return self.written or self.replaced
+
+    def add(self, key: int, after: _Boundary, trace: Accesses, path: str) -> None:
+        access = trace.at(key) or Access()
+        self.read |= access.first == "read"
+        self.escaped |= access.escaped
+        if access.first_write is not None:
+            self.written = True
+            self.early |= access.early
+            self.first_write, self.last_write = access.first_write, access.last_write
+        elif key in after.keys.values():
+            self.carried = True
+        self.replaced |= after.keys.get(path) != key
+
+    def classed(self, changed: bool, *, shared: bool) -> tuple[Kind, list[str]]:
+        why = []
+        if self.new:
+            return "must-save", ["content: it is not there at every step's beginning"]
+        if changed:
+            why.append("content: changes")
+        if self.blind:
+            return ("must-save", why) if changed else ("save-once", ["content: never changes"])
+        if self.read and self.mutated:
+            how = "written" if self.written else "replaced"
+            return "must-save", [f"trace: read, then {how}", *why]
+        if not self.mutated:
+            if changed:
+                return "must-save", [*why, "trace: no operation writes it"]
+            touched = "read, never written" if self.read else "not touched"
+            return "save-once", [f"trace: {touched}", "content: never changes"]
+        if self.carried:
+            return "must-save", ["trace: outlasts a step, is written in another", *why]
+        if self.escaped or shared:
+            return "must-save", ["trace: its memory is used by others than torch", *why]
+        how = "written" if self.written else "replaced"
+        return "dead", [f"trace: {how} before it is read"]
+
+    def window(self, changed: bool) -> Window:
+        unexplained = changed and not self.mutated
+        if self.early or self.new or self.blind or self.escaped or unexplained:
+            return "early"
+        return "late" if self.written else "always"
+
+
+def _written_in_graph(graph: GraphState) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for tensor, why in graph.mutated:
+        if _strided(tensor):
+            found.setdefault(storage_key(tensor), []).append(f"graph: {why}")
+    return found
+
+
+def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
+    """Storages of buffers that their modules declare to make again."""
+    return frozenset(
+        storage_key(tensor)
+        for each in objects
+        if isinstance(each, nn.Module)
+        for name in each._non_persistent_buffers_set
+        if (tensor := each._buffers.get(name)) is not None and _strided(tensor)
+    )
+
+
+def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
+    """Where the numbers of arrays lie."""
+    return [
+        range(
+            each.__array_interface__["data"][0], each.__array_interface__["data"][0] + each.nbytes
+        )
+        for each in objects
+        if isinstance(each, np.ndarray) and each.nbytes
+    ]
+
+
+def _shared(value: Any, memory: list[range]) -> bool:
+    """Whether an array lies in the storage of a tensor."""
+    if not _strided(value) or value.device.type != "cpu":
+        return False
+    storage = value.untyped_storage()
+    first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(each.start < last and first < each.stop for each in memory)
+
+
+def _of_optimizers(objects: dict[str, Any]) -> frozenset[str]:
+    """Paths to what optimizers keep for each parameter."""
+    kept = {
+        id(value)
+        for each in objects.values()
+        if isinstance(each, torch.optim.Optimizer)
+        for state in each.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+    }
+    return frozenset(path for path, each in objects.items() if id(each) in kept)
