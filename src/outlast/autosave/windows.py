@@ -60,8 +60,8 @@ class CopyWindows:
     fails and the next one copies the tensor at once. Where the writes count nothing, as those
     through ``.data``, the store's own samples are what is left.
 
-    Steps of optimizers that are compiled as a whole run no hooks: what only they write to is never
-    late.
+    Steps of optimizers that are compiled as a whole, or recorded in a CUDA graph, run no hooks: what
+    they write to is never late.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,12 @@ class CopyWindows:
         # The compiler sees nothing else of this, and need not split a graph for it.
         if torch.compiler.is_compiling():
             return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # What is recorded here is done later, without this hook.
+            with self._lock:
+                for each in _tensors_of(optimizer):
+                    self._verdicts[each] = False
+            return
         self._optimizers.add(optimizer)
         self._close(complete=True)
 
@@ -145,7 +151,8 @@ class CopyWindows:
 
     def _judge(self, row: _Row, *, late: bool) -> None:
         for owner, _ in row.owners:
-            self._verdicts[owner] = late
+            # What was written once is early for good.
+            self._verdicts[owner] = late and self._verdicts.get(owner, True)
 
     def _owners(self) -> dict[int, list[torch.Tensor]]:
         """Storage to the tensors of optimizers that lie in it."""
