@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from outlast import __version__
+from outlast.cli.autosave import autosave
 from outlast.cli.ckpt import ckpt
 from outlast.cli.cluster import cluster
 from outlast.cli.coding import coding
@@ -48,6 +49,7 @@ app.command(cls=TrainCommand)(train)
 app.command(context_settings=RUN_SETTINGS)(run)
 for command in (submit, init, export, convert, report, doctor, drill, resize):
     app.command()(command)
+app.add_typer(autosave)
 app.add_typer(ckpt)
 app.add_typer(cluster)
 app.add_typer(coding)
