@@ -60,8 +60,8 @@ class CopyWindows:
     fails and the next one copies the tensor at once. Where the writes count nothing, as those
     through ``.data``, the store's own samples are what is left.
 
-    Steps of optimizers that are compiled as a whole, or recorded in a CUDA graph, run no hooks: what
-    they write to is never late.
+    Steps of optimizers that are compiled as a whole, or recorded in a CUDA graph, run no hooks:
+    what they write to is never late.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class CopyWindows:
         # The compiler sees nothing else of this, and need not split a graph for it.
         if torch.compiler.is_compiling():
             return
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if _records_graph():
             # What is recorded here is done later, without this hook.
             with self._lock:
                 for each in _tensors_of(optimizer):
@@ -164,6 +164,11 @@ class CopyWindows:
                         owners = found.setdefault(part.untyped_storage()._cdata, [])
                         owners.extend([each] if part is each else [each, part])
         return found
+
+
+def _records_graph() -> bool:
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
