@@ -24,6 +24,7 @@ from outlast.autosave.resume.randomness import (
     set_random_states,
     source_of,
 )
+from outlast.autosave.resume.stateful import StatefulIterator, resumable_stateful_loaders
 from outlast.autosave.resume.watched import Held, content, put_back
 from outlast.autosave.resume.workers import Reported, Reporting, Starting, WorkerStates, observe
 from outlast.errors import AutosaveError
@@ -351,22 +352,27 @@ def resumable_loaders() -> Iterator[None]:
     plain = DataLoader.__iter__
     DataLoader.__iter__ = _iterate  # type: ignore[method-assign]
     try:
-        yield
+        with resumable_stateful_loaders():
+            yield
     finally:
         DataLoader.__iter__ = plain  # type: ignore[method-assign]
 
 
-def _refuse(inner: Any) -> Any:
+def _reduced(inner: Any) -> Any:
+    if type(inner).__module__.startswith("torchdata."):
+        # Its loader makes another one from the state that a `StatefulIterator` keeps.
+        return type(None), ()
     raise AutosaveError(
         f"the iterator {type(inner).__qualname__} of a data loader was not made by "
         "iter(DataLoader(...)) and cannot be saved; iterate over the loader itself"
     )
 
 
-REDUCERS: Mapping[type, Callable[[Any], Any]] = {_BaseDataLoaderIter: _refuse}
+REDUCERS: Mapping[type, Callable[[Any], Any]] = {_BaseDataLoaderIter: _reduced}
 """How objects of these types, and of types derived from them, are pickled."""
 
 IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     LoaderIterator: (LoaderIterator.__getstate__, LoaderIterator.__setstate__),
+    StatefulIterator: (StatefulIterator.__getstate__, StatefulIterator.__setstate__),
 }
 """Types whose objects are put back in place: what they hold, and how to make them hold it."""
