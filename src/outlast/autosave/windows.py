@@ -108,7 +108,7 @@ class CopyWindows:
             self._saves.append(save)
 
     def close(self) -> None:
-        """Have all copies made; to be called at every step boundary."""
+        """Have all copies made; called at every step boundary, before a save's result is asked."""
         self._close(complete=False)
 
     def remove(self) -> None:
