@@ -20,6 +20,7 @@ from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
     EXIT_TO_BE_CONTINUED,
+    AutosaveError,
     OutlastError,
 )
 
@@ -116,6 +117,7 @@ class ScriptKeeper:
         self._step_seconds = 0.0
         self._reason = ""
         self._asked: int | None = None
+        self._differs: int | None = None
         self._least_step = 0
         self._told = -_QUIET_SECONDS
         self._untold = 0
@@ -194,7 +196,12 @@ class ScriptKeeper:
         Returns:
             The digest that an earlier life of the run kept after the same save, if there is one.
         """
-        return None if self._digests is None else self._digests.keep(step, text)
+        if self._digests is None:
+            return None
+        before = self._digests.keep(step, text)
+        if before not in {None, text}:
+            self._differs = step
+        return before
 
     def close(self) -> None:
         """Wait for the save under way, and give up the store."""
@@ -206,13 +213,13 @@ class ScriptKeeper:
             self._store = None
 
     def raise_problem(self) -> None:
-        """Raise an error that the script has caught, as a program that cannot go on.
+        """At the end: raise what was to end the script earlier, and what it has caught.
 
         Raises:
-            OutlastError: The error.
+            OutlastError: With what happened.
         """
-        if self._problem is not None:
-            raise self._problem
+        if not self.stopped and (problem := self._caught(self.step)) is not None:
+            raise problem
 
     def say(self, text: str) -> None:
         """Print a line for people, on rank 0."""
@@ -318,21 +325,25 @@ class ScriptKeeper:
         """End a script that has caught what was to end it, and trains on."""
         if self.stopped:
             _leave(self.code)
-        if self._problem is None and self._asked is not None:
-            self.say(
-                f"the state after step {self._asked} could not be captured, and the script caught "
-                "the error; let OutlastError pass where it catches Exception"
-            )
-        elif self._problem is None and step < self._least_step:
-            self.say(
-                f"the script did not go on at step {self._least_step}, and caught the error that "
-                "says why; let OutlastError pass where it catches Exception"
-            )
-        elif self._problem is not None:
-            self.say(str(self._problem))
-        else:
-            return
-        _leave(EXIT_BAD_INPUT)
+        if (problem := self._caught(step)) is not None:
+            self.say(str(problem))
+            _leave(EXIT_BAD_INPUT)
+
+    def _caught(self, step: int) -> OutlastError | None:
+        """The error that the script has caught, when it is at `step` all the same."""
+        what = ""
+        if self._asked is not None:
+            what = f"the state after step {self._asked} could not be captured"
+        elif self._differs is not None:
+            what = f"step {self._differs} has other numbers than before the run was stopped"
+        elif step < self._least_step:
+            what = f"the script did not go on at step {self._least_step}"
+        if self._problem is not None or not what:
+            return self._problem
+        return AutosaveError(
+            f"{what}, and the script caught the error that says why; let OutlastError pass where "
+            "it catches Exception"
+        )
 
 
 def _in_group() -> bool:

@@ -73,6 +73,8 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
     folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
     alone = launched_by(os.environ) == "alone"
     ranks = ALONE if alone else ranks_from(os.environ)
+    if ranks.launch == "srun":
+        _set_environment(ranks)
     launches = alone and processes is not None
     if launches:
         ranks = Ranks(0, processes or 1, 0, processes or 1, "nproc")
@@ -92,6 +94,23 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
 
         return launch(ranks.world_size, asked.of_process())
     return _work(asked, files, folder, ranks)
+
+
+def _set_environment(ranks: Ranks) -> None:
+    """Under srun, what torchrun would have set for the script; what is set stays."""
+    from outlast.train.ranks import rendezvous_address
+
+    address, port = rendezvous_address(os.environ)
+    values = {
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
 
 
 def _prepare(asked: Asked, files: list[Rewritten], folder: RunFolder, world_size: int) -> None:

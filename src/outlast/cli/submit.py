@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.cli.submit_script import job_of_script, named_after
 from outlast.cli.train import JobFile, Overrides, jobs_arguments
 from outlast.errors import ClusterError
 
@@ -23,6 +24,7 @@ DryRun = Annotated[
 def submit(
     job_file: JobFile = None,
     overrides: Overrides = None,
+    *,
     dry_run: DryRun = False,
     fresh: Annotated[
         bool,
@@ -34,6 +36,13 @@ def submit(
             min=0.0,
             help="What is left to train on the first number of nodes, for slurm.wall_time = "
             '"auto" before any step was measured.',
+        ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            metavar='"SCRIPT.PY ARGUMENTS"',
+            help="Run a script of your own, as outlast run does, in place of outlast train.",
         ),
     ] = None,
 ) -> None:
@@ -55,7 +64,11 @@ def submit(
     from outlast.job import load_job, to_toml
 
     job_file, settings = jobs_arguments(job_file, overrides)
+    if script is not None:
+        settings = named_after(script, settings)
     job = load_job(job_file, settings)
+    if script is not None:
+        job = job_of_script(job, script)
     # A plan of another run is refused here, not on the nodes.
     transfers_for(job, processes=1, nodes=1)
     files = files_of(job)

@@ -1,0 +1,69 @@
+"""``outlast submit --script``: a script under ``outlast run`` as the program of a chain."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.errors import ClusterError
+
+if TYPE_CHECKING:
+    from outlast.job import Job
+
+
+def named_after(text: str, settings: list[str]) -> list[str]:
+    """The settings, with the script's name for the run where they give none."""
+    if any(each.startswith("run.name=") for each in settings):
+        return settings
+    words = shlex.split(text)
+    return [*settings, f"run.name={Path(words[0]).stem}"] if words else settings
+
+
+def job_of_script(job: Job, text: str) -> Job:
+    """The job whose links run a script in place of ``outlast train``.
+
+    Args:
+        job: Where and how long its links run.
+        text: Path of the script and its arguments, as in a shell.
+
+    Raises:
+        ClusterError: The job has a program already, or may be given other numbers of nodes.
+        AutosaveError: The script cannot be resumed as it is.
+    """
+    from outlast.cli.run_program import read_and_rewrite
+    from outlast.cluster.chain.planning import run_path
+    from outlast.job.slurm import CHOSEN
+
+    words = shlex.split(text)
+    if not words or not Path(words[0]).is_file():
+        raise ClusterError(
+            f'--script "{text}" does not begin with the path of a Python file; give the script and '
+            'its arguments in quotes, e.g. --script "train.py --lr 3e-4"'
+        )
+    if job.slurm.command:
+        raise ClusterError(
+            f'slurm.command = "{job.slurm.command}" and --script both say what is to be run; '
+            "leave one out"
+        )
+    if len(job.slurm.nodes) != 1:
+        raise ClusterError(
+            f"slurm.nodes = {list(job.slurm.nodes)} gives links other numbers of nodes, but a "
+            "script goes on with as many processes as it was saved by; give one number"
+        )
+    if job.slurm.wall_time == CHOSEN:
+        raise ClusterError(
+            'slurm.wall_time = "auto" is worked out from the records of outlast train, which a '
+            "script does not write; give a time with --script, e.g. slurm.wall_time=8h"
+        )
+    script = Path(words[0]).resolve()
+    read_and_rewrite(script)
+    python = job.slurm.python or sys.executable
+    folder = run_path(job) / "script"
+    run = [python, "-m", "outlast", "run", f"--directory={folder}", str(script), *words[1:]]
+    if job.slurm.nodes[0] * job.slurm.tasks_per_node > 1:
+        # Ranks that end with 3 do so one after the other: the first must not end the rest.
+        run = ["srun", "--kill-on-bad-exit=0", *run]
+    slurm = job.slurm.model_copy(update={"command": shlex.join(run)})
+    return job.model_copy(update={"slurm": slurm})
