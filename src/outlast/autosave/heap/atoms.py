@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +44,24 @@ def is_closed(kind: type) -> bool:
     """Whether objects of a class are left as set-up makes them."""
     if kind.__name__ == "DTensorSpec":
         return False
-    module = f"{kind.__module__}."
-    return module.startswith(tuple(f"{each}." for each in _CLOSED)) and not issubclass(kind, _OPEN)
+    return _in_closed_module(kind) and not issubclass(kind, _OPEN)
+
+
+def is_of_process(value: Any) -> bool:
+    """Whether a hook, wrapped as it may be, belongs to a library that is not looked into."""
+    match value:
+        case functools.partial():
+            return is_of_process(value.func)
+        case types.MethodType():
+            return is_closed(type(value.__self__))
+        case types.FunctionType():
+            return _in_closed_module(value)
+    hook = getattr(value, "hook", None)
+    return hook is not None and is_of_process(hook)
+
+
+def _in_closed_module(value: Any) -> bool:
+    return f"{value.__module__}.".startswith(tuple(f"{each}." for each in _CLOSED))
 
 
 def is_builtin_iterator(kind: type) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable, advice_for, locate, name_of
@@ -59,11 +60,13 @@ class _Header:
         places: Path of each named tensor and array to how it lies in its block.
         types: Path of each named object that is mentioned to its class's name after set-up.
         became: Path to class, where that is another one now.
+        next_hook: Number of the next hook that a module will be given.
     """
 
     places: dict[str, Geometry]
     types: dict[str, str]
     became: dict[str, type]
+    next_hook: int
 
 
 def capture(
@@ -103,6 +106,7 @@ def _restore(
     captured: Captured, names: Names, known: Mapping[str, Any], gradients: GradientUse | None
 ) -> Any:
     header, body = pickle.loads(captured.program)
+    RemovableHandle.next_id = max(RemovableHandle.next_id, header.next_hook)
     _check(header, names)
     for path, kind in header.became.items():
         names.objects[path].__class__ = kind
@@ -192,6 +196,7 @@ class _Capture:
                 for path in mentioned
                 if type(names.objects[path]) is not names.types[path]
             },
+            RemovableHandle.next_id,
         )
         self._found.program = pickle.dumps((header, self._file.getvalue()), protocol=5)
         self._found.sizes = sizes_of(self._found.tensors, names, self._reached)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.autosave.heap.atoms import PLAIN_ATOMS
+from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_of_process
 from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
-from outlast.autosave.heap.content import Content, same
+from outlast.autosave.heap.content import Content, flat, pairs, same
 from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
 from outlast.autosave.heap.plain import digest_if_plain
 
@@ -94,9 +94,11 @@ class Names:
                 return None
             return self.kinds.of(value).content(value)
         now = self.kinds.of(value).content(value)
-        if path in self._always or not same(self._before[path], now):
+        if path in self._always:
             return now
-        return None
+        if now is not None and now.kind == "dict" and not same(self._before[path], now):
+            now = self._without_process_hooks(now)
+        return None if same(self._before[path], now) else now
 
     def is_plain(self, path: str) -> bool:
         """Whether what lies in an object has no names, as it is large and plain data."""
@@ -122,6 +124,18 @@ class Names:
             if geometry(self.objects[path]) == before:
                 found.setdefault(before.block, f"={path}")
         return found
+
+    def _without_process_hooks(self, seen: Content) -> Content:
+        """The content of a dictionary without hooks that closed libraries set when first used.
+
+        The wrappers of sharded models do; they do it again in the next process.
+        """
+        kept = {
+            key: each
+            for key, each in pairs(seen.items)
+            if id(each) in self._paths or not is_of_process(each)
+        }
+        return seen._replace(items=flat(kept)) if 2 * len(kept) < len(seen.items) else seen
 
     def _named(self, value: Any) -> Iterator[str]:
         for _, _, each in self.kinds.of(value).children(value):

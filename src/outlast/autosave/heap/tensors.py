@@ -40,8 +40,14 @@ def gradient(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def set_gradient(value: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a leaf."""
+    """Set the gradient of a leaf, be it that of the size it had before it got another."""
+    if grad is None or (grad.shape, grad.dtype) == (value.shape, value.dtype):
+        _GRADIENT.__set__(value, grad)
+        return
+    numbers = value.data
+    value.data = torch.empty_like(grad)
     _GRADIENT.__set__(value, grad)
+    value.data = numbers
 
 
 def is_composed(value: torch.Tensor) -> bool:
