@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from outlast.autosave.resume import files, iterators, loaders
+from outlast.autosave.resume import objects
 from outlast.autosave.resume.randomness import random_states, set_random_states
 
 LENGTH = 23
@@ -194,8 +194,8 @@ class Pickler(pickle.Pickler):
     """Pickles what the parts of a resumed program say, and generators."""
 
     def reducer_override(self, value: Any) -> Any:
-        known: Mapping[type, Any] = {**iterators.REDUCERS, **files.REDUCERS, **loaders.REDUCERS}
-        for kind, reduce in known.items():
+
+        for kind, reduce in objects.REDUCERS.items():
             if isinstance(value, kind):
                 return reduce(value)
         if isinstance(value, torch.Generator):

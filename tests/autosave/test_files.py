@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loading import written
 
 from outlast.autosave.resume.files import IN_PLACE, place, reopened_logs, set_place
 from outlast.errors import AutosaveError
+from outlast.records.directory import RunDirectory
 
 
 class Logging:
@@ -215,6 +217,35 @@ def test_log_that_has_lost_its_end_is_told(tmp_path: Path) -> None:
             logs.cut_back({str(path): 40})
         file.write("two\n")
     assert path.read_text() == "one\ntwo\n"
+
+
+def test_events_of_tensorboard_stay(tmp_path: Path) -> None:
+    writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    events = pytest.importorskip("tensorboard.compat.proto.event_pb2")
+    with reopened_logs(resuming=False) as logs:
+        writer = writers.EventFileWriter(str(tmp_path))
+        for step in range(3):
+            writer.add_event(events.Event(step=step))
+        sizes = logs.sizes()
+        writer.close()
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    with reopened_logs(resuming=True) as logs:
+        logs.cut_back(sizes)
+    assert path.read_bytes() == content
+
+
+def test_files_of_threads_and_of_what_saves_the_program_are_left(tmp_path: Path) -> None:
+    def write() -> None:
+        with open(tmp_path / "of a thread", "a") as file:
+            file.write("one")
+
+    with reopened_logs(resuming=False) as logs:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write).result()
+        RunDirectory(tmp_path).next_attempt()
+        (tmp_path / "own").open("a").close()
+        assert logs.sizes() == {str(tmp_path / "own"): 0}
 
 
 def test_pythons_own_open_is_back_after_a_session(tmp_path: Path) -> None:

@@ -88,6 +88,17 @@ def test_spawned_workers_go_on() -> None:
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_in_pinned_memory_go_on() -> None:
+    def make() -> DataLoader[Any]:
+        return STYLES["augmented"](num_workers=2, pin_memory=True)
+
+    with resumable_loaders():
+        assert next(iter(make())).is_pinned()
+    check(make, 3)
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 

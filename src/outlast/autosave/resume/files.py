@@ -13,9 +13,10 @@ import os
 import shutil
 import stat
 import sys
+import threading
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,9 +24,16 @@ from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from types import FrameType
 
 _OUTPUTS = 2
 _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedReader, io.FileIO)
+_QUEUED = ".tfevents."
+"""Files of TensorBoard, whose writer holds events back in a queue: cut back, they would lack those.
+
+What a killed run had written there stays, and the resumed run writes the same into a new file.
+"""
+_CALLED_FOR_OTHERS = ("pathlib", "fsspec")
 _plain_open = io.open
 
 
@@ -43,6 +51,14 @@ class Place(NamedTuple):
     size: int | None = None
 
 
+class _Opened(NamedTuple):
+    """A file that was opened for writing, and how."""
+
+    reference: weakref.ref[Any]
+    path: str
+    newline: str | None
+
+
 class Logs:
     """The files that a program opens for writing.
 
@@ -54,9 +70,7 @@ class Logs:
         self._resuming = resuming
         self._appended: set[str] = set()
         self._kept: set[str] = set()
-        self._open: weakref.WeakKeyDictionary[Any, tuple[str, dict[str, Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._open: dict[int, _Opened] = {}
         self._placed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sizes(self) -> dict[str, int]:
@@ -66,9 +80,11 @@ class Logs:
         """
         paths = set(self._appended)
         for file, path in self._writable():
-            file.flush()
-            os.fsync(file.fileno())
-            paths.add(path)
+            # A thread may close it meanwhile.
+            with suppress(ValueError):
+                file.flush()
+                os.fsync(file.fileno())
+                paths.add(path)
         return {path: Path(path).stat().st_size for path in sorted(paths) if Path(path).is_file()}
 
     def cut_back(self, sizes: Mapping[str, int]) -> None:
@@ -122,7 +138,8 @@ class Logs:
 
     def options(self, file: Any) -> dict[str, Any]:
         """What `open` was told of a file and the file itself does not tell."""
-        return self._open.get(file, ("", {}))[1]
+        opened = self._open.get(id(file))
+        return {} if opened is None else {"newline": opened.newline}
 
     def open(  # noqa: PLR0917 (as Python's)
         self,
@@ -136,13 +153,15 @@ class Logs:
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
         """As the function that Python has; a file that it would empty is laid aside first."""
-        path = None if isinstance(file, int) else _absolute(file)
+        path = None if isinstance(file, int) or not _by_the_program() else _absolute(file)
         if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
             self._lay_aside(path, mode)
         made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
-            self._open[made] = path, {"newline": newline}
-            if "a" in mode:
+            key = id(made)
+            reference = weakref.ref(made, lambda _: self._open.pop(key, None))
+            self._open[key] = _Opened(reference, path, newline)
+            if "a" in mode and _QUEUED not in path:
                 self._appended.add(path)
         return made
 
@@ -160,15 +179,18 @@ class Logs:
             self._kept.add(path)
 
     def _writable(self) -> list[tuple[Any, str]]:
+        # A file may go away meanwhile, with a thread; one call copies the list at one moment.
+        files = [(each.reference(), each.path) for each in list(self._open.values())]
         return [
             (file, path)
-            for file, (path, _) in list(self._open.items())
-            if not file.closed and file.writable() and _is_regular(file)
+            for file, path in files
+            if file is not None and not file.closed and file.writable() and _is_regular(file)
         ]
 
     def path(self, file: Any) -> str:
         """Absolute path of an open file, as it was when it was opened."""
-        return self._open[file][0] if file in self._open else _absolute(file.name)
+        opened = self._open.get(id(file))
+        return _absolute(file.name) if opened is None else opened.path
 
 
 _logs = Logs(False)
@@ -283,6 +305,19 @@ def _reopened(path: str, mode: str, options: dict[str, Any], seen: Place) -> Any
 
 def _open_as_it_is(path: str, flags: int) -> int:
     return os.open(path, flags & ~(os.O_TRUNC | os.O_EXCL), 0o666)
+
+
+def _by_the_program() -> bool:
+    """Whether a file is opened by the program: not by a thread, nor for what saves the program."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _package(frame) in _CALLED_FOR_OTHERS:
+        frame = frame.f_back
+    return threading.current_thread() is threading.main_thread() and _package(frame) != "outlast"
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def _cut(path: str, size: int) -> int:
