@@ -68,3 +68,42 @@ def test_stop_signal_saves_at_the_next_step_and_ends_with_3(script, what):
     assert ended.code == 0, ended.said
     assert "resumed at step" in ended.said
     same(result(script), expected)
+
+
+def test_process_without_a_group_keeps_its_own_state(script):
+    expected = undisturbed(script)
+    (script.parent / "versions").mkdir()
+    ranked = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    command = ("run", "--every", 3, "--directory", script.parent / "versions", script)
+    disturb(script, 11, "SIGKILL")
+    ended = outlast(*command, environment=ranked)
+    assert ended.code == -signal.SIGKILL, ended.said
+    assert list((script.parent / "versions/checkpoints/rank1").glob("step-*"))
+    disturb(script, 4, "SIGKILL")
+    ended = outlast(*command, environment=ranked)
+    assert ended.code == 0, ended.said
+    # It went on behind the step in which it would have been killed.
+    assert (script.parent / "plan").exists()
+    (script.parent / "result1.pt").rename(script.parent / "result0.pt")
+    same(result(script), expected)
+
+
+def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script):
+    text = script.read_text().replace(
+        "        losses.append(loss.item())",
+        "        losses.append(loss.item())\n"
+        "        with open(HERE / 'log.txt', 'a') as log:\n"
+        "            log.write(f'{len(losses)} {loss.item()}\\n')",
+    )
+    script.write_text(text)
+    undisturbed(script)
+    log = script.parent / "log.txt"
+    expected = log.read_text()
+    assert len(expected.splitlines()) == STEPS
+    log.unlink()
+    disturb(script, 13, "SIGKILL")
+    assert outlast("run", "--every", 4, script).code == -signal.SIGKILL
+    assert len(log.read_text().splitlines()) == 13
+    ended = outlast("run", "--every", 4, script)
+    assert ended.code == 0, ended.said
+    assert log.read_text() == expected

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
+from outlast.autosave.windows import CopyWindows
 from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
 from outlast.cli.run_agreement import Agreement
 from outlast.cli.run_digests import Digests
@@ -34,6 +35,7 @@ _QUIET_SECONDS = 30.0
 
 _SMALLEST_PROGRAM_BYTES = 1 << 16
 _STEP_WEIGHT = 0.1
+_TENSORS = "tensors"
 
 
 class HeldState:
@@ -58,14 +60,14 @@ class HeldState:
         return {
             "length": length,
             "program": program,
-            "tensors": found.tensors,
+            _TENSORS: found.tensors,
             "logs": self.saved.logs,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
         program = state["program"].numpy().tobytes()[: state["length"]]
-        self.saved = SavedState(Captured(program, state["tensors"]), state["logs"])
+        self.saved = SavedState(Captured(program, state[_TENSORS]), state["logs"])
 
 
 class ScriptKeeper:
@@ -109,11 +111,12 @@ class ScriptKeeper:
         self._keep = keep
         self._store: CheckpointStore | None = None
         self._agreement: Agreement | None = None
+        self._windows = CopyWindows()
         self._handle: SaveHandle | None = None
         self._digests: Digests | None = None
         self._boundary: float | None = None
         self._blocked_seconds = 0.0
-        self._last_blocked_seconds = 0.0
+        self._looking_seconds = 0.0
         self._step_seconds = 0.0
         self._reason = ""
         self._asked: int | None = None
@@ -154,9 +157,9 @@ class ScriptKeeper:
         else:
             self._observe_step(now - self._boundary - self._blocked_seconds)
         self.step, self._boundary, self._blocked_seconds = step, now, 0.0
+        self._windows.close()
         if self._handle is not None and self._handle.done():
-            self._observe_save(self._handle.result())
-            self._handle = None
+            self._settle()
         save = self._pace.due(step, now)
         if self._agreement is None:
             self._reason = self._stop()
@@ -177,15 +180,22 @@ class ScriptKeeper:
         """
         assert self._boundary is not None
         self._asked = None
-        if self._handle is not None:
-            self._observe_save(self._handle.result())
+        self._settle()
+        # To look at the program's memory takes its time, too.
+        self._looking_seconds = time.monotonic() - self._boundary
         try:
-            self._handle = self._opened().save_async(step, {self._key: HeldState(state)})
+            # Where the program ends here, there is no next step to copy in.
+            late = () if self._reason else self._windows.late(state.captured.tensors)
+            self._handle = self._opened().save_async(
+                step,
+                {self._key: HeldState(state)},
+                late={f"{self._key}.{_TENSORS}.{name}" for name in late},
+            )
         except OutlastError as error:
             self._problem = error
             raise
-        # From the boundary on: to look at the program's memory takes its time, too.
-        self._blocked_seconds = self._last_blocked_seconds = time.monotonic() - self._boundary
+        self._windows.opened(self._handle)
+        self._blocked_seconds = time.monotonic() - self._boundary
         self._digests = Digests(self._folder.digests, self._own_rank(), step, fresh=True)
         if self._reason:
             self._end(step)
@@ -205,9 +215,8 @@ class ScriptKeeper:
 
     def close(self) -> None:
         """Wait for the save under way, and give up the store."""
-        if self._handle is not None:
-            self._observe_save(self._handle.result())
-            self._handle = None
+        self._settle()
+        self._windows.remove()
         if self._store is not None:
             self._store.close(drain=False)
             self._store = None
@@ -275,11 +284,19 @@ class ScriptKeeper:
         self._stop.observe_step(seconds)
         self._pace.observe_step(seconds, saving=self._handle is not None)
 
+    def _settle(self) -> None:
+        """See how the save before went, when it is done."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._windows.close()
+            self._observe_save(handle.result())
+
     def _observe_save(self, result: SaveResult) -> None:
         if result.error is not None:
             self.say(f"{result.error}; the run goes on, from the version before if it dies")
             return
-        result = replace(result, blocked_seconds=self._last_blocked_seconds)
+        blocked = result.blocked_seconds + self._looking_seconds
+        result = replace(result, blocked_seconds=blocked)
         self._pace.observe_save(result)
         self._stop.observe_save(result.seconds)
         if self._own_rank() == 0:
