@@ -4,9 +4,10 @@
 
 import io
 import itertools
+import logging
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +103,15 @@ class OwnRandom(Sampler[int]):
 
 
 class Shuffled:
-    """Shuffles one list again and again; no subclass of anything."""
+    """Shuffles one list again and again; no subclass of anything, and holds more."""
 
     def __init__(self) -> None:
         self.indices = list(range(LENGTH))
+        self.log = logging.getLogger("sampler")
+        self.model = torch.nn.Linear(2, 2)
 
     def __iter__(self) -> Iterator[int]:
+        self.log.debug("an epoch begins")
         random.shuffle(self.indices)
         return iter(self.indices)
 

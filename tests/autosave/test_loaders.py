@@ -1,13 +1,15 @@
 """Data loaders without workers are taken up where they were, without reading what was read."""
 
+import logging
 import pickle
 import random
+import threading
 from typing import Any
 
 import pytest
 import torch
 from loading import STYLES, Numbers, Program, Seen, restored, with_breaks, written
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from outlast.autosave.resume.loaders import LoaderIterator, resumable_loaders
 from outlast.errors import AutosaveError
@@ -103,6 +105,48 @@ def test_iterators_of_one_loader_do_not_disturb_each_other() -> None:
     second = iter(loader)
     next(second)
     assert taken_up == [next(each).tolist() for each in (first, second, second, first)]
+
+
+class Weighing(Sampler[int]):
+    """Draws by weights that the program changes, and holds objects that are none of its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = torch.ones(23)
+        self.log = logging.getLogger("sampler")
+        self.model = model
+        self.lock = threading.Lock()
+
+    def __iter__(self) -> Any:
+        return iter(torch.multinomial(self.weights, 23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+def test_only_what_a_sampler_draws_from_is_written_down() -> None:
+    model = torch.nn.Linear(2, 2)
+    with resumable_loaders():
+        iterator = iter(DataLoader(Numbers(), 4, sampler=Weighing(model)))
+        next(iterator)
+        series = iterator.__getstate__()["series"]
+    owners = [type(each.owner) for each in series.held]
+    assert sorted(each.__name__ for each in owners) == ["BatchSampler", "Tensor", "Weighing"]
+
+
+def test_weights_that_change_during_an_epoch_do_not_change_it() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 4, sampler=WeightedRandomSampler(torch.ones(23).tolist(), 23))
+
+    def taken(loader: Any, iterator: Any) -> Any:
+        return [each.tolist() for each in iterator], loader.sampler.weights.tolist()
+
+    with resumable_loaders():
+        loader = make()
+        iterator = iter(loader)
+        next(iterator)
+        loader.sampler.weights[:12] = 0.0
+        again = pickle.loads(written((loader, iterator)))
+        assert taken(*again) == taken(loader, iterator)
 
 
 class Unrepeatable(Sampler[int]):

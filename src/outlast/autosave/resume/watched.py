@@ -5,15 +5,20 @@ Data that are large and do not change are only referred to: datasets, modules, f
 
 from __future__ import annotations
 
+import functools
+import sys
+import sysconfig
 import types
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
+from outlast.autosave.heap.atoms import is_closed
 from outlast.autosave.resume.randomness import Source, source_of
 
 if TYPE_CHECKING:
@@ -40,13 +45,13 @@ class Held(NamedTuple):
 
 
 def held_by(roots: Iterable[Any], passed: Iterable[Any] = ()) -> list[Held]:
-    """What is reached from `roots` and may change, without objects `passed` and datasets."""
-    closed = (*_CLOSED, nn.Module)
+    """What is reached from `roots` and may change.
+
+    Objects `passed`, datasets, modules and objects of libraries other than samplers stand apart.
+    """
     without = list(passed)
-    return [
-        Held(each, content(each))
-        for each in _reached(roots, lambda value: _stands_apart(value, closed, without))
-    ]
+    reached = _reached(roots, lambda value: _stands_apart(value, without))
+    return [Held(each, content(each)) for each in reached]
 
 
 def content(value: Any) -> Any:
@@ -153,11 +158,29 @@ def _inside(value: Any) -> list[Any]:
     return [each for each in parts if type(each) not in ATOMS]
 
 
-def _stands_apart(value: Any, closed: tuple[type, ...], without: list[Any]) -> bool:
-    return isinstance(value, (*closed, Dataset)) or any(value is each for each in without)
+def _stands_apart(value: Any, without: list[Any]) -> bool:
+    if isinstance(value, (nn.Module, Dataset)) or any(value is each for each in without):
+        return True
+    if isinstance(value, (Sampler, torch.Tensor)) or source_of(value) is not None:
+        return False
+    return _is_of_library(type(value).__module__)
 
 
 def _is_large(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return True
-    return isinstance(value, (*_CONTAINERS, tuple)) and len(value) > _LONG_ITEMS
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        return len(value) > _LONG_ITEMS
+    return is_closed(type(value)) and source_of(value) is None
+
+
+@functools.cache
+def _is_of_library(module: str) -> bool:
+    """Whether the classes of a module come with Python, or were installed."""
+    if module in ("builtins", "collections", "numpy"):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return module != "__main__"
+    standard = Path(sysconfig.get_path("stdlib"))
+    return "site-packages" in file or "dist-packages" in file or standard in Path(file).parents
