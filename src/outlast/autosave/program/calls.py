@@ -108,9 +108,22 @@ class Calls:
                     self._give(node.target, node.value)
                 case ast.withitem(optional_vars=ast.expr() as target):
                     self._give(target, node.context_expr)
+                case ast.Call():
+                    self._pass_on(node)
                 case ast.arg(annotation=ast.expr() as annotation):
                     text = ast.unparse(annotation).strip("'\"").split(".")[-1]
                     self._values[node.arg] |= set(self._class_named(text))
+
+    def _pass_on(self, call: ast.Call) -> None:
+        """Give the parameters of the program's functions what a call passes them."""
+        words = {each.arg: each.value for each in call.keywords if each.arg}
+        for function in set(self._called(call)):
+            names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            if names and function in self._methods[function.name]:
+                del names[0]
+            for name, value in (*zip(names, call.args, strict=False), *words.items()):
+                if isinstance(value, ast.Name | ast.Attribute):
+                    self._values[name] |= self._value(value)
 
     def _give(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

@@ -364,13 +364,22 @@ class Writer:
             listed = sorted(known if names is None else names)
             text = f"[{', '.join(listed)}] = {self._runtime}.values({listed!r})\n"
             text += "".join(
-                f"if {each} is {self._runtime}.unset:\n del {each}\n" for each in listed
+                f"if {each} is {self._runtime}.unset:\n del {each}\n"
+                for each in listed
+                if each not in self._defined
             )
             statement.body = made_statements(text, statement)
+            # In the order of the program: what is defined may need what was defined before.
             for name, definition in self._defined.items():
                 if name in listed:
-                    test = made_expression(f"{name} is {self._runtime}.anew", statement)
-                    statement.body.append(if_(test, [copy.deepcopy(definition)]))
+                    (choice,) = made_statements(
+                        f"if {name} is {self._runtime}.anew: pass\n"
+                        f"elif {name} is {self._runtime}.unset:\n del {name}\n",
+                        statement,
+                    )
+                    assert isinstance(choice, ast.If)
+                    choice.body = [copy.deepcopy(definition)]
+                    statement.body.append(choice)
 
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
         for each in statements:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names
+from outlast.autosave.resume import files as own_files
+from outlast.autosave.resume import iterators, loaders
 from outlast.autosave.resume.digests import STEPS, difference, digest
 from outlast.autosave.resume.entered import entered
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
-from outlast.autosave.resume.iterators import IN_PLACE, REDUCERS, resumable
-from outlast.autosave.resume.loaders import IN_PLACE as LOADERS_IN_PLACE
+from outlast.autosave.resume.iterators import resumable
 from outlast.autosave.resume.randomness import random_states, set_random_states
 from outlast.errors import AutosaveError
 
@@ -213,10 +214,13 @@ class Session:
         for depth, each in enumerate(self._frames.of(frame)):
             if each.f_code.co_name != MODULE:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
-        reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
-        self._names = Names(
-            roots, list(self._globals()), reducers, {**IN_PLACE, **LOADERS_IN_PLACE}
-        )
+        reducers = {
+            **own_files.REDUCERS,
+            **iterators.REDUCERS,
+            types.GeneratorType: self.generators.reduction,
+        }
+        states = {**own_files.IN_PLACE, **iterators.IN_PLACE, **loaders.IN_PLACE}
+        self._names = Names(roots, list(self._globals()), reducers, states)
         if self._saved is not None:
             self._go_back(self._saved, self._names)
             self._saved = None

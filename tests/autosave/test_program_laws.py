@@ -1,0 +1,33 @@
+"""Laws that hold for every program: rewriting changes nothing, and resuming changes nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, assume, event, given, settings
+from program_texts import programs
+from rerun import DictKeeper, run, run_plain
+
+from outlast.errors import AutosaveError
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_a_program_resumed_at_any_step_prints_what_it_prints_plainly(text):
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(text)
+        counting = DictKeeper()
+        try:
+            printed = run(script, counting)
+        except AutosaveError as error:
+            event(str(error).partition(": ")[2][:60])
+            assume(False)
+        plain = run_plain(script)
+        assert printed == plain
+        for step in counting.asked[:12]:
+            keeper = DictKeeper(step)
+            assert run(script, keeper) == ""
+            assert keeper.saved is not None
+            assert run(script, DictKeeper(), keeper.saved) == plain
