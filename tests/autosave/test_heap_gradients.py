@@ -202,3 +202,19 @@ def test_nothing_is_watched_when_all_is_known(use):
     loop(run, use, drop_first, range(3))
     assert "grad" not in vars(torch.Tensor)
     assert torch.optim.Optimizer.zero_grad.__module__ == "torch.optim.optimizer"
+
+
+@pytest.mark.parametrize("compiled", ["model", "optimizer"])
+def test_compiled_parts_are_watched_all_the_same(use, compiled):
+    run = setup()
+    if compiled == "model":
+        run["model"] = torch.compile(run["model"], backend="eager")
+    else:
+        run["optimizer"].step = torch.compile(run["optimizer"].step, backend="eager")
+    plain = setup()
+    loop(run, use, drop_first, range(5))
+    assert all(map(use.is_dead, run["model"].parameters()))
+    for step in range(5):
+        drop_first(plain, step)
+    for one, two in zip(run["model"].parameters(), plain["model"].parameters(), strict=True):
+        assert torch.equal(one, two)

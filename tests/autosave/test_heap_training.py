@@ -7,6 +7,7 @@ import torch
 from heap_runs import resume
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.hooks import RemovableHandle
 
 from outlast.autosave.heap.tensors import gradient
 
@@ -340,3 +341,34 @@ def test_an_unsaved_computation_stops_a_backward_pass():
     with pytest.raises(Exception, match="graph of that computation is not saved"):
         runs.resumed["total"].backward()
     assert gradient(runs.resumed["weight"]) is None
+
+
+class Count:
+    """A hook that counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, module, arguments, output):
+        self.calls += 1
+
+
+def test_hooks_set_after_set_up_come_back_and_leave_room_for_others():
+    def setup():
+        # As in a process of its own.
+        RemovableHandle.next_id = 5000
+        return {"model": network(), "count": Count()}
+
+    def train(run):
+        run["model"].register_forward_hook(run["count"])
+        run["handle"] = run["model"][0].register_forward_hook(lambda *given: None)
+        run["model"](torch.ones(2, 3))
+
+    runs = resume(setup, train, __name__)
+    run = runs.resumed
+    other = Count()
+    run["model"].register_forward_hook(other)
+    run["model"](torch.ones(2, 3))
+    assert (run["count"].calls, other.calls) == (2, 1)
+    run["handle"].remove()
+    assert not run["model"][0]._forward_hooks

@@ -24,6 +24,7 @@ from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_
 from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable, advice_for, locate, name_of
 from outlast.autosave.heap.sizes import NOT_SAVED, sizes_of
 from outlast.autosave.heap.tensors import Gradient, gradient
+from outlast.autosave.heap.undisturbed import undisturbed
 from outlast.autosave.heap.values import Reader, Writer
 from outlast.errors import AutosaveError
 
@@ -83,7 +84,7 @@ def capture(
     Raises:
         Unsaveable: When something can be written down in no way.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with undisturbed():
         return _Capture(names, known, gradients).of(values)
 
 
@@ -98,7 +99,7 @@ def restore(
     Raises:
         SetupDiffersError: When set-up has made other objects here.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with undisturbed():
         return _restore(captured, names, known, gradients)
 
 

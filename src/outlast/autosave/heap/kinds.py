@@ -169,6 +169,8 @@ def _attributes_of(value: Any) -> Children:
 
 
 def _of_dict(value: Any) -> Children:
+    if not value and type(value) is dict:
+        return
     if not PLAIN_ATOMS.issuperset(map(type, dict.values(value))):
         for place, (key, each) in enumerate(dict.items(value)):
             if type(each) not in PLAIN_ATOMS:
@@ -180,10 +182,13 @@ def _of_dict(value: Any) -> Children:
         for place, key in enumerate(value):
             if not isinstance(key, _KEYS):
                 yield "[key %d]", place, key
-    yield from _attributes_of(value)
+    if type(value) is not dict:
+        yield from _attributes_of(value)
 
 
 def _dict_content(value: Any) -> Content:
+    if type(value) is dict:
+        return Content("dict", flat(value))
     beside = attributes(value)
     if isinstance(value, defaultdict):
         beside = {**beside, "default_factory": value.default_factory}
@@ -212,6 +217,8 @@ def _of_items(value: Any) -> Children:
 
 
 def _items_content(value: Any) -> Content:
+    if type(value) is list:
+        return Content("items", tuple(value))
     return Content("items", tuple(value), flat(attributes(value)))
 
 

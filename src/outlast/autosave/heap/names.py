@@ -20,6 +20,7 @@ from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
 from outlast.autosave.heap.content import Content, flat, pairs, same
 from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
 from outlast.autosave.heap.plain import digest_if_plain
+from outlast.autosave.heap.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +53,7 @@ class Names:
         types: Path to the object's class at that time.
         geometry: How tensors and arrays lay in memory.
         blocks: Address of a block of memory to its name.
+        weights: The tensors that can have gradients.
         kinds: Tells the kind of any object.
     """
 
@@ -74,9 +76,10 @@ class Names:
         self.geometry: dict[str, Geometry] = {}
         self.blocks: dict[str, str] = {}
         self._versions: dict[str, int] = {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with undisturbed():
             self._walk(roots)
             self._look()
+        self.weights = [each for each in self.objects.values() if _is_weight(each)]
 
     def path_of(self, value: Any) -> str | None:
         """The name of an object; None for one that came later."""
@@ -230,6 +233,13 @@ class Names:
         if role is Role.VALUE:
             return not isinstance(part, (tuple, frozenset, types.MethodType))
         return role is not Role.ATOM and not isinstance(part, torch.Tensor)
+
+
+def _is_weight(value: Any) -> bool:
+    # A frozen parameter may be thawed.
+    return isinstance(value, nn.Parameter) or (
+        isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    )
 
 
 def _version(value: Any) -> int:

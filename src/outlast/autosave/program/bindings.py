@@ -25,9 +25,9 @@ def binding_line(body: Body, name: str, before: int) -> int | None:
     Returns:
         Its number in the file; None where `body` does not bind the name.
     """
-    lines = sorted(_bindings(body, name))
+    lines = list(_bindings(body, name))
     above = [line for line in lines if line <= before]
-    return (above or lines or [None])[-1]
+    return max(above or lines, default=None)
 
 
 def attribute_line(tree: ast.Module, name: str) -> int | None:
