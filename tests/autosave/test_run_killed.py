@@ -107,3 +107,22 @@ def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script):
     ended = outlast("run", "--every", 4, script)
     assert ended.code == 0, ended.said
     assert log.read_text() == expected
+
+
+def test_training_loop_in_a_module_beside_the_script(script):
+    head, rest = SCRIPT.split("def reached", 1)
+    functions, main = rest.split("def main", 1)
+    package = script.parent / "engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .steps import train_epoch\n")
+    text = f"{head}def reached{functions}".replace("__file__).parent", "__file__).parent.parent")
+    (package / "steps.py").write_text(text)
+    script.write_text(f"{head}from engine import train_epoch\n\n\ndef main{main}")
+    expected = undisturbed(script)
+    disturb(script, 9, "SIGKILL")
+    ended = outlast("run", "--every", 4, script)
+    assert ended.code == -signal.SIGKILL, ended.said
+    ended = outlast("run", "--every", 4, script)
+    assert ended.code == 0, ended.said
+    assert "resumed at step 8" in ended.said
+    same(result(script), expected)

@@ -24,3 +24,7 @@ def explain_program(script: Path, loop: str | None = None) -> None:
 
     files, training = read_training(script, loop)
     print(explain(files, training, rewrite(files, training)).text(), end="")
+    print(
+        f"\nwhat a step leaves behind and bytes per save, from its first steps: outlast autosave "
+        f"check {script}"
+    )
