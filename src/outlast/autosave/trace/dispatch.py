@@ -197,6 +197,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What is compiled is not traced, so there is nothing to keep the compiler from.
+        return False
+
     def __init__(self, found: Accesses) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found

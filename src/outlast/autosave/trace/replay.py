@@ -90,7 +90,7 @@ def _original(set_up: Callable[[], Program], steps: int) -> Any:
     step, roots = set_up()
     names = _names(step, roots)
     plan = find_state(step, roots)
-    captured = capture(names, random_states(), {})
+    captured = capture(names, (random_states(), named_roots(step, roots)), {})
     kinds = {
         storage_key(each): plan.find(path).kind
         for path, each in reached(step, roots).items()
@@ -99,22 +99,33 @@ def _original(set_up: Callable[[], Program], steps: int) -> Any:
     kept = {}
     for name, each in captured.tensors.items():
         kind = kinds.get(storage_key(each), "must-save")
-        if kind == "derivable" and name.startswith("="):
+        if kind == "derivable" and name.removeprefix("=") in names.objects:
             continue
         kept[name] = each.clone()
         if kind == "dead":
             kept[name].view(torch.uint8).fill_(_NONSENSE)
     saved = io.BytesIO()
-    torch.save((captured.program, kept), saved)
+    torch.save((captured.program, kept, set(captured.tensors) - set(kept)), saved)
     return plan, saved.getvalue(), _digests_of_steps(step, roots, steps)
 
 
 def _resumed(set_up: Callable[[], Program], steps: int, saved: bytes) -> Any:
     step, roots = set_up()
     names = _names(step, roots)
-    captured = Captured(*torch.load(io.BytesIO(saved), weights_only=False))
-    set_random_states(restore(captured, names, {}))
+    program, tensors, derived = torch.load(io.BytesIO(saved), weights_only=False)
+    for name in derived:
+        # Not saved: it stays as set-up has made it here.
+        tensors[name] = _row(names.objects[name.removeprefix("=")]).clone()
+    states, _ = restore(Captured(program, tensors), names, {})
+    set_random_states(states)
     return _digests_of_steps(step, roots, steps)
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor, as one row."""
+    storage = tensor.untyped_storage()
+    row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return row.set_(storage, 0, (storage.nbytes() // tensor.element_size(),))  # type: ignore[call-overload,no-any-return]
 
 
 def _names(step: Callable[[], Any], roots: Any) -> Names:
