@@ -76,6 +76,25 @@ def test_live_groups_are_struck_by_their_number_and_whoever_saves_in_a_save(
     assert sorted(each["phase"] for each in result["trials"]) == ["backward", "save"]
     assert (result["struck"], result["survived"]) == (2, 2), output
     assert result["lost_steps"] == 0
+    assert result["comparison"] == "within rounding"
+    assert "compared within rounding" in output
+
+
+@pytest.mark.distributed
+def test_live_groups_in_a_fixed_order_end_with_the_bits_of_the_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
+    live = ("recover.mode=live", "recover.groups=2", "recover.heartbeat_seconds=2")
+    settings = (*live, "recover.fixed_order=true", "train.micro_batch_size=2", "train.steps=80")
+    phases = ("--at", "backward", "--at", "optimizer")
+    code, output, result = drill(tmp_path, *phases, settings=settings)
+    assert code == EXIT_DONE, output
+    assert (result["struck"], result["survived"], result["starts"]) == (2, 2, 1), output
+    assert result["comparison"] == "bit for bit"
+    assert result["bits_equal"], output
+    assert "the final weights equal the undisturbed run's bit for bit" in output
+    assert "compared bit for bit" in output
 
 
 @pytest.mark.distributed
@@ -198,6 +217,7 @@ def test_what_was_not_survived_is_told(capsys: pytest.CaptureFixture[str]) -> No
             "lost_steps": 0,
             "lost_samples": 0,
             "goodput": {"measured": 0.5, "predicted": 0.75},
+            "comparison": "bit for bit",
             "bits_equal": False,
             "largest_difference": 0.25,
         }

@@ -309,3 +309,14 @@ def test_a_burst_buffer_has_a_place_files_and_directives() -> None:
 def test_what_is_no_directive_is_refused(line: str) -> None:
     (problem,) = check(f'staging.burst_buffer_lines = ["{line}"]')
     assert "one line that begins with the site's directive" in problem
+
+
+def test_a_fixed_order_of_sums_is_for_live_groups_without_compiled_kernels() -> None:
+    fixed = "recover.fixed_order = true"
+    (problem,) = check(fixed)
+    assert 'fixed_order = true is for live groups, but recover.mode = "restart"' in problem
+    live = 'recover.mode = "live"'
+    (problem,) = check(fixed, live, "train.compile = true")
+    assert "recover.fixed_order = true and train.compile = true do not go together" in problem
+    assert check(fixed, live) == []
+    assert check(live, "train.compile = true") == []

@@ -281,6 +281,8 @@ def test_the_settings_of_a_job_reach_the_plan() -> None:
     assert recovery_of(*live)[0] == Recovery(mode="live", heartbeat_seconds=3.0)
     groups = recovery_of("recover.mode=live", "recover.groups=3")
     assert any("recover.groups = 3" in each for each in groups[1])
+    fixed = recovery_of("recover.mode=live", "recover.fixed_order=true")
+    assert any("recover.fixed_order" in each for each in fixed[1])
     process = recovery_of("recover.domain=process")
     assert process[0].parity == 0
     assert any('recover.domain = "process"' in each for each in process[1])

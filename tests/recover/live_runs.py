@@ -59,6 +59,7 @@ class Plan:
     rests: bool = False
     host: str = "127.0.0.1"
     interface: str = ""
+    parts: int = 0
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -163,6 +164,7 @@ def _train(
         host=plan.host,
         heartbeat_seconds=HEARTBEAT_SECONDS,
         timeout_seconds=plan.timeout_seconds,
+        parts=plan.parts,
     ) as groups:
         refused = 0
         for step in groups.steps(until=plan.steps):
@@ -174,7 +176,14 @@ def _train(
             at("forward")
             loss = loss_of(model, numbers) if passes else torch.zeros(())
             at("backward")
-            if passes:
+            if plan.parts:
+                optimizer.zero_grad()
+                for part in step.parts:
+                    own = loss_of(model, samples(step.number, part, plan.parts))
+                    own.backward()
+                    step.add(part, own.detach())
+                    at("after a part")
+            elif passes:
                 loss.backward()
             good = step.number not in plan.bad or refused >= 2
             refused += not good

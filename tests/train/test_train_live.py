@@ -220,6 +220,14 @@ def test_what_live_groups_cannot_do_is_a_sentence(
         run_job(job, fresh=False)
 
 
+def test_groups_without_a_part_of_a_batch_in_fixed_order_are_refused(tmp_path: Path) -> None:
+    require_torchft()
+    settings = ("recover.fixed_order=true", "recover.groups=7", "train.micro_batch_size=2")
+    job = tiny_job(tmp_path, "live", *LIVE, *settings)
+    with pytest.raises(RecoverError, match="cuts each batch into 6 micro-batches"):
+        run_job(job, fresh=False)
+
+
 def test_live_groups_start_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -33,6 +33,14 @@ DEMONSTRATION = (
 STRUCK = ("data", "forward", "backward", "reduce", "vote", "optimizer", "agree", "save", "heal")
 """What ``--at all`` stands for, but ``memory`` and ``parity`` where the run has them."""
 
+BITS, ROUNDING = "bit for bit", "within rounding"
+"""How the last weights must agree with those of the undisturbed run."""
+
+_COMPARED = {
+    BITS: "bit for bit: both runs sum in the same order, so any difference is a fault",
+    ROUNDING: "within rounding: survivors sum in another order (recover.fixed_order keeps it)",
+}
+
 _BEFORE_PAGES = ("start and imports", "process group")
 """Parts of a set-up before a process has its page; the first is another one in a restart, since a
 worker is forked from a launcher that has imported everything."""
@@ -245,9 +253,16 @@ def _result(
         "median_seconds": statistics.median(seconds) if seconds else None,
         "longest_seconds": max(seconds, default=None),
         "goodput": _goodput(job, asked, clean, disturbed, struck),
+        "comparison": comparison(job),
         "bits_equal": equal,
         "largest_difference": distance,
     }
+
+
+def comparison(job: Job) -> str:
+    """`ROUNDING` where survivors of a death sum in another order, else `BITS`."""
+    reordered = job.recover.mode == "live" and not job.recover.fixed_order
+    return ROUNDING if reordered else BITS
 
 
 def _compare(job: Job) -> tuple[bool, float]:
@@ -336,8 +351,7 @@ def _kept_every(job: Job) -> int:
 
 def way_back_live(job: Job) -> WayBack:
     """How long survivors wait: for the silence after which a group counts as dead."""
-    from outlast.recover.cost import WayBack, detection_seconds
-    from outlast.recover.live.lighthouse import SILENCE_SHARE
+    from outlast.recover.cost import SILENCE_SHARE, WayBack, detection_seconds
 
     silence = SILENCE_SHARE * job.recover.heartbeat_seconds
     return WayBack(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
@@ -406,3 +420,4 @@ def print_processes(result: dict[str, Any]) -> None:
     if not result["bits_equal"]:
         same = f"differ from the undisturbed run's by {result['largest_difference']:.3g} at most"
     print(f"the final weights {same}")
+    print(f"compared {_COMPARED[result['comparison']]}")

@@ -29,6 +29,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_coded_guard, {"coding", "guard"}),
         (_energy, {"energy"}),
         (_tensorize, {"tensorize", "parallel", "train"}),
+        (_recover, {"recover", "train"}),
         (_slurm, {"slurm"}),
         (_staging, {"staging", "data"}),
         (_factor_rules, {"tensorize", "optimizer"}),
@@ -73,6 +74,19 @@ def _data(job: Job) -> Iterator[str]:
                 yield f'data.{key} names {len(files)} files, but data.source = "tokens" takes one'
     if data.token_dtype and data.source != "tokens":
         yield 'data.token_dtype is given, but it only serves data.source = "tokens"; remove it'
+
+
+def _recover(job: Job) -> Iterator[str]:
+    if job.recover.fixed_order and job.recover.mode != "live":
+        yield (
+            "recover.fixed_order = true is for live groups, but recover.mode = "
+            f'"{job.recover.mode}"; leave it out, or set recover.mode = "live"'
+        )
+    if job.recover.fixed_order and job.train.compile:
+        yield (
+            "recover.fixed_order = true and train.compile = true do not go together: kernels are "
+            "compiled for the shapes that a process has seen before; set one of them to false"
+        )
 
 
 def _schedule(job: Job) -> Iterator[str]:

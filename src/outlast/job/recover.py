@@ -52,6 +52,12 @@ class RecoverSection(Section):
     heartbeat_seconds: Seconds = setting(
         1.0, "live: a group that is silent for so long counts as dead", identity=False
     )
+    fixed_order: bool = setting(
+        False,
+        "live: sum the gradients of micro-batches in one order, whoever computes them, so that the "
+        "weights do not depend on deaths to the last bit; slow, for drills",
+        identity=False,
+    )
     hang_seconds: Literal["auto"] | Annotated[float, Field(ge=0.0)] = setting(
         "auto",
         "a step that takes longer counts as hung: stacks are written to the run's directory, and "

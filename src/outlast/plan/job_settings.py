@@ -99,6 +99,11 @@ def _recovery(job: Job, run: Configuration, left: list[str]) -> Recovery:
             f"recover.groups = {chosen.groups} is not predicted: each of the {run.data} replicas "
             "counts as a group"
         )
+    if chosen.fixed_order:
+        left.append(
+            "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
+            "micro-batches, take longer than predicted"
+        )
     if chosen.mode != "restart":
         return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
     if run.devices == 1:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from outlast.train.run import Start
 
 _STOP, _SAVE = 0, 1
+_PARTS = 8
 _KEPT_RECORDS = 8
 
 
@@ -106,6 +107,19 @@ def has_ended(directory: RunDirectory, attempt: int) -> bool:
     return any(record.attempt == attempt for record, _ in ended)
 
 
+def fixed_parts(job: Job) -> int:
+    """Into how many parts `recover.fixed_order` cuts a batch, whatever groups there are; else 0.
+
+    Each has `train.micro_batch_size` samples at most; without that there are eight.
+    """
+    train = job.train
+    if not job.recover.fixed_order:
+        return 0
+    return microbatch_count(
+        train.batch_size, 1, train.micro_batch_size or -(-train.batch_size // _PARTS)
+    )
+
+
 class GroupLoader(BatchLoader):
     """Leaves it to the engine to gather samples, when it knows this group's share."""
 
@@ -121,6 +135,11 @@ class GroupLoader(BatchLoader):
         parts = microbatch_count(self.batch_size, count, micro_batch_size)
         mine = BatchLoader(self.windows, self.order, self.batch_size, index, count, parts)
         return mine.batch(step)
+
+    def one_of(self, step: int, number: int, parts: int) -> MicroBatch:
+        """One of so many parts of the whole batch."""
+        whole = BatchLoader(self.windows, self.order, self.batch_size, 0, 1, parts)
+        return whole.part(step, 0, number)
 
 
 class GroupRecords(RecordWriter):
@@ -214,6 +233,7 @@ class LiveEngine:
         self._groups: LiveGroups | None = None
         self._first_step = 0
         self._attempt: LiveStep | None = None
+        self._parts = fixed_parts(trainer.job)
         trainer.engine, trainer.loader = self, self._loader
         trainer.agreement = Voted(self, trainer.device)
         trainer.writes = lambda: self.writes
@@ -299,6 +319,7 @@ class LiveEngine:
             awaits=1 if post.returning else post.groups,
             heartbeat_seconds=job.recover.heartbeat_seconds,
             timeout_seconds=job.launch.timeout_seconds,
+            parts=self._parts,
         )
         self._first_step = step
         return self._groups
@@ -306,13 +327,24 @@ class LiveEngine:
     def _own_part(self, attempt: LiveStep, global_tokens: int) -> torch.Tensor:
         """This group's gradients and loss, computed again where the guard finds them wrong."""
         size = self._trainer.job.train.micro_batch_size
-        parts = self._loader.of(attempt.number, *attempt.share, size)
+        # In a fixed order each part is gathered when it is due.
+        parts = [] if self._parts else self._loader.of(attempt.number, *attempt.share, size)
         loss = torch.zeros(())
         for again in self._guard.attempts() if self._guard is not None else (0,):
             if again:
                 self._drop_gradients()
-            loss = self._inner.forward_backward(parts, attempt.number, global_tokens)
+            if self._parts:
+                self._add_parts(attempt, global_tokens)
+            else:
+                loss = self._inner.forward_backward(parts, attempt.number, global_tokens)
         return loss
+
+    def _add_parts(self, attempt: LiveStep, global_tokens: int) -> None:
+        """This group's parts of the batch, each by itself."""
+        attempt.clear()
+        for number in attempt.parts:
+            part = self._loader.one_of(attempt.number, number, self._parts)
+            attempt.add(number, self._inner.forward_backward([part], attempt.number, global_tokens))
 
     def _drop_gradients(self) -> None:
         for optimizer in self._trainer.optimizers:

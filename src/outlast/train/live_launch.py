@@ -32,7 +32,14 @@ from outlast.recover.beacon import place, tidy
 from outlast.recover.live import Lighthouse, require_torchft
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
-from outlast.train.live import Post, has_ended, job_of_group, known_steps, train_group
+from outlast.train.live import (
+    Post,
+    fixed_parts,
+    has_ended,
+    job_of_group,
+    known_steps,
+    train_group,
+)
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
 from outlast.train.ranks import ALONE
@@ -92,6 +99,12 @@ def group_count(job: Job) -> int:
         raise RecoverError(
             f"train.batch_size = {job.train.batch_size} gives no sample to some of the {groups} "
             "groups; raise it or start fewer groups (recover.groups)"
+        )
+    if 0 < fixed_parts(job) < groups:
+        raise RecoverError(
+            f"recover.fixed_order = true cuts each batch into {fixed_parts(job)} micro-batches, "
+            f"which leaves some of the {groups} groups without any; lower train.micro_batch_size = "
+            f"{job.train.micro_batch_size}, or start fewer groups (recover.groups)"
         )
     return groups
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,71 +18,21 @@ from outlast.recover.live.lighthouse import require_torchft
 from outlast.recover.live.membership import Seat, SeatSettings, Standing
 from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
 from outlast.recover.live.rules import begun, committed_in, membership, must_restore
+from outlast.recover.live.step import LiveStep
+from outlast.recover.live.tree import PartSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from outlast.records.events import Event
     from outlast.recover.live.rules import Membership
+    from outlast.recover.live.step import Refuge
     from outlast.state.live import State
 
 _GOOD, _LOSS = 0, 1
 _LOOK_SECONDS = 0.01
 _REFUSALS = 10
-
-
-@dataclass(frozen=True)
-class Refuge:
-    """Where a state is kept that outlives all groups, e.g. a run's checkpoints.
-
-    Attributes:
-        newest: Step of the newest state there; 0 where there is none.
-        restore: Loads it into the live objects and returns its step.
-    """
-
-    newest: Callable[[], int]
-    restore: Callable[[], int]
-
-
-@dataclass
-class LiveStep:
-    """One step, or one more attempt at it, of this group.
-
-    Attributes:
-        number: Steps committed before it.
-        share: This group's index and the number of groups among which the global batch is divided.
-        idle: Whether the others do this step's whole batch, because this group has only just taken
-            their state. A loop may then leave out both passes, which spares the others a wait;
-            what it computes does not count.
-        committed: Whether it has been committed; None before `commit`.
-        loss: Sum of the groups' losses, once committed.
-        sums: Sums over the groups of what was given to `commit`, once committed.
-    """
-
-    number: int
-    share: tuple[int, int]
-    idle: bool
-    _commit: Callable[[LiveStep, torch.Tensor | float, bool, Sequence[float]], bool]
-    committed: bool | None = None
-    loss: float = float("nan")
-    sums: list[float] = field(default_factory=list)
-
-    def commit(
-        self, loss: torch.Tensor | float = 0.0, *, good: bool = True, values: Sequence[float] = ()
-    ) -> bool:
-        """Sum the gradients over the groups in place, and vote.
-
-        Args:
-            loss: This group's part of the loss.
-            good: Whether this group trusts its gradients. If one group does not, none commits.
-            values: Further numbers to be summed, as many in every group.
-
-        Returns:
-            Whether every group has all sums: step the optimizer then. If not, the gradients are
-            gone, and the next attempt at this step follows.
-        """
-        return self._commit(self, loss, good, values)
 
 
 class LiveGroups:
@@ -114,6 +63,10 @@ class LiveGroups:
             and the lighthouse must have the same.
         timeout_seconds: Longest wait for a quorum, or for groups that are alive.
         host: Under which the other groups reach this machine.
+        parts: Into how many parts each global batch is cut, whose gradients are summed in one order
+            however many groups there are, so that weights do not depend on deaths to the last bit;
+            see `outlast.recover.live.tree`. Then each of `LiveStep.parts` is given to
+            `LiveStep.add` before `commit`. 0: gradients are summed as they come.
 
     Raises:
         RecoverError: When torchft is missing, the lighthouse cannot be reached, or this group may
@@ -135,6 +88,7 @@ class LiveGroups:
         heartbeat_seconds: float = 1.0,
         timeout_seconds: float = 120.0,
         host: str = "127.0.0.1",
+        parts: int = 0,
     ) -> None:
         require_torchft()
         self.group = group
@@ -147,6 +101,9 @@ class LiveGroups:
         if not self._parameters:
             raise RecoverError("the state has no module with parameters that are trained; give one")
         self._buckets = Buckets(self._parameters)
+        self._parts = PartSums(self._buckets, parts) if parts else None
+        if parts:
+            _refuse_running_statistics(models)
         self._device = self._parameters[0].device
         self._transfer = Transfer(state, host, timeout_seconds)
         self._lineage = begun(state_digest(state))
@@ -154,7 +111,7 @@ class LiveGroups:
             lighthouse=lighthouse,
             number=group,
             identity=f"{identity or 'unnamed job'}, outlast {__version__}, "
-            f"torch {torch.__version__}",
+            f"torch {torch.__version__}" + (f", batches in {parts} parts" if parts else ""),
             host=host,
             heartbeat_seconds=heartbeat_seconds,
             timeout_seconds=timeout_seconds,
@@ -235,7 +192,10 @@ class LiveGroups:
         self._note(found)
         self._found = found
         self._since = self._since or found.round
-        self._open = LiveStep(self._step, found.share, found.source is not None, self._commit)
+        idle = found.source is not None
+        if self._parts is not None:
+            self._parts.begin(found.share, idle=idle)
+        self._open = LiveStep(self._step, found.share, idle, self._commit, self._parts)
         return self._open
 
     def end(self, step: LiveStep) -> None:
@@ -366,25 +326,27 @@ class LiveGroups:
         # From here on the optimizer may change what was served.
         self._close_serving()
         if not step.committed:
-            self._drop_gradients()
+            self._buckets.drop()
         return step.committed
-
-    def _drop_gradients(self) -> None:
-        for each in self._parameters:
-            each.grad = None
 
     def _sum_and_vote(
         self, step: LiveStep, loss: float, good: bool, values: Sequence[float]
     ) -> bool:
         _, connections = self._linked()
         if step.idle:
-            self._drop_gradients()
+            self._buckets.drop()
             loss = 0.0
-        flat, used = self._buckets.packed()
-        connections.sum(flat)
+        losses: list[float] = []
+        if self._parts is None:
+            flat, used = self._buckets.packed()
+            connections.sum(flat)
+        else:
+            flat = self._parts.sum(connections.sum)
+            used, losses, loss = self._parts.used, self._parts.losses, 0.0
+        used = used or [0.0] * len(self._parameters)
         # Only who has all sums votes, so a full count says that everybody has them.
         vote = torch.tensor(
-            [1.0 if good else 0.0, loss, *values, *used],
+            [1.0 if good else 0.0, loss, *values, *used, *losses],
             dtype=torch.float64,
             device=self._device,
         )
@@ -401,7 +363,8 @@ class LiveGroups:
             return False
         self._refusals = 0
         self._buckets.unpack(flat, numbers[2 + len(values) :])
-        step.loss, step.sums = numbers[_LOSS], numbers[2 : 2 + len(values)]
+        each = numbers[len(numbers) - len(losses) :]
+        step.loss, step.sums = sum(each, numbers[_LOSS]), numbers[2 : 2 + len(values)]
         return True
 
     def _note(self, found: Membership) -> None:
@@ -424,6 +387,17 @@ class LiveGroups:
             seconds = 0.0 if lost else seconds
             change = MembershipChanged(self._step, left, found.count, "joined", seconds)
             self._events.append(change)
+
+
+def _refuse_running_statistics(models: list[nn.Module]) -> None:
+    for model in models:
+        for name, each in model.named_modules():
+            if getattr(each, "track_running_stats", False):
+                raise RecoverError(
+                    f"parts: {name or 'the model'} keeps running statistics of the samples that "
+                    "its own group has seen, which depend on deaths; leave parts out, or use "
+                    "another normalisation"
+                )
 
 
 def _named(found: Membership) -> str:

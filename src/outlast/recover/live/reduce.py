@@ -231,6 +231,22 @@ class Buckets:
             flat.append(torch.cat(parts))
         return flat, [0.0 if each is None else 1.0 for each in gradients]
 
+    def drop(self) -> None:
+        """Leave no parameter a gradient."""
+        for each in self._parameters:
+            each.grad = None
+
+    def zeros(self) -> list[torch.Tensor]:
+        """What `packed` gives where there is no gradient."""
+        found = []
+        for bucket in self._buckets:
+            locals_ = [_local(self._parameters[number].detach()) for number in bucket]
+            sizes = [each.numel() for each in locals_ if each is not None]
+            first = locals_[0]
+            assert first is not None
+            found.append(torch.zeros(sum(sizes), dtype=first.dtype, device=first.device))
+        return found
+
     def unpack(self, flat: list[torch.Tensor], used: Sequence[float]) -> None:
         """Give every parameter that any group has used its summed gradient."""
         for bucket, content in zip(self._buckets, flat, strict=True):
