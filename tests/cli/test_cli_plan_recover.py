@@ -75,5 +75,8 @@ def test_a_job_says_how_it_recovers(plan: Plan, files: tuple[Path, Path]) -> Non
 
 def test_a_way_that_there_is_not_is_refused(plan: Plan, files: tuple[Path, Path]) -> None:
     source, cluster = files
+    two = (*LAYOUT, "--recover", "off", "--recover", "live")
+    sentence = plan.refused("explain", source, "--cluster", cluster, *two)
+    assert "recovery = off, live" in sentence
     sentence = plan.refused(source, "--cluster", cluster, *LAYOUT[2:], "--recover", "restart:7")
     assert "recovery = 'restart:7'" in sentence

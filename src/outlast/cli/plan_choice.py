@@ -45,7 +45,6 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
     from outlast.cli.plan_ranking import ranking
     from outlast.plan.prediction import predict
 
-    settings = planned.training.settings
     sizes = {
         each.name: getattr(layout, each.name)
         for each in fields(layout)
@@ -73,6 +72,7 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
             estimate=found.estimate,
             warnings=found.estimate.warnings,
         )
+    settings = _one(planned)
     estimate = predict(planned.context, run, settings)
     return Chosen(
         run=run,
@@ -81,6 +81,25 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
         estimate=estimate,
         warnings=estimate.warnings,
     )
+
+
+def _one(planned: Planned) -> Settings:
+    """The mechanisms that were asked for, of each only one, where no search chooses among several.
+
+    Raises:
+        PlanError: Several choices of one mechanism.
+    """
+    found = planned.mechanisms
+    for each in fields(found):
+        if len(choices := getattr(found, each.name)) > 1:
+            said = ", ".join(
+                "+".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in choices
+            )
+            raise PlanError(
+                f"{each.name} = {said}: a layout that is given takes one choice of each mechanism; "
+                "keep one, or take a row of the ranking (--choose)"
+            )
+    return found.settings()[0]
 
 
 def _stated(planned: Planned, sizes: dict[str, Any]) -> Configuration:
