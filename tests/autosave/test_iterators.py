@@ -143,6 +143,19 @@ def test_bar_without_items_goes_on() -> None:
     other.close()
 
 
+def test_iterator_that_set_up_makes_is_put_back_in_place() -> None:
+    get, put = IN_PLACE[ShownIterator]
+    with resumable_bars(), resumable_loaders():
+        iterator = iter(tqdm.auto.tqdm(DataLoader(Numbers(), 4), disable=True))
+        for _ in range(2):
+            next(iterator)
+        place = pickle.loads(written(get(iterator)))
+        heir = iter(tqdm.auto.tqdm(DataLoader(Numbers(), 4), disable=True))
+        next(heir)
+        put(heir, place)
+        assert [each.tolist() for each in heir] == [each.tolist() for each in iterator]
+
+
 def test_track_goes_on_with_its_count() -> None:
     def console() -> rich.console.Console:
         return rich.console.Console(file=io.StringIO(), force_terminal=True)

@@ -96,11 +96,18 @@ class ShownIterator:
         return next(self._shown)
 
     def __reduce__(self) -> Any:
+        return ShownIterator, (self._display, self._iterable, *self.place())
+
+    def place(self) -> tuple[Iterator[Any] | None, int]:
+        """The iterator within, and the number of items that it has given."""
         if self._items is None:
-            inner, given = self._inner, self._given
-        else:
-            inner, given = self._items.inner, self._items.given
-        return ShownIterator, (self._display, self._iterable, inner, given)
+            return self._inner, self._given
+        return self._items.inner, self._items.given
+
+    def set_place(self, place: tuple[Iterator[Any] | None, int]) -> None:
+        """Go on with what `place` gave."""
+        self._inner, self._given = place
+        self._items, self._shown = None, iter(())
 
 
 @dataclass
@@ -290,7 +297,8 @@ REDUCERS: Mapping[type, Callable[[Any], Any]] = {
 }
 """How objects of these types, and of types derived from them, are pickled."""
 
-IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = (
-    {} if _TQDM is None else {_TQDM: (_bar_progress, _set_bar_progress)}
-)
+IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    ShownIterator: (ShownIterator.place, ShownIterator.set_place),
+    **({} if _TQDM is None else {_TQDM: (_bar_progress, _set_bar_progress)}),
+}
 """Types whose objects are put back in place: what they hold, and how to make them hold it."""

@@ -3,8 +3,10 @@
 A `LoaderIterator` takes the place of what ``iter(loader)`` gives. It draws the indices of batches
 as the loader's own iterator does, and writes down what is needed to draw them again. Taken up in
 another process, it draws again the indices of the batches that were handed out, without reading
-their samples, and goes on with the next one; workers take over the random numbers of the workers
-before them. Only of an iterable dataset, which has no indices, all samples are read again.
+their samples, and goes on with the next one. New workers take over the random numbers of those
+before them, also over the epochs of persistent workers, and the plain numbers and texts among the
+attributes of their dataset; what it keeps in lists and dictionaries is taken for a cache. Only of
+an iterable dataset, which has no indices, all samples of the epoch are read again.
 """
 
 from __future__ import annotations
