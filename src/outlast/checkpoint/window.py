@@ -205,7 +205,9 @@ class CopyWindow:
 
 def may_be_late(tensor: torch.Tensor) -> bool:
     """Whether writes to a tensor are counted, and its memory can be copied as it lies."""
-    return not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0)
+    return tensor.device.type in ("cpu", "cuda") and not (
+        tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0
+    )
 
 
 def _in_a_row(source: torch.Tensor) -> bool:
