@@ -12,7 +12,7 @@ from rerun import DictKeeper, run, run_plain
 from outlast.errors import AutosaveError
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_a_program_resumed_at_any_step_prints_what_it_prints_plainly(text):
     with tempfile.TemporaryDirectory() as folder:

@@ -139,6 +139,35 @@ STYLES = {
         fit(); fit()
         print(log, weights.value)
         """,
+    "private names in methods": """
+        class Trainer:
+            def fit(self, __start):
+                __count = __start
+                for step in range(2):
+                    weights.backward(); weights.step()
+                    __count += weights.value
+                return __count
+        for start in (1, 2):
+            log.append(Trainer().fit(start))
+        print(log)
+        """,
+    "a try that set-up is in when another call is come back to": """
+        def fit(name):
+            for step in range(2):
+                weights.backward(); weights.step()
+            return name
+        def main():
+            try:
+                log.append(fit("one"))
+            except BaseException:
+                log.append("caught")
+                raise
+            finally:
+                log.append("finally")
+            log.append(fit("two"))
+        main()
+        print(log, weights.value)
+        """,
     "a closure keeps a count in its function": """
         def main():
             count = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 from typing import TYPE_CHECKING, Protocol
 
 from outlast.autosave.program.kept import keep
 from outlast.autosave.program.live import bound_names, liveness, read_names
+from outlast.autosave.program.restoration import fill_restoration
 from outlast.autosave.program.scopes import (
     DEFINITIONS,
     code_names,
@@ -194,15 +194,11 @@ class Writer:
             case ast.With():
                 return self._with(node, inside)
             case ast.Try() | ast.TryStar():
-                others = (each.body for each in node.handlers)
-                for statements in (*others, node.orelse, node.finalbody):
-                    self._refuse_sites(statements)
-                node.body = self._block(node.body, inside)
-                return [node]
+                return self._try(node, inside)
             case _ if isinstance(node, SIMPLE) and kind == "yield":
                 return self._yield(node, number, hidden)
             case _ if isinstance(node, SIMPLE):
-                return [node, *self._returned(node), *self._cleared(hidden, node)]
+                return [self._passed(node), *self._returned(node), *self._cleared(hidden, node)]
         raise self._error(
             node,
             f"{self._way.what} within `{type(node).__name__.lower()}` cannot be entered again; "
@@ -268,6 +264,28 @@ class Writer:
                 f"if {self._runtime}.paused:\n {self._runtime}.proceed()", node
             )
         return [node]
+
+    def _try(self, node: ast.Try | ast.TryStar, inside: tuple[int, ...]) -> list[ast.stmt]:
+        for statements in (*(each.body for each in node.handlers), node.orelse, node.finalbody):
+            self._refuse_sites(statements)
+        node.body = self._block(node.body, inside)
+        if self._way.trains and node.finalbody:
+            node.finalbody = [self._guarded(node.finalbody)]
+        if self._way.trains and node.handlers and isinstance(node, ast.Try):
+            (passing,) = made_statements(f"try: pass\nexcept {self._runtime}.passed: raise", node)
+            assert isinstance(passing, ast.Try)
+            node.handlers[:0] = passing.handlers
+        return [node]
+
+    def _passed(self, node: ast.stmt) -> ast.stmt:
+        """A statement with a call, which is left where the call is passed over on the way back."""
+        (made,) = made_statements(
+            f"try: pass\nexcept {self._runtime}.passed:\n if not {self._runtime}.leads(): raise",
+            node,
+        )
+        assert isinstance(made, ast.Try)
+        made.body = [node]
+        return made
 
     def _if(self, node: ast.If, number: int, around: tuple[int, ...]) -> ast.stmt:
         self._refuse_leading(node.test)
@@ -361,25 +379,9 @@ class Writer:
     def _fill_restorations(self) -> None:
         known = frozenset[str]().union(*(each.names for each in self._sites))
         for statement, names in self._restorations:
-            listed = sorted(known if names is None else names)
-            text = f"[{', '.join(listed)}] = {self._runtime}.values({listed!r})\n"
-            text += "".join(
-                f"if {each} is {self._runtime}.unset:\n del {each}\n"
-                for each in listed
-                if each not in self._defined
+            fill_restoration(
+                statement, sorted(known if names is None else names), self._defined, self._runtime
             )
-            statement.body = made_statements(text, statement)
-            # In the order of the program: what is defined may need what was defined before.
-            for name, definition in self._defined.items():
-                if name in listed:
-                    (choice,) = made_statements(
-                        f"if {name} is {self._runtime}.anew: pass\n"
-                        f"elif {name} is {self._runtime}.unset:\n del {name}\n",
-                        statement,
-                    )
-                    assert isinstance(choice, ast.If)
-                    choice.body = [copy.deepcopy(definition)]
-                    statement.body.append(choice)
 
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
         for each in statements:
@@ -401,6 +403,5 @@ class Writer:
                 "statement of its own",
             )
 
-    def _error(self, node: ast.AST, sentence: str) -> AutosaveError:
-        line = getattr(node, "lineno", 1)
-        return AutosaveError(f"{self._rewritten.source.name()}, line {line}: {sentence}")
+    def _error(self, node: ast.stmt | ast.expr, sentence: str) -> AutosaveError:
+        return AutosaveError(f"{self._rewritten.source.name()}, line {node.lineno}: {sentence}")

@@ -83,7 +83,7 @@ class Frames:
         """The live local names of a frame at a site."""
         if site is None:
             return {}
-        values = frame.f_locals
+        values = {_as_written(name): each for name, each in frame.f_locals.items()}
         return {
             name: kept(site, name, values[name]) for name in sorted(site.names) if name in values
         }
@@ -91,18 +91,29 @@ class Frames:
     def matches(self, frame: FrameType, number: int, target: list[Place]) -> int | None:
         """The depth of `frame`, if the way to `target` leads through site `number` there."""
         frames = self.of(frame)
-        depth = len(frames) - 1
-        if depth >= len(target):
+        if not self._on_way(frames, target):
             return None
-        for each, place in zip(frames, target, strict=False):
-            if self._numbers[name_of(each.f_code)] != place.body:
-                return None
-            if each is not frame and self.number_of(self.leading(each)) != place.site:
-                return None
-        aim = target[depth].site
+        aim = target[len(frames) - 1].site
         if aim is None or (number != aim and number not in self.sites[aim].around):
             return None
-        return depth
+        return len(frames) - 1
+
+    def is_left(self, frame: FrameType, target: list[Place]) -> bool:
+        """Whether `frame` is in a call that is to be left, since the way leads elsewhere."""
+        frames = self.of(frame)
+        return (
+            not self._on_way(frames, target)
+            and len(frames) > 1
+            and self.leading(frames[-2]) is not None
+        )
+
+    def _on_way(self, frames: list[FrameType], target: list[Place]) -> bool:
+        """Whether the way to `target` leads through these frames."""
+        return len(frames) <= len(target) and all(
+            self._numbers[name_of(each.f_code)] == place.body
+            and (each is frames[-1] or self.number_of(self.leading(each)) == place.site)
+            for each, place in zip(frames, target, strict=False)
+        )
 
     def leading(self, frame: FrameType) -> Site | None:
         """The call, or the `yield`, that a frame is in."""
@@ -119,6 +130,13 @@ class Frames:
 def name_of(code: CodeType) -> str:
     """Name of the body that code was made from, as its sites have it."""
     return body_name(code.co_filename, code.co_qualname, code.co_firstlineno)
+
+
+def _as_written(name: str) -> str:
+    """A local name as the program has it: in methods, Python puts the class before ``__name``."""
+    end = name.find("__", 2)
+    private = name[:1] == "_" and name[1:2] != "_" and end > 0 and not name.endswith("__")
+    return name[end:] if private else name
 
 
 def _position(frame: FrameType) -> tuple[int | None, int | None]:

@@ -45,6 +45,10 @@ class Keeper(Protocol):
         """
 
 
+class Passed(BaseException):
+    """Leaves a call that set-up had begun, and that is not on the way back."""
+
+
 class Session:
     """A run of a rewritten program.
 
@@ -57,12 +61,14 @@ class Session:
         live: Whether the program does its work; False on the way back to where it was saved.
         restoring: Whether the frame that asks is to take its local names over.
         late: Depths of the frames that take theirs over when they are back from a call.
+        passed: What leaves a call that is not on the way.
         unset: Stands for a local name that had no value.
         anew: Stands for a function, class or module that is defined or imported again.
         step: Iterations of step loops begun so far; at a boundary, steps done.
         generators: What rewritten generator functions call.
     """
 
+    passed = Passed
     unset = object()
     anew = object()
 
@@ -94,6 +100,8 @@ class Session:
         """Whether the program enters site `number`."""
         if self._names is None and self._frames.sites[number].kind in ("step", "loop"):
             self._begin(sys._getframe(1))
+            if not self.live and self._frames.is_left(sys._getframe(1), self._target):
+                raise Passed
         if self.live:
             return True
         depth = self._frames.matches(sys._getframe(1), number, self._target)
@@ -104,6 +112,10 @@ class Session:
             self._frame_values = self._target[depth].names
             self.restoring = sys._getframe(1).f_code.co_name != MODULE
         return True
+
+    def leads(self) -> bool:
+        """After a call that was left: whether the way leads on through the frame that asks."""
+        return not self._frames.is_left(sys._getframe(1), self._target)
 
     def values(self, names: list[str]) -> list[Any]:
         """Values of local names of the frame that asks."""
@@ -192,10 +204,9 @@ class Session:
 
     def kept(self, site: Site, name: str, value: Any) -> Any:
         """What is written down of a local name at a site."""
-        assert self._names is not None
-        if name in site.defined and self._names.path_of(value) is None:
-            return self.anew
-        return value
+        if name not in site.defined or self._names is None:
+            return value
+        return self.anew if self._names.path_of(value) is None else value
 
     def _lost(self) -> AutosaveError:
         site = self._frames.sites[self._target[-1].site or 0]
