@@ -63,6 +63,23 @@ def test_log_goes_on_where_it_was(tmp_path: Path, mode: str, in_place: bool, liv
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_log_behind_a_link_goes_on(tmp_path: Path) -> None:
+    link, path = tmp_path / "newest.txt", tmp_path / "log.txt"
+    link.symlink_to(path)
+    with reopened_logs(resuming=False) as logs:
+        program = Logging(link, "w")
+        program.steps(range(2))
+        sizes = logs.sizes()
+        program.file.close()
+    with reopened_logs(resuming=True) as logs:
+        program = Logging(link, "w")
+        logs.cut_back(sizes)
+        program.steps(range(2, 3))
+        program.file.close()
+    assert link.is_symlink()
+    assert path.read_text() == "begun\nstep 0\nstep 1\nstep 2\n"
+
+
 def test_log_stays_when_a_program_dies_before_it_is_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("begun\nstep 0\nstep 1\n")

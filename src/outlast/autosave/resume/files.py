@@ -109,21 +109,18 @@ class Logs:
                 file.flush()
         aside = _aside(path)
         if path in self._kept:
-            # In place, since the program may have the file open.
-            mode = "r+b" if Path(path).is_file() else "wb"
-            with _plain_open(aside, "rb") as source, _plain_open(path, mode) as target:
-                target.truncate(0)
-                shutil.copyfileobj(source, target)
-                target.flush()
-                os.fsync(target.fileno())
-            aside.unlink()
+            # In place, since the program may have the file open; another rank may have done it.
+            with suppress(FileNotFoundError):
+                _copy(aside, path, "r+b" if Path(path).is_file() else "wb")
+                aside.unlink()
             self._kept.discard(path)
         return _cut(path, size) if Path(path).is_file() else 0
 
     def give_up(self) -> None:
         """Put the logs that were laid aside back, when the program did not come to where it was."""
         for path in self._kept:
-            _aside(path).replace(path)
+            with suppress(FileNotFoundError):
+                _aside(path).replace(path)
         self._kept = set()
 
     def place(self, file: Any, seen: Place) -> None:
@@ -167,16 +164,24 @@ class Logs:
 
     def _lay_aside(self, path: str, mode: str) -> None:
         """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
-        if not self._resuming or (path in self._kept and "x" in mode):
+        if not self._resuming:
             return
         aside = _aside(path)
+        if not aside.exists() and Path(path).is_file():
+            # Another rank may do the same: the first that has all of it is the one that counts.
+            own = aside.with_name(f"{aside.name}.{os.getpid()}")
+            _copy(path, own, "wb")
+            try:
+                aside.hardlink_to(own)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                own.replace(aside)
+            own.unlink(missing_ok=True)
         if aside.exists():
             self._kept.add(path)
             if "x" in mode:
                 Path(path).unlink(missing_ok=True)
-        elif Path(path).is_file() and not Path(path).is_symlink():
-            Path(path).rename(aside)
-            self._kept.add(path)
 
     def _writable(self) -> list[tuple[Any, str]]:
         # A file may go away meanwhile, with a thread; one call copies the list at one moment.
@@ -320,6 +325,15 @@ def _package(frame: FrameType) -> str:
     return name.partition(".")[0]
 
 
+def _copy(source: str | Path, target: str | Path, mode: str) -> None:
+    """Copy a file's content into another, durably."""
+    with _plain_open(source, "rb") as old, _plain_open(target, mode) as new:
+        new.truncate(0)
+        shutil.copyfileobj(old, new)
+        new.flush()
+        os.fsync(new.fileno())
+
+
 def _cut(path: str, size: int) -> int:
     """Cut a file to `size` bytes; gives the bytes that it then has."""
     now = Path(path).stat().st_size
@@ -340,8 +354,8 @@ def _aside(path: str) -> Path:
 
 
 def _absolute(path: Any) -> str:
-    # Links stay: what they lead to may change.
-    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+    # Of the file itself: a link may lead elsewhere later.
+    return os.path.realpath(os.fsdecode(path))
 
 
 def _is_regular(file: Any) -> bool:
