@@ -218,3 +218,17 @@ def test_compiled_parts_are_watched_all_the_same(use, compiled):
         drop_first(plain, step)
     for one, two in zip(run["model"].parameters(), plain["model"].parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_loop_that_never_leaves_gradients_is_not_watched_for_ever(use):
+    run = setup()
+
+    def tidy(run, step):
+        drop_first(run, step)
+        run["optimizer"].zero_grad()
+
+    loop(run, use, tidy, range(20))
+    backward(run)
+    use.boundary(0, list(run["model"].parameters()))
+    assert "grad" not in vars(torch.Tensor)
+    assert not any(map(use.is_dead, run["model"].parameters()))

@@ -361,7 +361,6 @@ def test_hooks_set_after_set_up_come_back_and_leave_room_for_others():
 
     def train(run):
         run["model"].register_forward_hook(run["count"])
-        run["handle"] = run["model"][0].register_forward_hook(lambda *given: None)
         run["model"](torch.ones(2, 3))
 
     runs = resume(setup, train, __name__)
@@ -370,5 +369,16 @@ def test_hooks_set_after_set_up_come_back_and_leave_room_for_others():
     run["model"].register_forward_hook(other)
     run["model"](torch.ones(2, 3))
     assert (run["count"].calls, other.calls) == (2, 1)
+
+
+def test_handles_of_hooks_still_remove_them():
+    def setup():
+        return {"model": network()}
+
+    def train(run):
+        run["handle"] = run["model"][0].register_forward_hook(lambda *given: None)
+
+    run = resume(setup, train, __name__).resumed
+    assert len(run["model"][0]._forward_hooks) == 1
     run["handle"].remove()
     assert not run["model"][0]._forward_hooks

@@ -30,6 +30,10 @@ _CLOSED = (
     "torch._C", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio",
     "socket", "_socket", "ssl", "subprocess", "queue", "_queue", "weakref", "importlib", "typing",
     "tqdm",     "outlast.autosave",
+    # Services that are told how training goes.
+    "wandb", "tensorboard", "tensorboardX", "torch.utils.tensorboard", "mlflow", "comet_ml",
+    "neptune", "clearml", "aim", "rich", "requests", "urllib3", "http", "grpc", "boto3", "botocore",
+    "fsspec", "s3fs", "huggingface_hub",
 )  # fmt: skip
 """Modules whose objects are not looked into: their state is that of a process, not of training."""
 

@@ -13,6 +13,7 @@ are watched until they have been set anew; whoever asks for one before is told, 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _ENOUGH = 2
 """Iterations in which a gradient must have been dropped unread."""
+
+_PATIENCE = 16
+"""Iterations without any gradient at the head of a loop after which none is waited for."""
 
 _NEVER = -1
 
@@ -59,6 +63,7 @@ class GradientUse:
         self._zeroed: set[int] = set()
         self._drops: dict[int, dict[int, int]] = {}
         self._settled: set[int] = set()
+        self._without: Counter[int] = Counter()
         self._loop: int | None = None
         self._zeroing = False
         self._to_none = True
@@ -83,7 +88,8 @@ class GradientUse:
             for owner in tensors:
                 if gradient(owner) is not None and 0 <= drops.get(id(owner), 0) < _ENOUGH:
                     self._seen[id(owner)] = _seen(owner)
-            if drops and not self._seen:
+            self._without[loop] += not self._seen
+            if not self._seen and (drops or self._without[loop] >= _PATIENCE):
                 self._settled.add(loop)
         self._watch(bool(self._seen or self._expected))
 

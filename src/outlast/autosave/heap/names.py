@@ -113,7 +113,11 @@ class Names:
             yield from self._named(self.objects[path])
 
     def touched(self, path: str) -> bool:
-        """Whether the program can have changed an object that it seems to hold no more."""
+        """Whether the program has changed an object that it seems to hold no more.
+
+        Of tensors their versions tell, which is enough for what nobody seems to hold. Arrays have
+        none, and count as unchanged.
+        """
         if path in self._versions:
             return self._versions[path] != _version(self.objects[path])
         return path in self._own and not same(
