@@ -8,7 +8,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from outlast.autosave.lazy import finish_set_up
+from outlast.autosave.lazy import ShardedModules
 from outlast.autosave.program.importing import rewritten_imports
 from outlast.autosave.program.sites import RUNTIME
 from outlast.autosave.resume.files import Logs, reopened_logs
@@ -80,14 +80,20 @@ class _LateSession(Session):
     def __init__(self, files: list[Rewritten], keeper: ScriptKeeper, logs: Logs) -> None:
         super().__init__(files, _KeeperWithLogs(keeper, logs))
         self._resuming = keeper
+        self._sharded: ShardedModules | None = None
         self._logs = logs
 
     def _begin(self, frame: FrameType) -> None:
-        finish_set_up()
+        self._sharded = ShardedModules()
         saved = self._resuming.saved()
         self._saved = None if saved is None else saved.captured
         super()._begin(frame)
         self._logs.cut_back({} if saved is None else saved.logs)
+
+    def _capture(self, number: int, frame: FrameType) -> Captured:
+        if self._sharded is not None:
+            self._sharded.reshard()
+        return super()._capture(number, frame)
 
 
 def execute(

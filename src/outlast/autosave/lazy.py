@@ -8,18 +8,32 @@ they are there in every start of the program, and have names.
 from __future__ import annotations
 
 import gc
+import weakref
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 
-def finish_set_up() -> None:
-    """Do what is otherwise done in the first forward pass, with the same outcome."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    # By their types, since asking an object for its class may run code of its own.
-    sharded = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
-    inner = {id(part) for each in sharded for part in each.modules() if part is not each}
-    for module in sharded:
-        if id(module) not in inner:
-            module._get_fsdp_state()._lazy_init()
+class ShardedModules:
+    """The modules that FSDP2 has sharded, when set-up is done."""
+
+    def __init__(self) -> None:
+        # By their types, since asking an object for its class may run code of its own.
+        found = (
+            [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
+            if dist.is_available() and dist.is_initialized()
+            else []
+        )
+        self._modules = [weakref.ref(each) for each in found]
+        inner = {id(part) for each in found for part in each.modules() if part is not each}
+        for module in found:
+            if id(module) not in inner:
+                # As its first forward pass does, and with the same outcome.
+                module._get_fsdp_state()._lazy_init()
+
+    def reshard(self) -> None:
+        """Give up parameters that a forward pass without a backward pass has left gathered."""
+        for each in self._modules:
+            module = each()
+            if module is not None:
+                module.reshard()

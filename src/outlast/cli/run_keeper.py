@@ -142,7 +142,7 @@ class ScriptKeeper:
             return None
         for sentence in restored.skipped:
             self.say(f"passed over: {sentence}")
-        self.say(f"resumed at step {restored.step} of the version in {restored.place}")
+        self.say(f"resumed at step {restored.step} from {restored.place}")
         self._least_step = restored.step
         self._pace.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
