@@ -1,0 +1,72 @@
+"""Whether a program reads gradients where no step is done, as when it reports after an epoch.
+
+What becomes of gradients in a loop is learnt from its first iterations. What is done with them
+after it is not, and the end of a loop is a place where a program may be saved, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from outlast.autosave.program.source import Function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from outlast.autosave.program.source import SourceFile
+    from outlast.autosave.program.training import Training
+
+_READERS = ("clip_grad", "grad_norm", "total_norm", "unscale_")
+"""Parts of the names of library functions that read gradients."""
+
+
+def reads_gradients_between_steps(files: Iterable[SourceFile], training: Training) -> bool:
+    """Whether gradients are read outside of the step loops, or in a function used there.
+
+    Functions are known by their names alone, and count as used where they are mentioned.
+    """
+    functions: defaultdict[str, list[ast.AST]] = defaultdict(list)
+    waiting: list[ast.AST] = []
+    for source in files:
+        waiting.append(source.tree)
+        for node in ast.walk(source.tree):
+            if isinstance(node, Function):
+                functions[node.name].append(node)
+    seen: set[str] = set()
+    while waiting:
+        for node in _between_steps(waiting.pop(), training):
+            if _reads(node):
+                return True
+            name = _mentioned(node)
+            if name not in seen:
+                seen.add(name)
+                waiting.extend(functions.get(name, ()))
+    return False
+
+
+def _between_steps(body: ast.AST, training: Training) -> Iterator[ast.AST]:
+    waiting = list(ast.iter_child_nodes(body))
+    while waiting:
+        node = waiting.pop()
+        if node in training.step_loops or isinstance(node, Function):
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _mentioned(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _reads(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "grad":
+        # `torch.autograd.grad` is a function that leaves no gradients.
+        inner = node.value
+        of_module = isinstance(inner, ast.Attribute) and inner.attr == "autograd"
+        return isinstance(node.ctx, ast.Load) and not of_module
+    name = _mentioned(node)
+    return any(part in name for part in _READERS)
