@@ -5,6 +5,7 @@
 import csv
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import sys
@@ -105,6 +106,25 @@ def test_log_is_found_again_after_a_kill_during_set_up(tmp_path: Path) -> None:
         program.steps(range(1, 2))
         program.file.close()
     assert path.read_text() == "begun\nstep 0\nstep 1\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.distributed
+def test_log_that_several_ranks_open_is_kept(tmp_path: Path, ranks: Any) -> None:
+    path = tmp_path / "log.txt"
+    text = "a line of an earlier life\n" * 40_000
+    path.write_text(text)
+    all_opened = multiprocessing.get_context("fork").Barrier(3)
+
+    def work() -> None:
+        with reopened_logs(resuming=True) as logs:
+            file = open(path, "w")
+            all_opened.wait(60)
+            logs.cut_back({str(path): len(text)})
+            file.close()
+
+    ranks(3)(work)
+    assert path.read_text() == text
     assert list(tmp_path.iterdir()) == [path]
 
 
