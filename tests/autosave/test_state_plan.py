@@ -329,3 +329,29 @@ def test_a_buffer_that_is_written_now_and_then_is_kept():
 def test_too_few_steps_are_refused():
     with pytest.raises(AutosaveError, match="steps = 1 is too few"):
         find_state(lambda: None, steps=1)
+
+
+def test_gradients_that_only_some_steps_make_are_dead_unless_the_next_step_reads_them():
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    count = iter(range(1000))
+
+    def step():
+        optimizer.zero_grad()
+        used = other if next(count) % 2 else model
+        used(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    plan = find_state(step, {"model": model, "other": other, "optimizer": optimizer})
+    carried = [each.name for each in plan.tensors if each.kind != "dead" and "grad" in each.name]
+    assert not carried
+
+
+def test_memory_that_grows_is_kept():
+    model, history = nn.Linear(4, 4), []
+    plan = find_state(
+        training(model, lambda: history.append(model.bias.detach().clone()))[0], model
+    )
+    # The first is there from the first traced step on, and is constant.
+    found = [plan.find(f"history[{place}]").kind for place in range(4)]
+    assert found == ["save-once", "must-save", "must-save", "must-save"]

@@ -113,6 +113,8 @@ def _print_plan(console: Console, plan: StatePlan, *, tensors: bool) -> None:
         rows,
         title="what a step leaves behind (measured)",
     )
+    if not plan.of("must-save"):
+        console.print("note: nothing changed in the steps looked at; try a later one with --at")
     for each in plan.lints:
         console.print(f"note: {each}", markup=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ else writes to.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -23,7 +24,8 @@ from outlast.autosave.program.rewrite import rewrite
 from outlast.autosave.program.source import read_program
 from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.randomness import random_states
-from outlast.autosave.trace.content import digests
+from outlast.autosave.trace.content import digest, digests, holds_numbers
+from outlast.autosave.trace.dispatch import storage_key
 from outlast.autosave.trace.plan import StateFinder
 from outlast.autosave.trace.roots import outermost_modules, readable_names
 from outlast.autosave.trace.state import StatePlan
@@ -105,10 +107,35 @@ class _Pass:
         self._compare(step, state.captured)
 
     def _compare(self, step: int, captured: Captured) -> None:
-        self.result.tensors[step] = digests(captured.tensors)
+        self.result.tensors[step] = self._digests(captured.tensors)
         self.result.values[step] = flat_values(captured.program)
         if step == self._last:
             self._end()
+
+    def _digests(self, blocks: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Digests of the tensors that lie in the `blocks`; of a whole block where none is known.
+
+        A block may be larger than its tensors, and the rest was never written.
+        """
+        objects = self._view.objects()
+        called = readable_names(objects)
+        found: dict[str, str] = {}
+        told: set[int] = set()
+        kept = {storage_key(each) for each in blocks.values()}
+        for path, each in objects.items():
+            if (
+                isinstance(each, torch.Tensor)
+                and holds_numbers(each)
+                and each.layout == torch.strided
+            ):
+                key = storage_key(each)
+                if key in kept:
+                    told.add(key)
+                    found[called.get(id(each), path)] = digest(each)
+        for name, block in blocks.items():
+            if storage_key(block) not in told:
+                found[name] = digest(block)
+        return found
 
     def _look(self) -> None:
         objects = self._view.objects()
@@ -176,7 +203,9 @@ class _StateDicts(_Pass):
     def save(self, step: int, state: SavedState) -> None:
         plain = read(self._folder / PLAIN)
         for path, each in _plain(self._view.objects()):
-            if path in plain:
+            # The program may have come to other modules and optimizers than it begins with; what
+            # does not fit is lost.
+            with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
                 each.load_state_dict(plain[path])
         self._look()
         self._end()

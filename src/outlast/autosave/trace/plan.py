@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,14 +12,12 @@ from torch import nn
 from outlast.autosave.heap.names import Names
 from outlast.autosave.trace.content import changed_over, digests, holds_numbers
 from outlast.autosave.trace.dispatch import (
-    Access,
     Accesses,
-    WeakStorage,
-    Window,
     storage_key,
     traced_step,
     weak_storage,
 )
+from outlast.autosave.trace.evidence import Boundary, Evidence, Finding, Label, finding_of
 from outlast.autosave.trace.graph import GraphState, Inputs, graph_state, recorded_inputs
 from outlast.autosave.trace.lints import Doubts, lints_of
 from outlast.autosave.trace.roots import (
@@ -30,7 +27,7 @@ from outlast.autosave.trace.roots import (
     program_modules,
     readable_names,
 )
-from outlast.autosave.trace.state import KINDS, Kind, StatePlan, TensorState, codec_of
+from outlast.autosave.trace.state import StatePlan, TensorState, codec_of
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -81,7 +78,7 @@ class StateFinder:
         self._look = look
         self._modules = outermost_modules(look().values())
         self._inputs: dict[nn.Module, Inputs] = {}
-        self._boundaries: list[_Boundary] = []
+        self._boundaries: list[Boundary] = []
         self._traces: list[Accesses] = []
         self._step = ExitStack()
 
@@ -100,74 +97,13 @@ class StateFinder:
     def plan(self) -> StatePlan:
         """The state of the program, after at least three steps."""
         graph = graph_state(self._modules, self._inputs)
-        return _plan(self._look(), _Evidence(self._boundaries, self._traces, graph))
+        return _plan(self._look(), Evidence(self._boundaries, self._traces, graph))
 
 
-class _Label(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class _Boundary:
-    """What the paths led to between two steps.
-
-    Attributes:
-        keys: Path to the key of its storage, of tensors.
-        digests: Path to the digest of its numbers, of tensors and arrays.
-        called: Path to what its user calls it, data type, shape and bytes.
-        alive: Keep the keys from being used again.
-    """
-
-    keys: dict[str, int]
-    digests: dict[str, str]
-    called: dict[str, _Label]
-    alive: list[WeakStorage]
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    boundaries: list[_Boundary]
-    traces: list[Accesses]
-    graph: GraphState
-
-
-@dataclass
-class _Finding:
-    """What is known of a storage; grows with each of its paths.
-
-    Attributes:
-        kind: The most careful class so far.
-        why: What says so.
-        window: The earliest so far.
-        unseen: Whether its content changed without an operation that writes it.
-    """
-
-    kind: Kind = "dead"
-    why: list[str] = field(default_factory=list)
-    window: Window = "always"
-    first_write: int | None = None
-    last_write: int | None = None
-    unseen: bool = False
-
-    def add(self, other: _Finding) -> None:
-        self.kind = min(self.kind, other.kind, key=KINDS.index)
-        self.why = list(dict.fromkeys([*self.why, *other.why]))
-        self.window = max(self.window, other.window, key=_WINDOWS.index)
-        self.unseen |= other.unseen
-        if other.first_write is not None:
-            self.first_write, self.last_write = other.first_write, other.last_write
-
-
-_WINDOWS: tuple[Window, ...] = ("always", "late", "early")
-
-
-def _boundary(objects: dict[str, Any]) -> _Boundary:
+def _boundary(objects: dict[str, Any]) -> Boundary:
     tensors = {path: each for path, each in objects.items() if _strided(each)}
     called = readable_names(objects)
-    return _Boundary(
+    return Boundary(
         {path: storage_key(each) for path, each in tensors.items()},
         digests(objects),
         {
@@ -175,17 +111,18 @@ def _boundary(objects: dict[str, Any]) -> _Boundary:
             for path, each in objects.items()
             if holds_numbers(each)
         },
+        in_state_dicts(objects.values()),
         [weak_storage(each) for each in tensors.values()],
     )
 
 
-def _label(name: str, value: Any) -> _Label:
+def _label(name: str, value: Any) -> Label:
     if isinstance(value, np.ndarray):
         dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
     else:
         dtype = value.dtype
     stored = value.untyped_storage().nbytes() if _strided(value) else value.nbytes
-    return _Label(name, dtype, tuple(value.shape), stored)
+    return Label(name, dtype, tuple(value.shape), stored)
 
 
 def _strided(value: Any) -> bool:
@@ -194,10 +131,10 @@ def _strided(value: Any) -> bool:
     )
 
 
-def _plan(objects: dict[str, Any], evidence: _Evidence) -> StatePlan:
+def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
     changed = changed_over(each.digests for each in evidence.boundaries)
     written = _written_in_graph(evidence.graph)
-    covered = in_state_dicts(objects.values())
+    covered = evidence.boundaries[-1].covered
     set_up = _made_by_set_up(objects.values())
     shared = _memory_of_arrays(objects.values())
     optimizers = _of_optimizers(objects)
@@ -210,20 +147,20 @@ def _plan(objects: dict[str, Any], evidence: _Evidence) -> StatePlan:
     unseen = []
     for key, paths in groups.items():
         value = objects[paths[0]]
-        finding = _Finding()
+        finding = Finding()
         for path in paths:
-            finding.add(_finding(path, path in changed, evidence, shared=_shared(value, shared)))
+            finding.add(finding_of(path, path in changed, evidence, shared=_shared(value, shared)))
         if key in written:
-            finding.add(_Finding("must-save", written[key]))
+            finding.add(Finding("must-save", written[key]))
         if finding.kind == "save-once" and key in set_up:
-            finding.add(_Finding(why=["set-up makes it again: a buffer with persistent=False"]))
+            finding.add(Finding(why=["set-up makes it again: a buffer with persistent=False"]))
             finding.kind = "derivable"
         names = (*(labels[path].name for path in paths), *paths)
         if finding.unseen:
             unseen.append(names[0])
         optimizer = not optimizers.isdisjoint(paths)
         states.append(_state(names, labels[paths[0]], finding, key in covered, optimizer))
-    states += _gone(evidence.boundaries)
+    states += _gone(evidence)
     known = frozenset(key for each in evidence.boundaries for key in each.keys.values())
     last = evidence.traces[-1]
     return StatePlan(
@@ -238,25 +175,26 @@ def _plan(objects: dict[str, Any], evidence: _Evidence) -> StatePlan:
     )
 
 
-def _gone(boundaries: list[_Boundary]) -> list[TensorState]:
+def _gone(evidence: Evidence) -> list[TensorState]:
     """What was there between some steps, but is not now, such as gradients that accumulate."""
-    last = boundaries[-1]
+    last = evidence.boundaries[-1]
     now = frozenset(last.keys.values())
     found = {
-        path: label
-        for each in boundaries[:-1]
+        path: (label, each.keys.get(path) in each.covered)
+        for each in evidence.boundaries[:-1]
         for path, label in each.called.items()
         if path not in last.called and each.keys.get(path) not in now
     }
-    finding = _Finding("must-save", ["content: it is there between some steps"], "early")
+    gone = Finding("must-save", ["content: it is there between some steps"], "early")
     return [
-        _state((label.name, path), label, finding, covered=False, optimizer=False)
-        for path, label in found.items()
+        _state((label.name, path), label, gone, covered=covered, optimizer=False)
+        for path, (label, covered) in found.items()
+        if finding_of(path, True, evidence, shared=False).kind != "dead"
     ]
 
 
 def _state(
-    names: tuple[str, ...], label: _Label, finding: _Finding, covered: bool, optimizer: bool
+    names: tuple[str, ...], label: Label, finding: Finding, covered: bool, optimizer: bool
 ) -> TensorState:
     return TensorState(
         name=names[0],
@@ -272,100 +210,6 @@ def _state(
         window=finding.window,
         in_state_dict=covered,
     )
-
-
-def _finding(path: str, changed: bool, evidence: _Evidence, *, shared: bool) -> _Finding:
-    """What the trace and the contents say of one path."""
-    seen = _Seen()
-    for number, trace in enumerate(evidence.traces):
-        before, after = evidence.boundaries[number : number + 2]
-        if path not in before.digests:
-            seen.new = True
-        elif path not in before.keys or trace.skipped:
-            seen.blind = True
-        else:
-            seen.add(before.keys[path], after, trace, path)
-    if path not in evidence.boundaries[-1].keys:
-        # An array, or a tensor of another layout: operations do not tell which memory is its own.
-        seen.blind = True
-    return _Finding(
-        *seen.classed(changed, shared=shared),
-        window=seen.window(changed),
-        first_write=seen.first_write,
-        last_write=seen.last_write,
-        unseen=changed and not (seen.mutated or seen.new or seen.blind),
-    )
-
-
-@dataclass
-class _Seen:
-    """What happened to one path over the traced steps.
-
-    Attributes:
-        new: Whether it was not there at the beginning of a step.
-        blind: Whether operations do not tell what happens to it.
-        read: Whether a step read what was there before it wrote.
-        written: Whether an operation wrote it.
-        replaced: Whether another storage took its place.
-        carried: Whether a storage came through a step untouched, here or under another path.
-        early: Whether a write came before the optimizer's step.
-    """
-
-    new: bool = False
-    blind: bool = False
-    read: bool = False
-    written: bool = False
-    replaced: bool = False
-    carried: bool = False
-    escaped: bool = False
-    early: bool = False
-    first_write: int | None = None
-    last_write: int | None = None
-
-    @property
-    def mutated(self) -> bool:
-        return self.written or self.replaced
-
-    def add(self, key: int, after: _Boundary, trace: Accesses, path: str) -> None:
-        access = trace.at(key) or Access()
-        self.read |= access.first == "read"
-        self.escaped |= access.escaped
-        if access.first_write is not None:
-            self.written = True
-            self.early |= access.early
-            self.first_write, self.last_write = access.first_write, access.last_write
-        elif key in after.keys.values():
-            self.carried = True
-        self.replaced |= after.keys.get(path) != key
-
-    def classed(self, changed: bool, *, shared: bool) -> tuple[Kind, list[str]]:
-        why = []
-        if self.new:
-            return "must-save", ["content: it is not there at every step's beginning"]
-        if changed:
-            why.append("content: changes")
-        if self.blind:
-            return ("must-save", why) if changed else ("save-once", ["content: never changes"])
-        if self.read and self.mutated:
-            how = "written" if self.written else "replaced"
-            return "must-save", [f"trace: read, then {how}", *why]
-        if not self.mutated:
-            if changed:
-                return "must-save", [*why, "trace: no operation writes it"]
-            touched = "read, never written" if self.read else "not touched"
-            return "save-once", [f"trace: {touched}", "content: never changes"]
-        if self.carried:
-            return "must-save", ["trace: outlasts a step, is written in another", *why]
-        if self.escaped or shared:
-            return "must-save", ["trace: its memory is used by others than torch", *why]
-        how = "written" if self.written else "replaced"
-        return "dead", [f"trace: {how} before it is read"]
-
-    def window(self, changed: bool) -> Window:
-        unexplained = changed and not self.mutated
-        if self.early or self.new or self.blind or self.escaped or unexplained:
-            return "early"
-        return "late" if self.written else "always"
 
 
 def _written_in_graph(graph: GraphState) -> dict[int, list[str]]:
