@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 import torch
+from rerun import DictKeeper, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,6 +55,25 @@ def test_another_process_goes_on_from_the_last_save(tmp_path, until, wrap):
     assert again.losses == whole.losses[done:]
     for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_in_a_program_that_is_run_with_a_session_it_is_the_step_loop(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from outlast import autosave\n"
+        "seen = []\n"
+        "for epoch in range(2):\n"
+        "    for batch in autosave.loop([1, 2, 3], state={}, store=None):\n"
+        "        seen.append((epoch, batch))\n"
+        "print(seen)\n"
+    )
+    whole = DictKeeper()
+    printed = run(script, whole)
+    assert whole.asked == list(range(7))
+
+    stopped = DictKeeper(4)
+    assert run(script, stopped) == ""
+    assert run(script, DictKeeper(), stopped.saved) == printed
 
 
 def test_what_saves_never_is_refused(tmp_path):

@@ -139,6 +139,50 @@ STYLES = {
         fit(); fit()
         print(log, weights.value)
         """,
+    "two calls in one line, in lines of their own, and nested loops around": """
+        def fit(name):
+            for step in range(2):
+                weights.backward(); weights.step()
+                log.append((name, weights.value))
+        def both():
+            fit("a"); fit("b")
+            for _ in range(2): fit(
+                "c"
+            ); fit("d")
+        while len(log) < 20: both()
+        print(log)
+        """,
+    "a function that is handed to another": """
+        def run(function, *more):
+            log.append(function(*more))
+        def fit(name):
+            for step in range(2):
+                weights.backward(); weights.step()
+            return name
+        for name in ("a", "b"):
+            run(fit, name)
+        print(log, weights.value)
+        """,
+    "errors that are handled, and groups of them": """
+        def fit(limit):
+            try:
+                for step in range(4):
+                    weights.backward(); weights.step()
+                    if step == limit: raise ExceptionGroup("all", [ValueError(step)])
+            except* ValueError as group:
+                log.append(("caught", str(group.exceptions[0])))
+            match limit:
+                case 1: log.append("one")
+                case [*others] | others: log.append(others)
+        for limit in (1, 2):
+            try:
+                fit(limit)
+            except KeyError:
+                pass
+            else:
+                log.append("fine")
+        print(log, weights.value)
+        """,
     "private names in methods": """
         class Trainer:
             def fit(self, __start):

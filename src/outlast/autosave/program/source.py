@@ -55,7 +55,7 @@ def read_program(script: Path) -> list[SourceFile]:
     files: dict[Path, SourceFile] = {}
     waiting = [script.resolve()]
     while waiting:
-        path = waiting.pop(0)
+        path = waiting.pop(0).resolve()
         if path not in files:
             files[path] = _read(path)
             waiting += _imported(files[path], script.resolve().parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import types
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from outlast.autosave.program.sites import Rewritten, Site
+
+_LIBRARY = sysconfig.get_path("stdlib")
+"""Where Python's own modules lie."""
 
 
 class Keeper(Protocol):
@@ -294,7 +298,12 @@ class Session:
 
     def _is_own(self, file: str) -> bool:
         if file not in self._module_files:
-            self._module_files[file] = os.path.realpath(file) in self._files
+            # Of thousands of modules, the file system is asked only of those not installed.
+            self._module_files[file] = file in self._files or (
+                not file.startswith(_LIBRARY)
+                and "site-packages" not in file
+                and os.path.realpath(file) in self._files
+            )
         return self._module_files[file]
 
     @staticmethod
