@@ -126,3 +126,15 @@ def test_an_array_of_another_size_is_named():
     numbers = torch.ones(3).numpy(), torch.ones(4).numpy()
     with pytest.raises(SetupDiffersError, match=r"`one` was an array \(3,\) .* is one \(4,\)"):
         restored({"one": numbers[0]}, {"one": numbers[1]})
+
+
+def test_a_chain_of_too_many_links_is_named_by_its_beginning():
+    def train(run):
+        chain = None
+        for _ in range(3000):
+            chain = Holder(next=chain)
+        run["chain"] = chain
+
+    error = refused(dict, train)
+    assert error.path == ("['chain']", *[".next"] * 5)
+    assert "keep its links in a list" in str(error)

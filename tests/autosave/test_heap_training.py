@@ -382,3 +382,45 @@ def test_handles_of_hooks_still_remove_them():
     assert len(run["model"][0]._forward_hooks) == 1
     run["handle"].remove()
     assert not run["model"][0]._forward_hooks
+
+
+def test_recurrent_state_kept_by_the_caller_goes_on():
+    def setup():
+        torch.manual_seed(0)
+        model = nn.LSTM(3, 4, 2)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "state": None}
+
+    def train(run):
+        for _ in range(2):
+            found, state = run["model"](torch.ones(5, 1, 3), run["state"])
+            run["state"] = tuple(each.detach() for each in state)
+            run["optimizer"].zero_grad()
+            found.square().sum().backward()
+            run["optimizer"].step()
+
+    runs = resume(setup, train, __name__)
+    train(runs.saved)
+    train(runs.resumed)
+    for before, after in zip(bits(runs.saved["model"]), bits(runs.resumed["model"]), strict=True):
+        assert torch.equal(before, after)
+    assert all(map(torch.equal, runs.saved["state"], runs.resumed["state"]))
+
+
+def test_weights_that_are_computed_from_others_come_back():
+    def setup():
+        torch.manual_seed(0)
+        parametrizations = nn.utils.parametrizations
+        return {
+            "scaled": parametrizations.weight_norm(nn.Linear(3, 3)),
+            "bounded": parametrizations.spectral_norm(nn.Linear(3, 3)),
+        }
+
+    def train(run):
+        run["bounded"](torch.ones(1, 3))
+        with torch.no_grad():
+            for each in run["scaled"].parameters():
+                each.add_(1)
+
+    runs = resume(setup, train, __name__)
+    assert torch.equal(runs.saved["scaled"].weight, runs.resumed["scaled"].weight)
+    assert torch.equal(runs.saved["bounded"].weight, runs.resumed["bounded"].weight)

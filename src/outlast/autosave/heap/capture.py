@@ -21,7 +21,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
-from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable, advice_for, locate, name_of
+from outlast.autosave.heap.refusal import (
+    CHAIN_ADVICE,
+    SetupDiffersError,
+    Unsaveable,
+    advice_for,
+    locate,
+    name_of,
+)
 from outlast.autosave.heap.sizes import NOT_SAVED, sizes_of
 from outlast.autosave.heap.tensors import Gradient, gradient
 from outlast.autosave.heap.undisturbed import undisturbed
@@ -272,6 +279,8 @@ class _Capture:
         path, culprit = locate(self._names.kinds, value, self._error_of)
         error = self._error_of(culprit)
         advice = error.advice if isinstance(error, Unsaveable) else advice_for(culprit)
+        if isinstance(error, RecursionError):
+            advice = CHAIN_ADVICE
         return Unsaveable(culprit, advice, path, root)
 
     def _error_of(self, part: Any) -> Exception | None:

@@ -67,6 +67,11 @@ def advice_for(value: Any) -> str:
     )
 
 
+CHAIN_ADVICE = "it is a chain of too many links for Python to follow; keep its links in a list"
+_LINKS = 6
+"""Steps of a path that are said of a chain."""
+
+
 def locate(
     kinds: Kinds, value: Any, error_of: Callable[[Any], BaseException | None]
 ) -> tuple[Path, Any]:
@@ -82,10 +87,15 @@ def locate(
     while id(value) not in seen:
         seen.add(id(value))
         for step, each in _parts(kinds, value):
-            if id(each) not in seen and error_of(each) is not None:
+            error = None if id(each) in seen else error_of(each)
+            if error is not None:
                 steps.append(step)
                 value = each
                 break
+        else:
+            break
+        if isinstance(error, RecursionError) and len(steps) == _LINKS:
+            break
     return tuple(steps), value
 
 
