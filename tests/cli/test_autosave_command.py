@@ -39,7 +39,7 @@ def main():
         optimizer.step()
         best = min(best, loss.item())
         spent = time.time() - begun
-        print(step, best, spent)
+        print(step, best)
     print(begun)
 
 
@@ -103,6 +103,13 @@ def test_state_outside_of_the_program_is_found_by_what_it_changes(check):
     assert code == 2, printed
     assert "NOT the same after a restore" in printed
     assert "step 5: " in printed
+
+
+def test_clocks_are_told_apart_from_what_is_lost(check):
+    code, printed = check(SCRIPT.replace("spent = time.time() - begun", "begun = time.time()"))
+    assert code == 0, printed
+    assert "differ between two uninterrupted runs, too" in printed
+    assert "begun" in printed
 
 
 def test_a_script_that_ends_too_early_is_refused(check):
