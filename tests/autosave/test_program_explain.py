@@ -63,8 +63,10 @@ def test_loops_are_listed_with_their_lines_and_why(explained):
 def test_the_diff_shows_only_what_is_changed(explained):
     first, second = explained.differences
     assert first.startswith("--- train.py\n+++ train.py (rewritten)\n")
-    assert "+        if __outlast__.goes(" in first
+    assert "+    if __outlast__.goes(" in first
     assert "comment" not in first
+    assert "from model import" not in first
+    assert "def batches" not in [line[1:] for line in first.splitlines() if line[:1] in "+-"]
     assert "unused" not in [line[1:] for line in second.splitlines() if line[:1] in "+-"]
     for line in second.splitlines():
         if line.startswith("+") and "restoring" in line:

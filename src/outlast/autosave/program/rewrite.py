@@ -27,10 +27,11 @@ import ast
 import copy
 from typing import TYPE_CHECKING
 
-from outlast.autosave.program.scopes import nodes_here, walk_here
-from outlast.autosave.program.sites import GENERATORS, RUNTIME, Kind, Rewritten
-from outlast.autosave.program.source import Function, Loop
-from outlast.autosave.program.writer import SIMPLE, Writer
+from outlast.autosave.program.scopes import nodes_here
+from outlast.autosave.program.sites import Rewritten
+from outlast.autosave.program.source import Function
+from outlast.autosave.program.ways import ToTraining, ToYield
+from outlast.autosave.program.writer import Writer
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
     for source in files:
         rewritten = Rewritten(source, copy.deepcopy(source.tree))
         originals = dict(zip(ast.walk(rewritten.tree), ast.walk(source.tree), strict=True))
-        way = _ToTraining(training, originals)
+        way = ToTraining(training, originals)
         bodies: list[Body] = [
             each for each in ast.walk(rewritten.tree) if isinstance(each, ast.Module | Function)
         ]
@@ -67,55 +68,6 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
         ast.fix_missing_locations(rewritten.tree)
         done.append(rewritten)
     return done
-
-
-class _ToTraining:
-    """The way to a step loop."""
-
-    runtime = RUNTIME
-    trains = True
-    what = "a call or loop that trains"
-
-    def __init__(self, training: Training, originals: dict[ast.AST, ast.AST]) -> None:
-        self._training = training
-        self._originals = originals
-
-    def kind(self, node: ast.AST) -> Kind | None:
-        """Of a loop or a simple statement."""
-        original = self._originals.get(node)
-        if isinstance(original, Loop):
-            if original in self._training.step_loops:
-                return "step"
-            return "loop" if original in self._training.loops else None
-        return "call" if isinstance(node, SIMPLE) and self.leading(node) else None
-
-    def leading(self, node: ast.AST) -> list[ast.expr]:
-        """The calls that lead to training."""
-        return [
-            each
-            for each in walk_here(node)
-            if isinstance(each, ast.Call)
-            and isinstance(original := self._originals.get(each), ast.Call)
-            and self._training.leads(original)
-        ]
-
-
-class _ToYield:
-    """The way to where a generator function is suspended."""
-
-    runtime = GENERATORS
-    trains = False
-    what = "a `yield`"
-
-    def kind(self, node: ast.AST) -> Kind | None:
-        """Of a loop or a simple statement."""
-        if isinstance(node, Loop) and self.leading(node):
-            return "loop"
-        return "yield" if isinstance(node, SIMPLE) and self.leading(node) else None
-
-    def leading(self, node: ast.AST) -> list[ast.expr]:
-        """The `yield` and `yield from` expressions."""
-        return [each for each in walk_here(node) if isinstance(each, ast.Yield | ast.YieldFrom)]
 
 
 def _yields(function: Function) -> bool:
@@ -137,7 +89,7 @@ def _rewrite_generator(rewritten: Rewritten, body: ast.FunctionDef, number: int)
     """Rewrite a generator function; one that cannot be entered again stays as it is."""
     before = body.body
     body.body = copy.deepcopy(before)
-    writer = Writer(rewritten, body, _ToYield(), number)
+    writer = Writer(rewritten, body, ToYield(), number)
     try:
         writer.write()
     except AutosaveError as error:

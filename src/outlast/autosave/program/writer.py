@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outlast.autosave.program.kept import keep
 from outlast.autosave.program.live import bound_names, liveness, read_names
@@ -25,35 +25,13 @@ from outlast.autosave.program.sites import (
     iterator_name,
 )
 from outlast.autosave.program.templates import if_, made_expression, made_statements
+from outlast.autosave.program.ways import SIMPLE, Way
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outlast.autosave.program.source import Body
-
-SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Raise, ast.Assert)
-"""Statements that may hold the call, or the `yield`, that the way leads through."""
-
-
-class Way(Protocol):
-    """What a body is entered again for.
-
-    Attributes:
-        runtime: The expression that the rewritten body asks.
-        trains: Whether it is a step of training; else it is a `yield`.
-        what: What stands in the way's statements, in words.
-    """
-
-    runtime: str
-    trains: bool
-    what: str
-
-    def kind(self, node: ast.AST) -> Kind | None:
-        """Of a loop or a simple statement; None where no way leads through it."""
-
-    def leading(self, node: ast.AST) -> list[ast.expr]:
-        """The expressions in `node`, or `node` itself, through which the way leads."""
 
 
 class Writer:
@@ -113,9 +91,12 @@ class Writer:
         plain: list[ast.stmt] = []
 
         def flush() -> None:
-            if plain:
+            if isinstance(self._body, ast.Module) and not self._sites:
+                # A module begins while the program does its work.
+                done.extend(plain)
+            elif plain:
                 done.append(self._guarded(plain.copy()))
-                plain.clear()
+            plain.clear()
 
         for place, statement in enumerate(statements):
             docstring = place == 0 and is_text(statement)
