@@ -126,3 +126,26 @@ def test_training_loop_in_a_module_beside_the_script(script):
     assert ended.code == 0, ended.said
     assert "resumed at step 8" in ended.said
     same(result(script), expected)
+
+
+def test_run_killed_behind_its_last_step_does_the_rest_and_has_finished(script):
+    # Under `outlast run` the end waits for the save behind the last step.
+    wait = (
+        "    while (HERE / '.outlast').exists() and not any(\n"
+        "        HERE.glob('.outlast/*/checkpoints/step-*18-*/version.json')\n"
+        "    ):\n"
+        "        torch.ones(1).item()\n"
+    )
+    text = script.read_text().replace("    rank = os.", f"{wait}    reached(-1)\n    rank = os.")
+    script.write_text(text)
+    expected = undisturbed(script)
+    disturb(script, -1, "SIGKILL")
+    ended = outlast("run", "--every", STEPS, script)
+    assert ended.code == -signal.SIGKILL, ended.said
+    ended = outlast("run", "--every", STEPS, script)
+    assert ended.code == 0, ended.said
+    assert f"resumed at step {STEPS}" in ended.said
+    ended = outlast("run", "--every", STEPS, script)
+    assert ended.code == 0, ended.said
+    assert "this run has finished" in ended.said
+    same(result(script), expected)

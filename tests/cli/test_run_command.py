@@ -173,3 +173,11 @@ def test_script_that_catches_everything_cannot_train_on_after_a_refusal(script):
     assert ended.code == 2, ended.said
     assert "could not be captured, and the script caught the error" in ended.said
     assert not (script.parent / "result0.pt").exists()
+
+
+def test_script_that_does_not_train_this_time_is_told_and_runs_again(script):
+    for _ in range(2):
+        ended = outlast("run", script, "--epochs", 0)
+        assert ended.code == 0, ended.said
+        assert "without a step of the training loops" in ended.said
+    assert (script.parent / "result0.pt").exists()

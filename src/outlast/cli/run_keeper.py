@@ -122,6 +122,7 @@ class ScriptKeeper:
         self._asked: int | None = None
         self._differs: int | None = None
         self._least_step = 0
+        self._resumed = False
         self._told = -_QUIET_SECONDS
         self._untold = 0
         self._problem: OutlastError | None = None
@@ -143,7 +144,8 @@ class ScriptKeeper:
         for sentence in restored.skipped:
             self.say(f"passed over: {sentence}")
         self.say(f"resumed at step {restored.step} from {restored.place}")
-        self._least_step = restored.step
+        self.step = self._least_step = restored.step
+        self._resumed = True
         self._pace.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
         return held.saved
@@ -237,8 +239,8 @@ class ScriptKeeper:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step boundary was reached."""
-        return self._boundary is not None
+        """Whether the training loops were reached, now or before the state was saved."""
+        return self._boundary is not None or self._resumed
 
     @property
     def _key(self) -> str:

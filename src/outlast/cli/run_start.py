@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outlast.cli.run_folder import RunFolder, folder_of
 from outlast.cli.run_pace import every_of, pace_of, seconds_of
-from outlast.errors import EXIT_DONE, AutosaveError
+from outlast.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from outlast.autosave.program.sites import Rewritten
@@ -175,11 +175,12 @@ def _ended(code: int, keeper: ScriptKeeper) -> tuple[int, Word]:
     if code != EXIT_DONE:
         return code, "failed"
     if not keeper.has_begun:
-        raise AutosaveError(
+        keeper.say(
             "the script ended without a step of the training loops that were found in it, so "
             "nothing was saved; processes that it starts itself are not seen: start them with "
             "--nproc or torchrun"
         )
+        return code, "stopped"
     keeper.say(f"finished after {keeper.step} steps")
     return code, "finished"
 
