@@ -1,0 +1,144 @@
+"""What resuming costs while nothing is saved: per step, before the first step, and in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from harness import Bar, at_most, median
+
+_SCRIPT = """
+import os, sys, time
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+layers, width, steps = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())
+                        for _ in range(layers)))
+optimizer = torch.optim.AdamW(model.parameters())
+inputs = torch.randn(16, width)
+took = []
+for step in range(steps):
+    begun = time.process_time()
+    loss = model(inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    took.append(time.process_time() - begun)
+    if step == 0:
+        first, ready = time.time(), time.perf_counter()
+state = sum(each.numel() * each.element_size() for each in model.state_dict().values())
+state += sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values())
+whole = time.perf_counter() - ready
+print(sorted(took)[len(took) // 2], first, whole / max(steps - 1, 1), state)
+"""
+
+
+def bars(quick: bool) -> list[Bar]:
+    """The rows of this part."""
+    repeats, steps = (1, 50) if quick else (5, 400)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(textwrap.dedent(_SCRIPT), encoding="utf-8")
+        plain, ours = [], []
+        for repeat in range(repeats):
+            plain.append(_run([sys.executable, str(script), "4", "256", str(steps)]))
+            save = ["--every", str(10 * steps), "--directory", f"{folder}/saves-{repeat}"]
+            command = [sys.executable, "-m", "outlast", "run", *save, str(script)]
+            ours.append(_run([*command, "4", "256", str(steps)]))
+        ratio = median([b[2] for b in ours]) / median([a[2] for a in plain])
+        step_seconds = median([each[2] for each in plain])
+        found = [
+            at_most(
+                f"per-step overhead, step of {1e3 * step_seconds:.1f} ms",
+                ratio - 1.0,
+                "of step",
+                0.01,
+                "python train.py",
+            )
+        ]
+        layers = 10 if quick else 100
+        large = [str(layers), "128", "4"]
+        bare = _run([sys.executable, str(script), *large])
+        save = ["--every", "2", "--directory", f"{folder}/large"]
+        with_us = _run([sys.executable, "-m", "outlast", "run", *save, str(script), *large])
+        found.append(
+            at_most(
+                f"first step later, {layers} layers",
+                max(with_us[1] - bare[1], 0.0),
+                "s",
+                5.0,
+                "python train.py",
+            )
+        )
+        found.append(_analysis(script, layers))
+        found.append(_bytes(Path(folder) / "large", with_us[3]))
+    return found
+
+
+def _run(command: list[str]) -> list[float]:
+    """CPU seconds of a step, seconds until the first is done, of a later one, bytes of state."""
+    begun = time.time()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    step, first, later, size = (float(each) for each in done.stdout.split()[-4:])
+    return [step, first - begun, later, size]
+
+
+def _analysis(script: Path, layers: int) -> Bar:
+    """Reading the text, and finding the state of a model's step (trace, graph, contents)."""
+    import torch
+    from torch import nn
+
+    from outlast.autosave import find_state
+    from outlast.cli.run_program import read_and_rewrite
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(8, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    begun = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        read_and_rewrite(script)
+        find_state(step, {"model": model, "optimizer": optimizer})
+    seconds = time.process_time() - begun
+    return at_most(f"analysis and trace, {layers} layers", seconds, "CPU s", 10.0, "no peer")
+
+
+def _bytes(folder: Path, naive: float) -> Bar:
+    """Bytes that a save stages, without the program itself, over model and optimizer state."""
+    from outlast.checkpoint import CheckpointStore
+
+    class Seen:
+        size = 0
+
+        def state_dict(self) -> dict[str, object]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            tensors = state["tensors"]
+            assert isinstance(tensors, dict)
+            self.size = sum(each.numel() * each.element_size() for each in tensors.values())
+
+    seen = Seen()
+    with CheckpointStore(folder / "checkpoints") as store:
+        store.restore({"rank0": seen}, allow=["unexpected"])
+    return at_most(
+        "bytes of tensors in a save over model and optimizer state",
+        seen.size / naive,
+        "",
+        1.02,
+        "state_dict() of both; the difference is the program's own data",
+    )
