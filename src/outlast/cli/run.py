@@ -29,14 +29,14 @@ def run(
     ] = "auto",
     directory: Annotated[
         Path | None,
-        typer.Option(help="Where to save [default: .outlast/ beside the script]."),
+        typer.Option(help="Where to save; default: .outlast/ beside the script."),
     ] = None,
     keep: Annotated[int, typer.Option(min=1, help="Newest versions kept.")] = 2,
     time_limit: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help='Save and end before so long, e.g. "4h" [default: the limit of the Slurm job].',
+            help='Save and end before so long, e.g. "4h"; default: the limit of the Slurm job.',
         ),
     ] = None,
     nproc: Processes = None,
@@ -52,7 +52,7 @@ def run(
     loop: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE:LINE", help="The loop whose iterations are the steps [default: found]."
+            metavar="FILE:LINE", help="The loop whose iterations are the steps; default: found."
         ),
     ] = None,
     explain: Annotated[
