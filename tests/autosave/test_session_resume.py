@@ -183,6 +183,40 @@ STYLES = {
                 log.append("fine")
         print(log, weights.value)
         """,
+    "contexts of its own that have ended before": """
+        from contextlib import contextmanager
+        @contextmanager
+        def noted(name):
+            try: yield name
+            finally: log.append(("out", name))
+        class Counted:
+            def __enter__(self): return self
+            def __exit__(self, *error): log.append("counted")
+        for turn in range(2):
+            with noted("w") as w, Counted():
+                for step in range(2):
+                    weights.backward(); weights.step()
+            log.append(w)
+        with noted("last"), Counted() as counted:
+            for step in range(2):
+                weights.backward(); weights.step()
+        for step in range(2):
+            weights.backward(); weights.step()
+        print(log, weights.value)
+        """,
+    "a context of set-up that has ended before": """
+        from contextlib import contextmanager
+        @contextmanager
+        def noted(name):
+            try: yield name
+            finally: log.append(("out", name))
+        with noted("first"):
+            for step in range(2):
+                weights.backward(); weights.step()
+        for step in range(2):
+            weights.backward(); weights.step()
+        print(log, weights.value)
+        """,
     "private names in methods": """
         class Trainer:
             def fit(self, __start):

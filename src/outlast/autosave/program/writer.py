@@ -233,12 +233,11 @@ class Writer:
             self._refuse_leading(each.context_expr)
             target = each.optional_vars
             name = target.id if isinstance(target, ast.Name) else ""
-            if name or not self._way.trains:
-                each.context_expr = made_expression(
-                    f"{self._runtime}.entered({name!r}) or EXPRESSION",
-                    node,
-                    EXPRESSION=each.context_expr,
-                )
+            asked = f"{self._runtime}.entered({name!r}) or "
+            template = f"{asked}EXPRESSION"
+            if self._way.trains:
+                template = f"{asked if name else ''}{self._runtime}.held(EXPRESSION)"
+            each.context_expr = made_expression(template, node, EXPRESSION=each.context_expr)
         node.body = self._block(node.body, inside)
         if not self._way.trains:
             node.body[:0] = made_statements(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
+
+    from outlast.autosave.resume.session import Session
 
 
 class Entered:
@@ -32,6 +35,42 @@ class Entered:
         return self._value.__exit__(kind, error, traceback)
 
 
+class Held:
+    """A context of the program's own that set-up has entered.
+
+    What is done at its end has been done when the program comes back to a place behind it: it is
+    not done again to what has been restored.
+    """
+
+    def __init__(self, session: Session, context: Any) -> None:
+        self._session = session
+        self._context = context
+
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Any:
+        if self._session.live:
+            return self._context.__exit__(kind, error, traceback)
+        # Kept, since a generator that is let go of runs to its end.
+        self._session.abandoned.append(self._context)
+        return None
+
+
+def is_own(context: Any, files: frozenset[str]) -> bool:
+    """Whether the program's own text says what a context does at its end."""
+    generator = getattr(context, "gen", None)
+    if isinstance(generator, types.GeneratorType):
+        return generator.gi_code.co_filename in files
+    module = sys.modules.get(type(context).__module__)
+    return getattr(module, "__file__", None) in files
+
+
 def entered(values: Mapping[str, Any], name: str, files: frozenset[str]) -> Entered | None:
     """The value of `name`, if it came back as it was: a file, a bar, an object of the program.
 
@@ -45,8 +84,7 @@ def entered(values: Mapping[str, Any], name: str, files: frozenset[str]) -> Ente
     value = values.get(name)
     if value is None or not hasattr(value, "__exit__"):
         return None
-    kind = type(value)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if isinstance(value, io.IOBase) or kind.__module__.split(".")[0] == "tqdm" or file in files:
+    is_bar = type(value).__module__.split(".")[0] == "tqdm"
+    if isinstance(value, io.IOBase) or is_bar or is_own(value, files):
         return Entered(value)
     return None

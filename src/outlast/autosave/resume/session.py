@@ -14,7 +14,7 @@ from outlast.autosave.heap.names import Names
 from outlast.autosave.resume import files as own_files
 from outlast.autosave.resume import iterators, loaders
 from outlast.autosave.resume.digests import STEPS, difference, digest
-from outlast.autosave.resume.entered import entered
+from outlast.autosave.resume.entered import Held, entered, is_own
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
 from outlast.autosave.resume.iterators import resumable
@@ -70,6 +70,7 @@ class Session:
         anew: Stands for a function, class or module that is defined or imported again.
         step: Iterations of step loops begun so far; at a boundary, steps done.
         generators: What rewritten generator functions call.
+        abandoned: Contexts that set-up has entered and that are not ended on the way back.
     """
 
     passed = Passed
@@ -83,6 +84,7 @@ class Session:
         self.restoring = False
         self.late: set[int] = set()
         self.step = 0
+        self.abandoned: list[Any] = []
         self._frames = Frames(files)
         self.generators = Generators(self, self._frames, files)
         self._files = frozenset(str(each.source.path) for each in files)
@@ -145,6 +147,10 @@ class Session:
     def entered(self, name: str) -> Any:
         """What stands for the expression of a `with`; None if it is to be evaluated."""
         return None if self.live else entered(sys._getframe(1).f_locals, name, self._files)
+
+    def held(self, context: Any) -> Any:
+        """What stands for a context that is entered, and ends it when the program does its work."""
+        return Held(self, context) if is_own(context, self._files) else context
 
     def iterate(self, number: int, iterable: Iterable[Any]) -> LoopIterator:
         """The iterator of loop `number`."""
