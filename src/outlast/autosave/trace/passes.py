@@ -107,20 +107,22 @@ class _Pass:
         self._compare(step, state.captured)
 
     def _compare(self, step: int, captured: Captured) -> None:
-        self.result.tensors[step] = self._digests(captured.tensors)
-        self.result.values[step] = flat_values(captured.program)
+        tensors, blocks = self._digests(captured.tensors)
+        self.result.tensors[step] = tensors
+        self.result.values[step] = flat_values(captured.program, blocks)
         if step == self._last:
             self._end()
 
-    def _digests(self, blocks: dict[str, torch.Tensor]) -> dict[str, str]:
-        """Digests of the tensors that lie in the `blocks`; of a whole block where none is known.
+    def _digests(self, blocks: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, str]]:
+        """Digests of the tensors that lie in the `blocks`, and what to call each block.
 
-        A block may be larger than its tensors, and the rest was never written.
+        A block may be larger than its tensors, and the rest was never written; one that no known
+        tensor lies in is known by all of its content.
         """
         objects = self._view.objects()
         called = readable_names(objects)
         found: dict[str, str] = {}
-        told: set[int] = set()
+        told: dict[int, str] = {}
         kept = {storage_key(each) for each in blocks.values()}
         for path, each in objects.items():
             if (
@@ -130,12 +132,15 @@ class _Pass:
             ):
                 key = storage_key(each)
                 if key in kept:
-                    told.add(key)
-                    found[called.get(id(each), path)] = digest(each)
-        for name, block in blocks.items():
-            if storage_key(block) not in told:
-                found[name] = digest(block)
-        return found
+                    name = called.get(id(each), path)
+                    told.setdefault(key, name)
+                    found[name] = digest(each)
+        names: dict[str, str] = {}
+        for block, each in blocks.items():
+            content = digest(each)
+            names[block] = told.get(storage_key(each), f"tensor without a name ({content})")
+            found.setdefault(names[block], content)
+        return found, names
 
     def _look(self) -> None:
         objects = self._view.objects()

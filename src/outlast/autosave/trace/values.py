@@ -9,32 +9,61 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _LONG = 120
+_MANY = 1_000_000
+"""Values from which on what is met twice is told once."""
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
-def flat_values(program: bytes) -> dict[str, str]:
-    """Location to value, of everything in `Captured.program`."""
+def flat_values(program: bytes, blocks: Mapping[str, str]) -> dict[str, str]:
+    """Location to value, of everything in `Captured.program`.
+
+    What is met twice is told twice: equal objects need not be one in a program that was resumed.
+
+    Args:
+        program: As `heap.capture` writes it.
+        blocks: Name of each block of memory to what it is to be called.
+    """
     found: dict[str, str] = {}
-    seen: set[int] = set()
-    waiting = list(reversed(_loaded(program)))
+    told: set[int] = set()
+    waiting: list[tuple[str, Any, _Within]] = [
+        (location, value, None) for location, value in reversed(_loaded(program))
+    ]
     while waiting:
-        location, value = waiting.pop()
-        if isinstance(value, _ATOMS):
+        location, value, within = waiting.pop()
+        if isinstance(value, str) and value in blocks:
+            found[_unused(location, found)] = blocks[value]
+        elif isinstance(value, _ATOMS):
             found[_unused(location, found)] = _short(repr(value))
         elif isinstance(value, (set, frozenset)):
             found[_unused(location, found)] = _short(" ".join(sorted(map(_name, value))))
         elif isinstance(value, type):
             found[_unused(location, found)] = value.__qualname__
-        elif id(value) not in seen:
-            # Whatever is met a second time is the same object, and has been told.
-            seen.add(id(value))
-            waiting.extend(_parts(location, value))
+        elif not _is_within(value, within) and (id(value) not in told or len(found) < _MANY):
+            told.add(id(value))
+            inner = (id(value), within)
+            waiting.extend((where, each, inner) for where, each in _parts(location, value))
     return found
+
+
+_Within = Any
+"""Identities of the objects around a value, the nearest first: `(identity, those around)`."""
+
+
+def _is_within(value: Any, within: _Within) -> bool:
+    while within is not None:
+        identity, within = within
+        if identity == id(value):
+            return True
+    return False
 
 
 def _loaded(program: bytes) -> list[tuple[str, Any]]:
