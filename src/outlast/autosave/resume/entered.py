@@ -74,7 +74,8 @@ def is_own(context: Any, files: frozenset[str]) -> bool:
 def entered(values: Mapping[str, Any], name: str, files: frozenset[str]) -> Entered | None:
     """The value of `name`, if it came back as it was: a file, a bar, an object of the program.
 
-    What belongs to the process, as `torch.autocast` or a profiler, is made and entered anew.
+    Every other context, as `torch.autocast`, a profiler, or a generator function of the program
+    under `contextmanager`, is made and entered anew: its beginning is executed again.
 
     Args:
         values: Local names of the frame.
