@@ -70,7 +70,11 @@ def run(script: Path, keeper: DictKeeper, saved: Captured | None = None) -> str:
     rewritten = rewrite(files, find_training(files))
     session = Session(rewritten, keeper, saved)
     code = compile(rewritten[0].tree, str(script), "exec")
-    with rewritten_imports(rewritten, session), resumable_loaders():
+    with (
+        rewritten_imports(rewritten, session),
+        resumable_loaders(),
+        contextlib.closing(session),
+    ):
         return _run(script, code, session)
 
 

@@ -125,7 +125,7 @@ def execute(
     """
     with reopened_logs(resuming) as logs, resumable_loaders(), resumable_bars():
         session = _LateSession(files, keeper, logs)
-        with rewritten_imports(files[1:], session):
+        with rewritten_imports(files[1:], session), contextlib.closing(session):
             return _execute(script, files[0], arguments, session)
 
 

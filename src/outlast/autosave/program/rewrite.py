@@ -27,6 +27,7 @@ import ast
 import copy
 from typing import TYPE_CHECKING
 
+from outlast.autosave.program.grads import reads_gradients_between_steps
 from outlast.autosave.program.scopes import nodes_here
 from outlast.autosave.program.sites import Rewritten
 from outlast.autosave.program.source import Function
@@ -47,8 +48,9 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
     """
     number = 0
     done = []
+    reads_gradients = reads_gradients_between_steps(files, training)
     for source in files:
-        rewritten = Rewritten(source, copy.deepcopy(source.tree))
+        rewritten = Rewritten(source, copy.deepcopy(source.tree), reads_gradients=reads_gradients)
         originals = dict(zip(ast.walk(rewritten.tree), ast.walk(source.tree), strict=True))
         way = ToTraining(training, originals)
         bodies: list[Body] = [

@@ -68,6 +68,7 @@ class Rewritten:
         bodies: Names of the bodies that were rewritten on the way to training.
         generators: Names of the generator functions that were rewritten.
         plain: Names of those that could not be, with the reason.
+        reads_gradients: Whether the program reads gradients where no step is done.
     """
 
     source: SourceFile
@@ -76,6 +77,7 @@ class Rewritten:
     bodies: set[str] = field(default_factory=set)
     generators: set[str] = field(default_factory=set)
     plain: dict[str, str] = field(default_factory=dict)
+    reads_gradients: bool = True
 
 
 def iterator_name(number: int) -> str:

@@ -10,7 +10,9 @@ import types
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
+from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
+from outlast.autosave.heap.refusal import Unsaveable
 from outlast.autosave.resume import files as own_files
 from outlast.autosave.resume import iterators, loaders
 from outlast.autosave.resume.digests import STEPS, difference, digest
@@ -18,6 +20,7 @@ from outlast.autosave.resume.entered import Held, entered, is_own
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
 from outlast.autosave.resume.iterators import resumable
+from outlast.autosave.resume.located import located
 from outlast.autosave.resume.randomness import random_states, set_random_states
 from outlast.errors import AutosaveError
 
@@ -88,6 +91,7 @@ class Session:
         self._frames = Frames(files)
         self.generators = Generators(self, self._frames, files)
         self._files = frozenset(str(each.source.path) for each in files)
+        self._sources = [each.source for each in files]
         self._script = files[0].source.name()
         self._keeper = keeper
         self._saved = saved
@@ -100,6 +104,9 @@ class Session:
         self._module_files: dict[str, bool] = {}
         self._asked = -1
         self._watched_until = -1
+        # Elsewhere than in its steps, the program may read what its next step would drop.
+        learns = not any(each.reads_gradients for each in files)
+        self._gradients = GradientUse() if learns else None
         self._known = {"session": self, "anew": self.anew}
 
     def goes(self, number: int) -> bool:
@@ -197,6 +204,8 @@ class Session:
             # The loop of one epoch has ended, and that of the next begins.
             return
         self._asked = step
+        if self._gradients is not None and self._names is not None:
+            self._gradients.boundary(number, self._names.weights)
         if step <= self._watched_until:
             self._compare(step)
         if self._keeper.due(step):
@@ -211,6 +220,11 @@ class Session:
         """
         if not self.live:
             raise self._lost()
+
+    def close(self) -> None:
+        """Look at the program's gradients no more; to be called however it ends."""
+        if self._gradients is not None:
+            self._gradients.close()
 
     def kept(self, site: Site, name: str, value: Any) -> Any:
         """What is written down of a local name at a site."""
@@ -247,7 +261,8 @@ class Session:
             self._saved = None
 
     def _go_back(self, saved: Captured, names: Names) -> None:
-        self.step, self._target, values, self._random = restore(saved, names, self._known)
+        found = restore(saved, names, self._known, self._gradients)
+        self.step, self._target, values, self._random = found
         self._asked = self.step
         self._watched_until = self.step + STEPS
         dead = self._dead(self._target[0].site)
@@ -273,7 +288,11 @@ class Session:
             }
             for module, values in self._globals().items()
         }
-        return capture(self._names, (self.step, places, values, random_states()), self._known)
+        state = (self.step, places, values, random_states())
+        try:
+            return capture(self._names, state, self._known, self._gradients)
+        except Unsaveable as error:
+            raise located(error, self._sources, self._frames.of(frame)) from None
 
     def _dead(self, site: int | None) -> frozenset[str]:
         return frozenset() if site is None else self._frames.sites[site].dead
