@@ -43,8 +43,8 @@ def _wrong(name: str, deaths: int) -> list[str]:
         plain, killed = (Path(place) / each / "out.pt" for each in ("plain", "killed"))
         plain.parent.mkdir()
         killed.parent.mkdir()
-        if status := run_plainly(name, plain):
-            return [f"{name}: the plain run ended with {status}"]
+        if (ended := run_plainly(name, plain)).code:
+            return [f"{name}: the plain run ended with {ended.code}"]
         folder = Path(place) / "saves"
         died = 0
         # Twenty lives of a program of a few dozen steps are short ones; some reach its end.
@@ -52,10 +52,10 @@ def _wrong(name: str, deaths: int) -> list[str]:
             if killed.exists():
                 killed.unlink()
                 folder = Path(place) / f"saves-{died}"
-            status = run_outlast(name, killed, folder, dies_at=chance.randrange(1, 9))
-            died += status == -signal.SIGKILL
-            if status not in (0, -signal.SIGKILL):
-                return [f"{name}: a life ended with {status}"]
-        if not killed.exists() and (status := run_outlast(name, killed, folder)):
-            return [f"{name}: the last life ended with {status}"]
+            ended = run_outlast(name, killed, folder, dies_at=chance.randrange(1, 9))
+            died += ended.code == -signal.SIGKILL
+            if ended.code not in (0, -signal.SIGKILL):
+                return [f"{name}: a life ended with {ended.code}"]
+        if not killed.exists() and (ended := run_outlast(name, killed, folder)).code:
+            return [f"{name}: the last life ended with {ended.code}"]
         return [f"{name}: {line}" for line in differences(result(plain), result(killed))[:1]]

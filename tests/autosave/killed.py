@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
-import runpy
 import signal
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from running import Ended, in_process, plain, run_command
 
 PROGRAMS = Path(__file__).parent / "programs"
-DEADLINE_SECONDS = 240.0
 
 
 def names() -> list[str]:
@@ -31,38 +24,23 @@ def arguments(name: str, out: Path) -> list[str]:
     return ["--out", str(out)] if name == "nested_epochs" else [str(out)]
 
 
-def run_plainly(name: str, out: Path) -> int:
-    """``python PROGRAM``, in a process of its own; its exit code."""
-
-    def work() -> None:
-        sys.argv = [f"{name}.py", *arguments(name, out)]
-        sys.path.insert(0, str(PROGRAMS))
-        runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
-
-    return _in_child(work)
+def run_plainly(name: str, out: Path) -> Ended:
+    """``python PROGRAM``."""
+    return plain(PROGRAMS / f"{name}.py", *arguments(name, out))
 
 
-def run_outlast(name: str, out: Path, folder: Path, *options: str, dies_at: int = 0) -> int:
-    """``outlast run PROGRAM``, which is killed at its boundary number `dies_at`; its exit code."""
-
-    def work() -> None:
-        from outlast.autosave.resume.session import Session
-        from outlast.cli.main import main
-
-        if dies_at:
-            _die_at(Session, dies_at)
-        script = str(PROGRAMS / f"{name}.py")
-        sys.argv = ["outlast", "run", "--every", "1", "--directory", str(folder), *options]
-        sys.argv += [script, *arguments(name, out)]
-        main()
-
-    return _in_child(work)
+def run_outlast(name: str, out: Path, folder: Path, *, dies_at: int = 0) -> Ended:
+    """``outlast run PROGRAM``, which is killed at its boundary number `dies_at`."""
+    command = ["run", "--every", "1", "--directory", str(folder)]
+    command += [str(PROGRAMS / f"{name}.py"), *arguments(name, out)]
+    return in_process(_dying, [str(dies_at), *command], {})
 
 
-def _die_at(session: type, number: int) -> None:
-    """Kill this process with SIGKILL at its boundary `number`, saved or not."""
-    boundary = session.boundary
-    passed = 0
+def _dying(arguments: list[str]) -> None:
+    """Run a command that kills its process with SIGKILL at a boundary, saved or not."""
+    from outlast.autosave.resume.session import Session
+
+    number, boundary, passed = int(arguments[0]), Session.boundary, 0
 
     def counted(*args: Any) -> None:
         nonlocal passed
@@ -71,26 +49,8 @@ def _die_at(session: type, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         boundary(*args)
 
-    session.boundary = counted  # type: ignore[attr-defined]
-
-
-def _in_child(work: Callable[[], None]) -> int:
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(work,))
-    gc.freeze()
-    process.start()
-    gc.unfreeze()
-    process.join(DEADLINE_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise AssertionError(f"the program has not ended in {DEADLINE_SECONDS:g} s")
-    return process.exitcode
-
-
-def _child(work: Callable[[], None]) -> None:
-    # A group of its own, as a shell gives it; and no tests' settings.
-    torch.set_num_threads(1)
-    work()
+    Session.boundary = counted
+    run_command(arguments[1:])
 
 
 def result(out: Path) -> Any:

@@ -30,7 +30,7 @@ weights = Weights()
 
 @contextmanager
 def noted(name):
-    # Nothing before it: a context that is come back to within a loop is entered anew.
+    log.append(("in", name, weights.value))
     yield name
     log.append(("out", name))
 

@@ -1,13 +1,22 @@
 """`outlast run` in processes of the tests' own, and the same scripts under plain Python."""
 
+from __future__ import annotations
+
 import contextlib
+import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
 
 DEADLINE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.02
@@ -157,16 +166,17 @@ class Ended(NamedTuple):
 
 
 def outlast(*arguments: object, environment: dict[str, str] | None = None) -> Ended:
-    """Run ``outlast ARGUMENTS`` in a forked process."""
-    return _forked(_outlast, [str(each) for each in arguments], environment or {})
+    """Run ``outlast ARGUMENTS`` in a process of its own."""
+    return in_process(run_command, [str(each) for each in arguments], environment or {})
 
 
 def plain(script: Path, *arguments: object) -> Ended:
-    """Run ``python SCRIPT ARGUMENTS`` in a forked process."""
-    return _forked(_plain, [str(script), *map(str, arguments)], {})
+    """Run ``python SCRIPT ARGUMENTS`` in a process of its own."""
+    return in_process(_plain, [str(script), *map(str, arguments)], {})
 
 
-def _outlast(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
+    """``outlast ARGUMENTS`` in this process."""
     from outlast.cli.main import main
 
     sys.argv = ["outlast", *arguments]
@@ -179,49 +189,62 @@ def _plain(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _forked(work, arguments: list[str], environment: dict[str, str]) -> Ended:
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.close(reading)
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        os.environ.update(environment)
-        code = 1
-        try:
-            work(arguments)
-            code = 0
-        except SystemExit as ended:
-            code = ended.code or 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        # No interpreter shutdown: handlers inherited from the test process must not run here.
-        os._exit(code)
-    os.close(writing)
+def in_process(
+    work: Callable[[list[str]], None], arguments: list[str], environment: dict[str, str]
+) -> Ended:
+    """Run a function of a module in a new process, forked from one that has done nothing yet.
+
+    Libraries that have threads, as blosc2, hang in forks of a process that has used them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "outlast.cli.run_keeper", "outlast.cli.run_start"])
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(work, arguments, environment, writing))
+    process.start()
+    writing.close()
     try:
-        return _ended(process, reading)
+        return _ended(process, reading.fileno())
     finally:
-        os.close(reading)
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        reading.close()
+        process.kill()
+        process.join()
 
 
-def _ended(process: int, reading: int) -> Ended:
+def _child(
+    work: Callable[[list[str]], None],
+    arguments: list[str],
+    environment: dict[str, str],
+    writing: Connection,
+) -> None:
+    os.dup2(writing.fileno(), 1)
+    os.dup2(writing.fileno(), 2)
+    writing.close()
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        work(arguments)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    # No interpreter shutdown: what the server of forks has registered must not run here.
+    os._exit(code)
+
+
+def _ended(process: ForkServerProcess, reading: int) -> Ended:
     os.set_blocking(reading, False)
     said = b""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
+        ended = process.exitcode is not None
         with contextlib.suppress(BlockingIOError):
             while part := os.read(reading, 1 << 16):
                 said += part
-        ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
-            with contextlib.suppress(BlockingIOError):
-                while part := os.read(reading, 1 << 16):
-                    said += part
-            return Ended(os.waitstatus_to_exitcode(status), said.decode())
+            return Ended(process.exitcode, said.decode())
         time.sleep(_PAUSE_SECONDS)
     raise AssertionError(f"the process did not end in time; it said:\n{said.decode()}")

@@ -19,11 +19,12 @@ def test_a_killed_program_ends_with_the_same_bits(name: str, tmp_path: Path) -> 
     plain, resumed = (tmp_path / each / "out.pt" for each in ("plain", "resumed"))
     plain.parent.mkdir()
     resumed.parent.mkdir()
-    assert run_plainly(name, plain) == 0
+    assert run_plainly(name, plain).code == 0
     chance = random.Random(name)
     for _ in range(DEATHS):
         number = chance.randrange(1, BOUNDARIES // DEATHS)
-        status = run_outlast(name, resumed, tmp_path / "saves", dies_at=number)
-        assert status == -signal.SIGKILL
-    assert run_outlast(name, resumed, tmp_path / "saves") == 0
+        ended = run_outlast(name, resumed, tmp_path / "saves", dies_at=number)
+        assert ended.code == -signal.SIGKILL, ended.said
+    ended = run_outlast(name, resumed, tmp_path / "saves")
+    assert ended.code == 0, ended.said
     assert differences(result(plain), result(resumed)) == []

@@ -95,6 +95,11 @@ def kept_name(number: int, place: int) -> str:
     return f"__outlast_kept_{number}_{place}__"
 
 
+def context_name(number: int, place: int) -> str:
+    """Name of the local variable that holds the context of item `place` of `with` `number`."""
+    return f"__outlast_with_{number}_{place}__"
+
+
 def body_name(file: str, qualified_name: str, line: int) -> str:
     """Name of a body: unique in a program, and the same for its text and its code object."""
     return f"{file}:{line}:{qualified_name}"

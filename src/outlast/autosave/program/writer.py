@@ -21,6 +21,7 @@ from outlast.autosave.program.sites import (
     Rewritten,
     Site,
     body_name,
+    context_name,
     item_name,
     iterator_name,
 )
@@ -56,6 +57,7 @@ class Writer:
         self._way = way
         self._runtime = way.runtime
         self._iterators: set[int] = set()
+        self._contexts: dict[int, list[str]] = {}
         self._sites: list[Site] = []
         self._restorations: list[tuple[ast.If, frozenset[str] | None]] = []
 
@@ -132,7 +134,8 @@ class Writer:
     ) -> Site:
         live = self._live_at(node, kind) | self._live.always
         iterators = {iterator_name(each) for each in (*around, number) if each in self._iterators}
-        names = (live & self._locals) | iterators | frozenset(hidden)
+        contexts = {name for each in around for name in self._contexts.get(each, ())}
+        names = (live & self._locals) | iterators | contexts | frozenset(hidden)
         return Site(
             number,
             self.name,
@@ -229,21 +232,28 @@ class Writer:
         return [node]
 
     def _with(self, node: ast.With, inside: tuple[int, ...]) -> list[ast.stmt]:
-        for each in node.items:
+        number = inside[-1]
+        contexts = []
+        for place, each in enumerate(node.items):
             self._refuse_leading(each.context_expr)
             target = each.optional_vars
             name = target.id if isinstance(target, ast.Name) else ""
-            asked = f"{self._runtime}.entered({name!r}) or "
-            template = f"{asked}EXPRESSION"
+            template = f"{self._runtime}.entered({name!r}) or EXPRESSION"
             if self._way.trains:
-                template = f"{asked if name else ''}{self._runtime}.held(EXPRESSION)"
+                context = context_name(number, place)
+                contexts.append(context)
+                template = (
+                    f"{self._runtime}.entered({name!r}, {context!r}) "
+                    f"or ({context} := {self._runtime}.held(EXPRESSION))"
+                )
             each.context_expr = made_expression(template, node, EXPRESSION=each.context_expr)
+        self._contexts[number] = contexts
         node.body = self._block(node.body, inside)
         if not self._way.trains:
             node.body[:0] = made_statements(
                 f"if {self._runtime}.paused:\n {self._runtime}.proceed()", node
             )
-        return [node]
+        return [node, *self._cleared(contexts, node)]
 
     def _try(self, node: ast.Try | ast.TryStar, inside: tuple[int, ...]) -> list[ast.stmt]:
         for statements in (*(each.body for each in node.handlers), node.orelse, node.finalbody):

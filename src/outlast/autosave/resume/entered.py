@@ -36,18 +36,40 @@ class Entered:
 
 
 class Held:
-    """A context of the program's own that set-up has entered.
+    """A context that a `with` statement of the program enters.
 
-    What is done at its end has been done when the program comes back to a place behind it: it is
-    not done again to what has been restored.
+    One of the program's own is saved, and on the way back it is not entered again: what is done at
+    its beginning has been done. Nor is it ended on the way to a place behind it. Every other one,
+    as `torch.autocast` or a profiler, concerns the process; it is made and entered anew.
+
+    Args:
+        session: Of the program.
+        context: What it enters.
+        own: Whether the program's own text says what is done at its beginning and end.
+        came_back: Whether it is in a context that was saved.
+        value: What the context gave when it was entered.
     """
 
-    def __init__(self, session: Session, context: Any) -> None:
+    def __init__(
+        self,
+        session: Session,
+        context: Any,
+        *,
+        own: bool,
+        came_back: bool = False,
+        value: Any = None,
+    ) -> None:
         self._session = session
         self._context = context
+        self._own = own
+        self._came_back = came_back
+        self._value = value
 
     def __enter__(self) -> Any:
-        return self._context.__enter__()
+        if not self._came_back:
+            self._value = self._context.__enter__()
+        self._came_back = False
+        return self._value
 
     def __exit__(
         self,
@@ -55,11 +77,24 @@ class Held:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> Any:
-        if self._session.live:
+        if self._session.live or not self._own:
             return self._context.__exit__(kind, error, traceback)
         # Kept, since a generator that is let go of runs to its end.
         self._session.abandoned.append(self._context)
         return None
+
+    def __reduce__(self) -> Any:
+        if not self._own:
+            return _nothing, ()
+        return _came_back, (self._session, self._context, self._value)
+
+
+def _nothing() -> None:
+    """Stands for a context that is not saved."""
+
+
+def _came_back(session: Session, context: Any, value: Any) -> Held:
+    return Held(session, context, own=True, came_back=True, value=value)
 
 
 def is_own(context: Any, files: frozenset[str]) -> bool:
@@ -71,16 +106,15 @@ def is_own(context: Any, files: frozenset[str]) -> bool:
     return getattr(module, "__file__", None) in files
 
 
-def entered(values: Mapping[str, Any], name: str, files: frozenset[str]) -> Entered | None:
-    """The value of `name`, if it came back as it was: a file, a bar, an object of the program.
-
-    Every other context, as `torch.autocast`, a profiler, or a generator function of the program
-    under `contextmanager`, is made and entered anew: its beginning is executed again.
+def entered(
+    values: Mapping[str, Any], name: str, files: frozenset[str] = frozenset()
+) -> Entered | None:
+    """The value of `name`, if it came back as it was: a file, a bar, an object of `files`.
 
     Args:
         values: Local names of the frame.
         name: What the `with` statement binds.
-        files: Files of the program, whose classes' objects are its own.
+        files: Files whose classes' objects are taken as they came back.
     """
     value = values.get(name)
     if value is None or not hasattr(value, "__exit__"):

@@ -151,13 +151,21 @@ class Session:
             self._target = []
         return True
 
-    def entered(self, name: str) -> Any:
-        """What stands for the expression of a `with`; None if it is to be evaluated."""
-        return None if self.live else entered(sys._getframe(1).f_locals, name, self._files)
+    def entered(self, name: str, context: str) -> Any:
+        """What stands for the expression of a `with`; None if it is to be evaluated.
 
-    def held(self, context: Any) -> Any:
+        Args:
+            name: What the statement binds.
+            context: Name of the hidden variable that holds its context.
+        """
+        if self.live:
+            return None
+        values = sys._getframe(1).f_locals
+        return values.get(context) or entered(values, name)
+
+    def held(self, context: Any) -> Held:
         """What stands for a context that is entered, and ends it when the program does its work."""
-        return Held(self, context) if is_own(context, self._files) else context
+        return Held(self, context, own=is_own(context, self._files))
 
     def iterate(self, number: int, iterable: Iterable[Any]) -> LoopIterator:
         """The iterator of loop `number`."""
