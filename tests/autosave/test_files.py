@@ -109,6 +109,27 @@ def test_log_is_found_again_after_a_kill_during_set_up(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_log_of_a_new_run_is_not_that_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("begun\nstep 0\n")
+    child = os.fork()
+    if child == 0:
+        with reopened_logs(resuming=True):
+            Logging(path, "w")
+            os._exit(9)
+    os.waitpid(child, 0)
+    with reopened_logs(resuming=False) as logs:
+        program = Logging(path, "w")
+        program.steps(range(5, 8))
+        sizes = logs.sizes()
+        program.file.close()
+    with reopened_logs(resuming=True) as logs:
+        program = Logging(path, "w")
+        logs.cut_back(sizes)
+        program.file.close()
+    assert path.read_text() == "begun\nstep 5\nstep 6\nstep 7\n"
+
+
 @pytest.mark.distributed
 def test_log_that_several_ranks_open_is_kept(tmp_path: Path, ranks: Any) -> None:
     path = tmp_path / "log.txt"

@@ -227,6 +227,22 @@ def test_memory_given_back_in_the_window_is_an_error(
         assert "given back before its copy" in (handle.result().error or "")
 
 
+def test_weights_that_are_exchanged_for_a_while_are_copied_as_they_were() -> None:
+    weights, average = torch.randn(ODD), torch.randn(ODD)
+    memory = weights.view(torch.uint8)
+    before, target = memory.clone(), torch.empty_like(memory)
+    window = CopyWindow(pinned=False, timeout_seconds=60.0)
+    window.add("weights", target, memory, [weights])
+    kept = weights.clone()
+    weights.data.copy_(average)
+    thread = threading.Thread(target=window.copy)
+    thread.start()
+    thread.join(60)
+    weights.data.copy_(kept)
+    assert window.close() == ""
+    assert torch.equal(target, before)
+
+
 def test_one_whose_name_is_unknown_cannot_be_late(tmp_path: Path) -> None:
     with (
         open_store(tmp_path) as store,

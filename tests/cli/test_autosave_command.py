@@ -105,6 +105,12 @@ def test_state_outside_of_the_program_is_found_by_what_it_changes(check):
     assert "step 5: " in printed
 
 
+def test_what_is_lost_is_found_in_a_script_without_a_seed_too(check):
+    code, printed = check(UNSAVED.replace("torch.manual_seed(1)\n", ""), "--steps", "2")
+    assert code == 2, printed
+    assert "NOT the same after a restore" in printed
+
+
 def test_clocks_are_told_apart_from_what_is_lost(check):
     code, printed = check(SCRIPT.replace("spent = time.time() - begun", "begun = time.time()"))
     assert code == 0, printed

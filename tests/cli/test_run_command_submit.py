@@ -51,7 +51,11 @@ def test_run_is_named_after_the_script_unless_it_has_a_name():
         ("", [], "does not begin with the path of a Python file"),
         ("train.py", ["slurm.command=./mine"], "--script both say what is to be run"),
         ("train.py", ["slurm.nodes=[4, 2]"], "gives links other numbers of nodes"),
-        ("train.py", ["slurm.wall_time=auto"], "give a time with --script, e.g. slurm.wall_time=8h"),
+        (
+            "train.py",
+            ["slurm.wall_time=auto"],
+            "give a time with --script, e.g. slurm.wall_time=8h",
+        ),
     ],
 )
 def test_what_cannot_be_a_chain_is_refused(script, text, settings, sentence):

@@ -251,14 +251,17 @@ class CheckpointStore:
             self._tiers.settle()
         return self._tiers.results()
 
-    def close(self, *, drain: bool = True) -> None:
+    def close(self, *, drain: bool = True, failed: bool = False) -> None:
         """Wait for saves under way, end the writer and give up the ownership of the store.
 
         Args:
+            failed: Do not wait for other ranks, which may never finish the save under way.
             drain: Copy the newest version to all tiers that have it not, due or not, and wait for
                 that at most `timeout_seconds`; False: give up the copies under way. All ranks give
                 the same. Leaving a ``with`` block by an error does not drain.
         """
+        if failed:
+            self._signals.give_up()
         self._closed = True
         for lane in self._lanes:
             lane.close()
@@ -272,10 +275,7 @@ class CheckpointStore:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            # The other ranks may never come here, nor report on the save under way.
-            self._signals.give_up()
-        self.close(drain=error[0] is None)
+        self.close(drain=error[0] is None, failed=error[0] is not None)
 
     def _lane(self, reduction: Reduction, place: Place) -> Lane:
         return Lane(

@@ -23,14 +23,28 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 4 << 20
 _SAMPLE_BYTES = 64
+_SAMPLES = 3
+_PIECE_SAMPLES = 16
+"""Places of a tensor, and of a piece of one, from which bytes are compared."""
 _NICE = 5
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor, and where it goes; of equal shapes and types."""
+    """A part of a tensor, and where it goes; of equal shapes and types.
+
+    Attributes:
+        target: In host memory.
+        source: Memory of the tensor.
+        sample: Some of the bytes that it had when the window was opened.
+    """
 
     target: torch.Tensor
     source: torch.Tensor
+    sample: list[bytes]
+
+    def lies_still(self) -> bool:
+        """Whether the bytes that are compared are those of the beginning."""
+        return _sample(self.source, _PIECE_SAMPLES) == self.sample
 
 
 class _Late(NamedTuple):
@@ -96,22 +110,33 @@ class CopyWindow:
             stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(source.device))
             self._streams[source.device] = stream
-        copy = _Piece(target, source)
         seen = [(each, each._version) for each in witnesses]
-        self._late.append(_Late(name, source, seen, _sample(source)))
+        self._late.append(_Late(name, source, seen, _sample(source, _SAMPLES)))
         if source.is_cuda or not _in_a_row(source):
-            self._pieces.append(copy)
+            self._pieces.append(_Piece(target, source, []))
             return
         for start in range(0, source.numel(), _PIECE_BYTES):
             part = slice(start, start + _PIECE_BYTES)
-            self._pieces.append(_Piece(target[part], source[part]))
+            sample = _sample(source[part], _PIECE_SAMPLES)
+            self._pieces.append(_Piece(target[part], source[part], sample))
 
     def copy(self) -> None:
-        """Copy in the background until nothing is left; in a thread of its own."""
+        """Copy in the background until nothing is left; in a thread of its own.
+
+        Weights may be exchanged for a while, as those of an average for an evaluation, and be back
+        when the window is closed. What is copied meanwhile is copied again then.
+        """
         _give_way()
         while (piece := self._next(last=False)) is not None:
             with self._accounted(piece):
-                self._copy(piece, alone=True)
+                still = piece.lies_still()
+                if still:
+                    self._copy(piece, alone=True)
+                    still = piece.lies_still()
+                if not still:
+                    with self._moved:
+                        self._pieces.append(piece)
+                    return
 
     def drop(self) -> None:
         """Copy no more, because the save is given up."""
@@ -168,7 +193,7 @@ class CopyWindow:
                 self._moved.notify_all()
 
     def _copy(self, piece: _Piece, *, alone: bool) -> None:
-        target, source = piece
+        target, source = piece.target, piece.source
         if source.is_cuda:
             with torch.no_grad(), torch.cuda.stream(self._streams[source.device]):
                 target.copy_(source, non_blocking=self._pinned)
@@ -187,7 +212,7 @@ class CopyWindow:
             each.name
             for each in self._late
             if any(tensor._version != version for tensor, version in each.seen)
-            or _sample(each.source) != each.sample
+            or _sample(each.source, _SAMPLES) != each.sample
         ]
         if not names:
             return ""
@@ -224,14 +249,14 @@ def _address(source: torch.Tensor) -> int:
     return source.data_ptr()
 
 
-def _sample(source: torch.Tensor) -> list[bytes]:
-    """A few bytes of a tensor in host memory: from its beginning, its middle and its end."""
+def _sample(source: torch.Tensor, count: int) -> list[bytes]:
+    """A few bytes of a tensor in host memory, from `count` places that are spread evenly."""
     if source.is_cuda or not _in_a_row(source):
         return []
     size, address = source.numel(), _address(source)
-    count = min(size, _SAMPLE_BYTES)
-    starts = dict.fromkeys((0, (size - count) // 2, size - count))
-    return [ctypes.string_at(address + start, count) for start in starts]
+    length = min(size, _SAMPLE_BYTES)
+    starts = dict.fromkeys((size - length) * place // (count - 1) for place in range(count))
+    return [ctypes.string_at(address + start, length) for start in starts]
 
 
 def _give_way() -> None:

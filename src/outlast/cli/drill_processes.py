@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import statistics
 import sys
@@ -266,7 +267,10 @@ def comparison(job: Job) -> str:
 
 
 def _compare(job: Job) -> tuple[bool, float]:
-    """Whether both runs' last weights are equal bit for bit, and their largest difference."""
+    """Whether both runs' last weights are equal bit for bit, and their largest difference.
+
+    It is infinite where one has other tensors, or numbers that are not finite.
+    """
     import torch
 
     from outlast.train.export import load_trained
@@ -275,15 +279,16 @@ def _compare(job: Job) -> tuple[bool, float]:
         load_trained(_named(job, name), _directory(job, name))[0].state_dict()
         for name in ("drill-clean", "drill-struck")
     )
-    equal = first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
-    differences = (
+    if first.keys() != second.keys():
+        return False, math.inf
+    equal = all(torch.equal(first[name], second[name]) for name in first)
+    differences = [
         float((first[name].double() - second[name].double()).abs().max())
         for name in first
-        if name in second and first[name].numel()
-    )
-    return equal, max(differences, default=0.0)
+        if first[name].numel()
+    ]
+    finite = all(map(math.isfinite, differences))
+    return equal, max(differences, default=0.0) if finite else math.inf
 
 
 def _goodput(

@@ -83,18 +83,26 @@ class RunFolder:
 
         Raises:
             AutosaveError: When it is a run of another program.
+            RunError: When it is running.
         """
-        warnings = []
+        warnings, changed = [], False
         if self.program.exists() and (self.is_finished or self.has_versions()):
             before = from_json(self._read(self.program), self.program)
             refuse_changes(before, now, self.path, accept_changes=accept_changes)
             warnings = version_warnings(before, now)
-            if before != now:
-                # Another program, or another torch, may well give other numbers.
-                shutil.rmtree(self.digests, ignore_errors=True)
+            changed = before != now
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(self.program, now.to_json().encode())
+            # What is written here must be of the program that runs.
+            lock = self.lock()
+            lock.acquire()
+            try:
+                if changed:
+                    # Another program, or another torch, may well give other numbers.
+                    shutil.rmtree(self.digests, ignore_errors=True)
+                replace_file(self.program, now.to_json().encode())
+            finally:
+                lock.release()
         except OSError as error:
             raise AutosaveError(
                 f"the folder {self.path} cannot be written ({error.strerror}); give another one "

@@ -142,7 +142,7 @@ class ScriptKeeper:
         if restored is None:
             return None
         for sentence in restored.skipped:
-            self.say(f"passed over: {sentence}")
+            self.warn(f"passed over: {sentence}")
         self.say(f"resumed at step {restored.step} from {restored.place}")
         self.step = self._least_step = restored.step
         self._resumed = True
@@ -215,12 +215,18 @@ class ScriptKeeper:
             self._differs = step
         return before
 
-    def close(self) -> None:
-        """Wait for the save under way, and give up the store."""
-        self._settle()
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for the save under way, and give up the store.
+
+        Args:
+            failed: The script has ended before its time, so that other ranks may wait for this one
+                elsewhere than in the save under way: they are not waited for.
+        """
+        if not failed:
+            self._settle()
         self._windows.remove()
         if self._store is not None:
-            self._store.close(drain=False)
+            self._store.close(drain=False, failed=failed)
             self._store = None
 
     def raise_problem(self) -> None:
@@ -236,6 +242,11 @@ class ScriptKeeper:
         """Print a line for people, on rank 0."""
         if self._own_rank() == 0:
             print(f"outlast: {text}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line of what went wrong on this rank."""
+        rank = f"rank {self._own_rank()}: " if self._world_size > 1 else ""
+        print(f"outlast: {rank}{text}", file=sys.stderr, flush=True)
 
     @property
     def has_begun(self) -> bool:
@@ -295,7 +306,7 @@ class ScriptKeeper:
 
     def _observe_save(self, result: SaveResult) -> None:
         if result.error is not None:
-            self.say(f"{result.error}; the run goes on, from the version before if it dies")
+            self.warn(f"{result.error}; the run goes on, from the version before if it dies")
             return
         blocked = result.blocked_seconds + self._looking_seconds
         result = replace(result, blocked_seconds=blocked)
@@ -345,7 +356,7 @@ class ScriptKeeper:
         if self.stopped:
             _leave(self.code)
         if (problem := self._caught(step)) is not None:
-            self.say(str(problem))
+            self.warn(str(problem))
             _leave(EXIT_BAD_INPUT)
 
     def _caught(self, step: int) -> OutlastError | None:

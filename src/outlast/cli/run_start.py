@@ -161,7 +161,7 @@ def _work(asked: Asked, files: list[Rewritten], folder: RunFolder, ranks: Ranks)
             keeper.raise_problem()
             code, word = _ended(code, keeper)
         finally:
-            keeper.close()
+            keeper.close(failed=word == "failed")
             if lock is not None:
                 folder.record(word, keeper.step)
                 lock.release()

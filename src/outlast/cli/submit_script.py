@@ -17,8 +17,17 @@ def named_after(text: str, settings: list[str]) -> list[str]:
     """The settings, with the script's name for the run where they give none."""
     if any(each.startswith("run.name=") for each in settings):
         return settings
-    words = shlex.split(text)
+    words = _words(text)
     return [*settings, f"run.name={Path(words[0]).stem}"] if words else settings
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ClusterError(
+            f"--script {text} cannot be read as a shell would ({error}); close its quotes"
+        ) from None
 
 
 def job_of_script(job: Job, text: str) -> Job:
@@ -36,7 +45,7 @@ def job_of_script(job: Job, text: str) -> Job:
     from outlast.cluster.chain.planning import run_path
     from outlast.job.slurm import CHOSEN
 
-    words = shlex.split(text)
+    words = _words(text)
     if not words or not Path(words[0]).is_file():
         raise ClusterError(
             f'--script "{text}" does not begin with the path of a Python file; give the script and '

@@ -164,9 +164,11 @@ class Logs:
 
     def _lay_aside(self, path: str, mode: str) -> None:
         """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
-        if not self._resuming:
-            return
         aside = _aside(path)
+        if not self._resuming:
+            # Of an earlier run, which was killed in its set-up.
+            aside.unlink(missing_ok=True)
+            return
         if not aside.exists() and Path(path).is_file():
             # Another rank may do the same: the first that has all of it is the one that counts.
             own = aside.with_name(f"{aside.name}.{os.getpid()}")
