@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outlast.autosave.program.source import SourceFile
     from outlast.autosave.program.training import Training
 
+_USES = ("backward", "zero_grad", "step")
+
 _READERS = ("clip_grad", "grad_norm", "total_norm", "unscale_")
 """Parts of the names of library functions that read gradients."""
 
@@ -25,8 +27,12 @@ _READERS = ("clip_grad", "grad_norm", "total_norm", "unscale_")
 def reads_gradients_between_steps(files: Iterable[SourceFile], training: Training) -> bool:
     """Whether gradients are read outside of the step loops, or in a function used there.
 
-    Functions are known by their names alone, and count as used where they are mentioned.
+    Functions are known by their names alone, and count as used where they are mentioned. A program
+    that uses gradients under a condition counts, too: its first steps tell nothing of later ones.
     """
+    files = list(files)
+    if any(_by_condition(node, training) for source in files for node in ast.walk(source.tree)):
+        return True
     functions: defaultdict[str, list[ast.AST]] = defaultdict(list)
     waiting: list[ast.AST] = []
     for source in files:
@@ -44,6 +50,16 @@ def reads_gradients_between_steps(files: Iterable[SourceFile], training: Trainin
                 seen.add(name)
                 waiting.extend(functions.get(name, ()))
     return False
+
+
+def _by_condition(node: ast.AST, training: Training) -> bool:
+    """Whether `node` is a condition within a step, on which what becomes of gradients depends."""
+    if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
+        return False
+    inner = list(ast.walk(node))
+    if any(each in training.step_loops for each in inner):
+        return False
+    return any(_reads(each) or _mentioned(each) in _USES for each in inner)
 
 
 def _between_steps(body: ast.AST, training: Training) -> Iterator[ast.AST]:

@@ -103,6 +103,8 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
             # What was entered is used at the end, where it is left.
             held = bound_names(targets)
             leaving = _Jumps(*(each | held for each in jumps))
+            # It may hide an error, and the program goes on behind it.
+            leaving = leaving._replace(on_error=leaving.on_error | after)
             inside = _block(node.body, after | held, leaving, found)
             inside = (inside - bound_names(targets)) | read_names(*targets)
             return inside | read_names(*(each.context_expr for each in node.items))

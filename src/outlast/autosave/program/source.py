@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ def read_program(script: Path) -> list[SourceFile]:
 
 def _read(path: Path) -> SourceFile:
     try:
-        text = path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:
+            text = file.read()
         return SourceFile(path, text, ast.parse(text, str(path)))
     except SyntaxError as error:
         raise AutosaveError(

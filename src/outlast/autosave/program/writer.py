@@ -74,7 +74,11 @@ class Writer:
         self._live = liveness(self._body)
         self._locals = local_names(self._body)
         self._defined = {} if isinstance(self._body, ast.Module) else defined_names(self._body)
+        first = self._body.body[0]
         self._body.body = self._block(self._body.body, ())
+        if self._way.trains and not isinstance(self._body, ast.Module):
+            begun = made_statements(f"{self._runtime}.enter()", first)
+            self._body.body[is_text(first) : is_text(first)] = begun
         self._fill_restorations()
         self._rewritten.sites += self._sites
 

@@ -115,6 +115,10 @@ class Frames:
             for each, place in zip(frames, target, strict=False)
         )
 
+    def body_of(self, frame: FrameType) -> int:
+        """Number of the body that a frame of the way executes."""
+        return self._numbers[name_of(frame.f_code)]
+
     def leading(self, frame: FrameType) -> Site | None:
         """The call, or the `yield`, that a frame is in."""
         line, column = _position(frame)

@@ -7,20 +7,20 @@ import os
 import sys
 import sysconfig
 import types
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.refusal import Unsaveable
-from outlast.autosave.resume import files as own_files
-from outlast.autosave.resume import iterators, loaders
 from outlast.autosave.resume.digests import STEPS, difference, digest
 from outlast.autosave.resume.entered import Held, entered, is_own
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
 from outlast.autosave.resume.iterators import resumable
 from outlast.autosave.resume.located import located
+from outlast.autosave.resume.objects import IN_PLACE, REDUCERS
 from outlast.autosave.resume.randomness import random_states, set_random_states
 from outlast.errors import AutosaveError
 
@@ -54,6 +54,18 @@ class Keeper(Protocol):
 
 class Passed(BaseException):
     """Leaves a call that set-up had begun, and that is not on the way back."""
+
+
+class _Entries(NamedTuple):
+    """How often a body was entered from one place.
+
+    Attributes:
+        by: The body, the calling frame, its statement, and the how manieth time that was executed.
+        times: How often.
+    """
+
+    by: tuple[int, int, int | None, int]
+    times: int
 
 
 class Session:
@@ -104,6 +116,8 @@ class Session:
         self._module_files: dict[str, bool] = {}
         self._asked = -1
         self._watched_until = -1
+        self._visits: Counter[int] = Counter()
+        self._entries: dict[int, _Entries] = {}
         # Elsewhere than in its steps, the program may read what its next step would drop.
         learns = not any(each.reads_gradients for each in files)
         self._gradients = GradientUse() if learns else None
@@ -115,6 +129,7 @@ class Session:
             self._begin(sys._getframe(1))
             if not self.live and self._frames.is_left(sys._getframe(1), self._target):
                 raise Passed
+        self._visits[number] += 1
         if self.live:
             return True
         depth = self._frames.matches(sys._getframe(1), number, self._target)
@@ -129,6 +144,19 @@ class Session:
     def leads(self) -> bool:
         """After a call that was left: whether the way leads on through the frame that asks."""
         return not self._frames.is_left(sys._getframe(1), self._target)
+
+    def enter(self) -> None:
+        """A function that leads to training begins."""
+        frames = self._frames.of(sys._getframe(1))
+        depth, body = len(frames) - 1, self._frames.body_of(frames[-1])
+        caller, site = 0, None
+        if depth:
+            caller, site = id(frames[-2]), self._frames.number_of(self._frames.leading(frames[-2]))
+        by = (body, caller, site, 0 if site is None else self._visits[site])
+        before = self._entries.get(depth)
+        times = before.times + 1 if before is not None and before.by == by else 1
+        self._entries = {place: each for place, each in self._entries.items() if place < depth}
+        self._entries[depth] = _Entries(by, times)
 
     def values(self, names: list[str]) -> list[Any]:
         """Values of local names of the frame that asks."""
@@ -257,13 +285,8 @@ class Session:
         for depth, each in enumerate(self._frames.of(frame)):
             if each.f_code.co_name != MODULE:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
-        reducers = {
-            **own_files.REDUCERS,
-            **iterators.REDUCERS,
-            types.GeneratorType: self.generators.reduction,
-        }
-        states = {**own_files.IN_PLACE, **iterators.IN_PLACE, **loaders.IN_PLACE}
-        self._names = Names(roots, list(self._globals()), reducers, states)
+        reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
+        self._names = Names(roots, list(self._globals()), reducers, IN_PLACE)
         if self._saved is not None:
             self._go_back(self._saved, self._names)
             self._saved = None
@@ -284,6 +307,7 @@ class Session:
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
+        self._refuse_unseen_calls(self._frames.of(frame))
         places = self._frames.places(frame, number, self.kept)
         dead = {
             each.f_globals["__name__"]: self._dead(place.site)
@@ -301,6 +325,19 @@ class Session:
             return capture(self._names, state, self._known, self._gradients)
         except Unsaveable as error:
             raise located(error, self._sources, self._frames.of(frame)) from None
+
+    def _refuse_unseen_calls(self, frames: list[FrameType]) -> None:
+        """A call that was made more than once by one statement cannot be told from its others."""
+        for depth, each in enumerate(frames):
+            entries = self._entries.get(depth)
+            if entries is not None and entries.times > 1:
+                code = each.f_code
+                raise AutosaveError(
+                    f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` trains, and "
+                    "was called several times in a way that is not seen in the program's text (by "
+                    "a library, through a list or a wrapper), so that it cannot be resumed in its "
+                    f"call number {entries.times}; call it by its name, in a loop of its own"
+                )
 
     def _dead(self, site: int | None) -> frozenset[str]:
         return frozenset() if site is None else self._frames.sites[site].dead
