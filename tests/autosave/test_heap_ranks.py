@@ -12,6 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.distributed
 
+kept = []
+"""Models and groups of a rank until its process ends: a group that is let go of while its threads
+still need the interpreter may wait for them forever."""
+
 
 class Block(nn.Module):
     def __init__(self):
@@ -57,6 +61,7 @@ def state(run):
 def goes_on(setup):
     dist.init_process_group("gloo")
     runs = resume(setup, steps, __name__)
+    kept.append(runs)
     equal = all(map(torch.equal, state(runs.saved), state(runs.resumed)))
     bytes_saved = sum(row.nbytes for row in runs.captured.tensors.values())
     for run in (runs.saved, runs.resumed):
@@ -103,6 +108,7 @@ def later_dtensors():
         run |= {"sharded": sharded, "weight": weight}
 
     runs = resume(setup, train, __name__)
+    kept.append(runs)
     run = runs.resumed
     equal = [
         torch.equal(whole(runs.saved[name]), whole(run[name])) for name in ("sharded", "weight")
