@@ -147,6 +147,8 @@ def main():
     }
     torch.save({"model": state, "losses": losses}, HERE / f"result{rank}.pt")
     dist.barrier()
+    # A replicated model that outlives its process group may keep the process from ending.
+    del model, optimizer, loss
     dist.destroy_process_group()
 
 
