@@ -1,6 +1,7 @@
 """Scripts under `outlast run` that are killed and started again, against plain Python."""
 
 import random
+import re
 import signal
 
 import pytest
@@ -124,7 +125,8 @@ def test_training_loop_in_a_module_beside_the_script(script):
     assert ended.code == -signal.SIGKILL, ended.said
     ended = outlast("run", "--every", 4, script)
     assert ended.code == 0, ended.said
-    assert "resumed at step 8" in ended.said
+    # Of step 8, which was being saved, or of the one before, if the kill was faster.
+    assert re.search(r"resumed at step [48] ", ended.said), ended.said
     same(result(script), expected)
 
 
