@@ -2,7 +2,24 @@
 
 Every part is a package of its own and is imported by its name, for example
 ``from outlast.checkpoint import CheckpointStore``. Importing ``outlast`` itself loads nothing
-heavy: neither torch nor transformers.
+heavy: neither torch nor transformers. `outlast.Run` does all of it beside a training loop.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.integrations.run import Run
+
+__all__ = ["Run", "__version__"]
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Run":
+        from outlast.integrations.run import Run
+
+        return Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

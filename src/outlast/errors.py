@@ -104,3 +104,7 @@ class PlanError(OutlastError):
 
 class ClusterError(OutlastError):
     """A chain of jobs, a queue, a schedule or a transfer cannot be made as asked."""
+
+
+class IntegrationError(OutlastError):
+    """Another framework, or its version, or what is asked of it, does not go with Outlast."""

@@ -211,7 +211,7 @@ def test_the_tariff_is_in_the_first_event_only(tmp_path: Path) -> None:
     joules.write_text("1\n")
     sources = f'energy.sources=["file:{joules}"]'
     job = load_job(None, [sources, f'energy.tariff="{tariff}"', "energy.every_steps=1"])
-    meter = run_meter(job, ranks(), torch.device("cpu"))
+    meter = run_meter(job.energy, ranks(), torch.device("cpu"), tokens_per_step=1)
     assert meter is not None
     first, second = meter.begin(0), meter.steps_done(1, 1, {"compute": 1.0})
     meter.close()

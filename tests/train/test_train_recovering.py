@@ -290,5 +290,5 @@ def test_each_run_keeps_its_states_apart(tmp_path: Path) -> None:
     jobs = [tiny_job(tmp_path, name) for name in ("one", "two")]
     for job in jobs:
         run_directory(job).create("")
-    folders = {run_folder(tmp_path, kept_run(job, run_directory(job))) for job in jobs}
+    folders = {run_folder(tmp_path, kept_run(run_directory(job))) for job in jobs}
     assert len(folders) == 2

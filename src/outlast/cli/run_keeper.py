@@ -15,7 +15,6 @@ from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
 from outlast.autosave.windows import CopyWindows
 from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
-from outlast.cli.run_agreement import Agreement
 from outlast.cli.run_digests import Digests
 from outlast.errors import (
     EXIT_BAD_INPUT,
@@ -24,11 +23,12 @@ from outlast.errors import (
     AutosaveError,
     OutlastError,
 )
+from outlast.integrations.agreement import Agreement
 
 if TYPE_CHECKING:
     from outlast.cli.run_folder import RunFolder
-    from outlast.cli.run_pace import Pace
-    from outlast.cli.run_stop import Stop
+    from outlast.integrations.pace import Pace
+    from outlast.integrations.stop import Stop
 
 _QUIET_SECONDS = 30.0
 """Lines about saves come at most this often."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.cli.run_folder import RunFolder, folder_of
-from outlast.cli.run_pace import every_of, pace_of, seconds_of
 from outlast.errors import EXIT_DONE
+from outlast.integrations.pace import every_of, pace_of, seconds_of
 
 if TYPE_CHECKING:
     from outlast.autosave.program.sites import Rewritten
@@ -134,7 +134,7 @@ def _work(asked: Asked, files: list[Rewritten], folder: RunFolder, ranks: Ranks)
     """Run the script in this process."""
     from outlast.autosave.execute import execute
     from outlast.cli.run_keeper import ScriptKeeper
-    from outlast.cli.run_stop import Stop
+    from outlast.integrations.stop import Stop
 
     before = folder.outcome()
     died = before is not None and before.word == "running"

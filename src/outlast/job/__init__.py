@@ -7,7 +7,15 @@ job.train.steps                                         # 500
 
 from outlast.job.checkpoint import CheckpointSection
 from outlast.job.identity import differences, fingerprint, identity
-from outlast.job.load import DEFAULT_JOB, default_job_text, job_from_text, load_job
+from outlast.job.load import (
+    DEFAULT_JOB,
+    default_job_text,
+    job_from_text,
+    load_job,
+    load_loop_job,
+    loop_job_from_text,
+)
+from outlast.job.loop import LoopJob
 from outlast.job.section import Section
 from outlast.job.sections import (
     CodingSection,
@@ -44,6 +52,7 @@ __all__ = [
     "Job",
     "LaunchSection",
     "LogSection",
+    "LoopJob",
     "ModelSection",
     "OptimizerSection",
     "ParallelSection",
@@ -61,5 +70,7 @@ __all__ = [
     "identity",
     "job_from_text",
     "load_job",
+    "load_loop_job",
+    "loop_job_from_text",
     "to_toml",
 ]

@@ -7,17 +7,16 @@ import json
 from typing import Any
 
 from outlast.job.section import Section
-from outlast.job.sections import Job
 
 
-def identity(job: Job) -> dict[str, Any]:
+def identity(job: Section) -> dict[str, Any]:
     """The settings that decide which numbers come out, as ``{"section.key": value}``.
 
     Two jobs with equal identity produce the same samples in the same order, the same schedule and
     (at equal world size, in deterministic mode) the same bits.
     """
     found = {}
-    for section_name in Job.model_fields:
+    for section_name in type(job).model_fields:
         section: Section = getattr(job, section_name)
         for key, field in type(section).model_fields.items():
             extra = field.json_schema_extra
@@ -26,12 +25,12 @@ def identity(job: Job) -> dict[str, Any]:
     return found
 
 
-def fingerprint(job: Job) -> str:
+def fingerprint(job: Section) -> str:
     """A short hash (16 hexadecimal digits) of the job's identity."""
     return hashlib.sha256(_canonical(identity(job)).encode()).hexdigest()[:16]
 
 
-def differences(old: Job, new: Job) -> list[str]:
+def differences(old: Section, new: Section) -> list[str]:
     """One line ``section.key: old -> new`` for every identity setting that differs."""
     before, after = identity(old), identity(new)
     return [

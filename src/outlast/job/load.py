@@ -9,18 +9,22 @@ from __future__ import annotations
 import difflib
 import tomllib
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from outlast.errors import JobError
 from outlast.job.checks import impossible_combinations
+from outlast.job.loop import LoopJob, decided_by_the_script, settings_of_others
 from outlast.job.section import Section
 from outlast.job.sections import Job
 from outlast.job.template import toml_value
 
 if TYPE_CHECKING:
+    from collections.abc import Set
     from pathlib import Path
+
+J = TypeVar("J", bound=Section)
 
 DEFAULT_JOB = "the embedded default job"
 
@@ -59,12 +63,29 @@ def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Jo
     source = DEFAULT_JOB if path is None else str(path)
     tables = _read(path, source)
     problems = [text for each in overrides or [] for text in _apply_override(tables, each)]
-    return _build(tables, problems, source)
+    return _build(Job, tables, problems, source)
 
 
 def job_from_text(text: str, source: str = "the job") -> Job:
     """Parse and check a job given as TOML text; raises JobError like `load_job`."""
-    return _build(_parse(text, source), [], source)
+    return _build(Job, _parse(text, source), [], source)
+
+
+def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) -> LoopJob:
+    """As `load_job`, for a training loop that is not Outlast's; all defaults when `path` is None.
+
+    Raises:
+        JobError: With one sentence for every problem found.
+    """
+    source = "the settings" if path is None else str(path)
+    tables = {} if path is None else _read(path, source)
+    problems = [text for each in overrides or [] for text in _apply_override(tables, each)]
+    return _build(LoopJob, tables, problems, source)
+
+
+def loop_job_from_text(text: str, source: str = "the job") -> LoopJob:
+    """Parse and check a `LoopJob` given as TOML text; raises JobError like `load_job`."""
+    return _build(LoopJob, _parse(text, source), [], source)
 
 
 def default_job_text() -> str:
@@ -126,35 +147,44 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _build(tables: dict[str, Any], problems: list[str], source: str) -> Job:
+def _build(kind: type[J], tables: dict[str, Any], problems: list[str], source: str) -> J:
     try:
-        job = Job.model_validate(tables)
+        job = kind.model_validate(tables)
     except ValidationError as error:
         details = error.errors()
-        problems = problems + [_sentence(detail) for detail in details]
-        problems += _combinations_beside(details, tables)
+        problems = problems + [_sentence(detail, kind) for detail in details]
+        problems += _combinations_beside(kind, details, tables)
         raise JobError(problems, source) from None
-    problems = problems + impossible_combinations(job)
+    problems = problems + _impossible(job, frozenset())
     if problems:
         raise JobError(problems, source)
     return job
 
 
-def _combinations_beside(details: list[Any], tables: dict[str, Any]) -> list[str]:
+def _impossible(job: Section, unsure: Set[str]) -> list[str]:
+    if isinstance(job, LoopJob):
+        return settings_of_others(job, unsure)
+    assert isinstance(job, Job)
+    return impossible_combinations(job, unsure)
+
+
+def _combinations_beside(
+    kind: type[Section], details: list[Any], tables: dict[str, Any]
+) -> list[str]:
     """Impossible combinations in the sections that have no problem themselves."""
     wrong = {detail["loc"][0] for detail in details}
-    job = Job.model_validate({name: table for name, table in tables.items() if name not in wrong})
-    if not wrong <= Job.model_fields.keys():
+    job = kind.model_validate({name: table for name, table in tables.items() if name not in wrong})
+    if not wrong <= kind.model_fields.keys():
         # A misspelt section is missing elsewhere: say nothing about those that are not there.
-        wrong |= Job.model_fields.keys() - tables.keys()
-    return impossible_combinations(job, wrong)
+        wrong |= kind.model_fields.keys() - tables.keys()
+    return _impossible(job, wrong)
 
 
-def _sentence(detail: Any) -> str:
+def _sentence(detail: Any, kind: type[Section]) -> str:
     """One sentence from one pydantic error: the setting, its value, and what would be right."""
     where, value = [str(part) for part in detail["loc"]], detail["input"]
     if detail["type"] == "extra_forbidden":
-        return _unknown_key(where)
+        return _unknown_key(where, kind)
     if detail["type"] == "not_toml":
         where += detail["ctx"]["path"]
         for part in detail["ctx"]["path"]:
@@ -189,8 +219,10 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
 
 
-def _unknown_key(where: list[str]) -> str:
-    section: type[Section] = Job
+def _unknown_key(where: list[str], kind: type[Section]) -> str:
+    if len(where) == 1 and kind is LoopJob and where[0] in Job.model_fields:
+        return decided_by_the_script(where[0])
+    section = kind
     for part in where[:-1]:
         annotation = section.model_fields[part].annotation
         assert isinstance(annotation, type)
@@ -199,11 +231,11 @@ def _unknown_key(where: list[str]) -> str:
     near = difflib.get_close_matches(where[-1], known, n=1)
     elsewhere = [
         f"{name}.{where[-1]}"
-        for name, field in Job.model_fields.items()
+        for name, field in kind.model_fields.items()
         if isinstance(field.annotation, type) and where[-1] in field.annotation.model_fields
     ]
-    kind = "key" if len(where) > 1 else "section"
-    text = f"{'.'.join(where)} is not a known {kind}"
+    what = "key" if len(where) > 1 else "section"
+    text = f"{'.'.join(where)} is not a known {what}"
     if near:
         return f"{text}; did you mean {'.'.join([*where[:-1], near[0]])}?"
     if elsewhere:

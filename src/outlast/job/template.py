@@ -10,12 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outlast.job.section import Section
-    from outlast.job.sections import Job
 
 _COMMENT_WIDTH = 96
 
 
-def to_toml(job: Job, *, comments: bool = True) -> str:
+def to_toml(job: Section, *, comments: bool = True) -> str:
     """`job` as TOML text; with `comments`, every key carries its description.
 
     Keys whose value is None are written as comments, since TOML has no null.

@@ -9,20 +9,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from outlast.checkpoint import (
-    CheckpointStore,
-    Compression,
-    Reduction,
-    ReplayLog,
-    Retention,
-    Tier,
-)
+from outlast.checkpoint import ReplayLog
 from outlast.data import (
     BatchLoader,
     SampleOrder,
@@ -31,6 +23,7 @@ from outlast.data import (
     microbatch_count,
     prepare,
 )
+from outlast.job import fingerprint
 from outlast.records import Warned
 from outlast.recover.beacon import Mark, no_mark
 from outlast.train.agreement import Agreement
@@ -55,7 +48,7 @@ from outlast.train.parallelize import (
 from outlast.train.preflight import Plan, pipeline_shape
 from outlast.train.ranks import together
 from outlast.train.recovering import run_memory
-from outlast.train.saving import cadence_of
+from outlast.train.saving import cadence_of, open_store
 from outlast.train.slowness import SlownessWatch
 from outlast.train.tensorizing import (
     SpikeWatch,
@@ -66,7 +59,7 @@ from outlast.train.tensorizing import (
     slow_layers,
     tune_layers,
 )
-from outlast.train.transfers import MIRROR, RUN, Transfers
+from outlast.train.transfers import Transfers
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
@@ -158,7 +151,15 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
-    energy = together(lambda: run_meter(job, setup.ranks, device))
+    energy = together(
+        lambda: run_meter(
+            job.energy,
+            setup.ranks,
+            device,
+            tokens_per_step=job.train.batch_size * job.data.sequence_length,
+            in_step=layout.pipeline == 1,
+        )
+    )
     calibrate_planner(job, setup.ranks, device)
     model, tensorized = together(lambda: build_whole_model(job))
     tune_layers(model, (job, layout, setup.ranks, device))
@@ -190,12 +191,18 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
     add_update_rules(model, optimizers, job.tensorize, job.optimizer)
-    store = _store(setup)
+    store = open_store(
+        job.checkpoint,
+        setup.directory,
+        pacings={} if setup.transfers is None else setup.transfers.tiers(),
+    )
     state = {"model": model, "optimizer": optimizers}
     replay = None
     if job.checkpoint.replay != "off":
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
-    guard = None if job.guard.policy == "off" else RunGuard(job, called, optimizers)
+    guard = None
+    if job.guard.policy != "off":
+        guard = RunGuard(job.guard, job.run.seed, called, optimizers)
     if energy is not None:
         energy.guard = guard
         energy.stage = str(layout.pipeline_rank(setup.ranks.rank))
@@ -215,7 +222,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         coding=notes,
         guard=guard,
         cadence=cadence_of(
-            job,
+            job.checkpoint,
             setup.ranks,
             setup.directory,
             setup.turns,
@@ -230,7 +237,14 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         ),
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
-        recovery=run_memory(job, setup.ranks, setup.directory, state, store),
+        recovery=run_memory(
+            job.recover,
+            fingerprint(job),
+            ranks=setup.ranks,
+            directory=setup.directory,
+            state=state,
+            store=store,
+        ),
         spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
         mark=setup.mark,
         # Stages need not take equally long, and codes have their own word on who is slow.
@@ -373,52 +387,6 @@ def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> Pipeli
     )
     replicas = mesh["replicate"].get_group()
     return PipelineEngine(schedule, modules, device, replicas, loss_scale, setup.mark)
-
-
-def _store(setup: SetUp) -> CheckpointStore:
-    """The run's checkpoints: in its directory, before that in a faster place if there is one."""
-    settings = setup.job.checkpoint
-    keep = Retention(
-        settings.keep,
-        every=settings.keep_every,
-        best=settings.keep_best,
-        metric="validation_loss",
-    )
-    # Elsewhere, an earlier run of this name may have left its checkpoints.
-    run = f"{setup.job.run.name}-{setup.directory.identifier}"
-    pacings = {} if setup.transfers is None else setup.transfers.tiers()
-    tiers = []
-    if settings.fast:
-        tiers.append(
-            Tier(
-                setup.directory.checkpoints,
-                every=settings.drain_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
-                pacing=pacings.get(RUN),
-            )
-        )
-    if settings.mirror:
-        tiers.append(
-            Tier(
-                f"{settings.mirror}/{run}",
-                every=settings.mirror_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
-                pacing=pacings.get(MIRROR),
-            )
-        )
-    return CheckpointStore(
-        Path(settings.fast) / run if settings.fast else setup.directory.checkpoints,
-        keep=settings.fast_keep if settings.fast else keep,
-        tiers=tiers,
-        private=bool(settings.fast) and settings.fast_private,
-        reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
-        asynchronous=settings.asynchronous,
-        when_busy=settings.when_busy,
-        writer=settings.writer,
-        timeout_seconds=settings.timeout_seconds,
-    )
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

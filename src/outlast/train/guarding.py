@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from outlast.job import Job
+    from outlast.job import GuardSection
 
 
 class RunGuard:
     """What the training loop asks of a guard.
 
     Args:
-        job: Its [guard] section says what is checked.
+        settings: The section [guard].
+        seed: Of the slices that are checked.
         model: The model or its DDP or FSDP2 wrapper.
         optimizers: Its optimizers.
 
@@ -35,8 +36,9 @@ class RunGuard:
         inside: Whether the engine makes the attempts itself, before it sums over other processes.
     """
 
-    def __init__(self, job: Job, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        settings = job.guard
+    def __init__(
+        self, settings: GuardSection, seed: int, model: nn.Module, optimizers: list[Optimizer]
+    ) -> None:
         self._reported = 0
         self._gave_up = False
         self.inside = False
@@ -45,7 +47,7 @@ class RunGuard:
             modules=settings.modules,
             correct=settings.correct,
             persistent=settings.persistent,
-            seed=job.run.seed,
+            seed=seed,
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

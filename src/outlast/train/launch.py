@@ -119,7 +119,7 @@ def _launch(start: Start) -> int:
 
 def _forget(job: Job, directory: RunDirectory) -> None:
     with contextlib.suppress(RunError):
-        forget(run_folder(Path(job.recover.memory), kept_run(job, directory)))
+        forget(run_folder(Path(job.recover.memory), kept_run(directory)))
 
 
 def _is_resizing(directory: RunDirectory) -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
-    from outlast.job import EnergySection, Job
+    from outlast.job import EnergySection
     from outlast.train.guarding import RunGuard
     from outlast.train.ranks import Ranks
 
@@ -41,7 +41,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STATE = ("watts", "celsius", "sm_clock_mhz", "memory_clock_mhz", "throttle_reasons")
 
 
-def run_meter(job: Job, ranks: Ranks, device: torch.device) -> RunMeter | None:
+def run_meter(
+    settings: EnergySection,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    tokens_per_step: int,
+    in_step: bool = True,
+) -> RunMeter | None:
     """The meters of [energy] that this rank reads; None with energy.measure = false.
 
     Each rank reads its own GPU, and the first of a host what the host has once.
@@ -49,7 +56,6 @@ def run_meter(job: Job, ranks: Ranks, device: torch.device) -> RunMeter | None:
     Raises:
         EnergyError: When energy.tariff cannot be read, or energy.region is not known.
     """
-    settings = job.energy
     if not settings.measure:
         return None
     tariff = ""
@@ -65,10 +71,10 @@ def run_meter(job: Job, ranks: Ranks, device: torch.device) -> RunMeter | None:
         meter,
         unavailable,
         ranks.rank,
-        job.train.batch_size * job.data.sequence_length,
+        tokens_per_step,
         settings.every_steps,
         tariff=tariff,
-        in_step=job.parallel.pipeline == 1,
+        in_step=in_step,
     )
     if settings.prometheus_port:
         found.serve(settings.prometheus_port + ranks.local_rank)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from outlast import __version__
 from outlast.errors import RecoverError
-from outlast.job import fingerprint
 from outlast.records import (
     CheckpointRestored,
     MembershipChanged,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outlast.checkpoint import CheckpointStore
-    from outlast.job import Job
+    from outlast.job.recover import RecoverSection
     from outlast.records import Event, Run, RunDirectory
     from outlast.recover.beacon import Mark
     from outlast.recover.memory.find import Whole
@@ -38,14 +37,20 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20
 
 
-def kept_run(job: Job, directory: RunDirectory) -> str:
+def kept_run(directory: RunDirectory) -> str:
     """Under which name the states of this run are kept in memory."""
     # Of an earlier run with the same name nothing must be taken.
-    return f"{job.run.name}-{directory.identifier}"
+    return f"{directory.path.name}-{directory.identifier}"
 
 
 def run_memory(
-    job: Job, ranks: Ranks, directory: RunDirectory, state: State, store: CheckpointStore
+    settings: RecoverSection,
+    identity: str,
+    *,
+    ranks: Ranks,
+    directory: RunDirectory,
+    state: State,
+    store: CheckpointStore,
 ) -> RunMemory | None:
     """What keeps this run's states in memory; None where nobody would start the ranks again.
 
@@ -55,17 +60,17 @@ def run_memory(
     restarted = ranks.launch == "nproc" or (
         ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     )
-    if job.recover.mode != "restart" or not restarted:
+    if settings.mode != "restart" or not restarted:
         return None
-    redundancy = Redundancy(job.recover.parity, job.recover.parity_group, job.recover.domain)
+    redundancy = Redundancy(settings.parity, settings.parity_group, settings.domain)
     peers = Peers()
     redundancy.check(peers.gather(peers.node))
     keeper = Keeper(
         state,
-        kept_run(job, directory),
-        f"{fingerprint(job)} outlast-{__version__}",
-        memory=job.recover.memory,
-        every_steps=job.recover.every_steps,
+        kept_run(directory),
+        f"{identity} outlast-{__version__}",
+        memory=settings.memory,
+        every_steps=settings.every_steps,
         redundancy=redundancy,
     )
     return RunMemory(keeper, state, store, directory.path if ranks.is_first else None)

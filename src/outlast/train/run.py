@@ -322,7 +322,7 @@ def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptSta
         launch=setup.ranks.launch,
         parallel=setup.plan.layout.to_dict(),
         machine=_machine_facts(setup),
-        versions=_versions(),
+        versions=versions(),
         total_steps=job.train.steps,
         samples_per_step=job.train.batch_size,
         tokens_per_step=tokens,
@@ -359,7 +359,8 @@ def _data_facts(data: Prepared) -> dict[str, object]:
     return facts
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a run depends on, by name."""
     return {
         "outlast": __version__,
         "python": platform.python_version(),

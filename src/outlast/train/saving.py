@@ -1,22 +1,32 @@
-"""When the trainer saves: every so many steps, or as often as is best for this run."""
+"""Where the trainer saves, and when: every so many steps, or as often as is best for this run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint import IntervalEstimator
+from outlast.checkpoint import (
+    CheckpointStore,
+    Compression,
+    IntervalEstimator,
+    Reduction,
+    Retention,
+    Tier,
+)
 from outlast.checkpoint.cost import NODE_MTBF_SECONDS
 from outlast.errors import OutlastError
 from outlast.records import read_run, replace_file
+from outlast.train.transfers import MIRROR, RUN
 from outlast.train.turns import SaveTurns
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
     from outlast.checkpoint import SaveResult
-    from outlast.job import Job
+    from outlast.checkpoint.tiers.pace import Pacing
+    from outlast.job import CheckpointSection
     from outlast.records import RunDirectory
     from outlast.train.ranks import Ranks
     from outlast.train.turns import Turns
@@ -126,25 +136,24 @@ class SaveCadence:
 
 
 def cadence_of(
-    job: Job,
+    settings: CheckpointSection,
     ranks: Ranks,
     directory: RunDirectory,
     turns: Turns | None = None,
     state_bytes: float = 1.0,
 ) -> SaveCadence:
-    """The cadence that the job asks for, with what earlier attempts have learnt and suffered.
+    """The cadence that [checkpoint] asks for, with what earlier attempts have learnt and suffered.
 
     Args:
-        job: Checked.
+        settings: The section [checkpoint].
         ranks: This process among the others.
         directory: Of the run.
         turns: Of the jobs of a file system; None for saves at once.
         state_bytes: Of model and optimizer, about what a first save writes.
     """
-    settings = job.checkpoint
     own = None
     if turns is not None and ranks.is_first:
-        own = _turns_of(job, ranks, turns, state_bytes)
+        own = _turns_of(settings, ranks, turns, state_bytes)
     if settings.every_steps != "auto":
         # One rank that asks is enough: where turns are taken, the one that takes them.
         every = settings.every_steps if own is not None or turns is None else 0
@@ -166,12 +175,68 @@ def cadence_of(
     return SaveCadence(None, estimator, memory, own)
 
 
-def _turns_of(job: Job, ranks: Ranks, turns: Turns, state_bytes: float) -> SaveTurns:
-    settings = job.checkpoint
+def _turns_of(
+    settings: CheckpointSection, ranks: Ranks, turns: Turns, state_bytes: float
+) -> SaveTurns:
     return SaveTurns(
         turns,
         size_bytes=state_bytes,
         nodes=ranks.nodes,
         mtbf_seconds=3600.0 * settings.mtbf_hours or NODE_MTBF_SECONDS / ranks.nodes,
         longest_seconds=settings.turn_seconds,
+    )
+
+
+def open_store(
+    settings: CheckpointSection,
+    directory: RunDirectory,
+    pacings: Mapping[str, Pacing] | None = None,
+) -> CheckpointStore:
+    """The run's checkpoints: in its directory, before that in a faster place if there is one.
+
+    Args:
+        settings: The section [checkpoint].
+        directory: Of the run.
+        pacings: What besides their caps says how fast tiers are copied to, by name.
+    """
+    keep = Retention(
+        settings.keep,
+        every=settings.keep_every,
+        best=settings.keep_best,
+        metric="validation_loss",
+    )
+    # Elsewhere, an earlier run of this name may have left its checkpoints.
+    run = f"{directory.path.name}-{directory.identifier}"
+    pacings = pacings or {}
+    tiers = []
+    if settings.fast:
+        tiers.append(
+            Tier(
+                directory.checkpoints,
+                every=settings.drain_every,
+                keep=keep,
+                bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
+                pacing=pacings.get(RUN),
+            )
+        )
+    if settings.mirror:
+        tiers.append(
+            Tier(
+                f"{settings.mirror}/{run}",
+                every=settings.mirror_every,
+                keep=keep,
+                bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
+                pacing=pacings.get(MIRROR),
+            )
+        )
+    return CheckpointStore(
+        Path(settings.fast) / run if settings.fast else directory.checkpoints,
+        keep=settings.fast_keep if settings.fast else keep,
+        tiers=tiers,
+        private=bool(settings.fast) and settings.fast_private,
+        reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
+        asynchronous=settings.asynchronous,
+        when_busy=settings.when_busy,
+        writer=settings.writer,
+        timeout_seconds=settings.timeout_seconds,
     )

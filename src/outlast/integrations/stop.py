@@ -1,4 +1,4 @@
-"""Why ``outlast run`` is to stop at the next step boundary: a signal, or the end of its time.
+"""Why a loop that is not ours is to stop at the next step boundary: a signal, or its time is up.
 
 A signal only sets a flag; the state is saved between two steps. Before the first training step
 there is nothing to save, and a signal ends the program as it would end any other.

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from outlast.cli.run_agreement import Agreed, Agreement
+from outlast.integrations.agreement import Agreed, Agreement
 
 pytestmark = pytest.mark.distributed
 

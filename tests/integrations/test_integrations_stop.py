@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from outlast.cli.run_stop import Stop
 from outlast.errors import EXIT_TO_BE_CONTINUED
+from outlast.integrations.stop import Stop
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""When ``outlast run`` saves: every so many steps, every so long, or as often as is best."""
+"""When a loop that is not ours saves: every so many steps, every so long, or as is best."""
 
 from __future__ import annotations
 

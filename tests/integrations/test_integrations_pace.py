@@ -3,9 +3,9 @@
 import pytest
 
 from outlast.checkpoint import SaveResult
-from outlast.cli.run_pace import Every, Pace, every_of, pace_of, seconds_of
-from outlast.cli.run_stop import Stop
 from outlast.errors import AutosaveError
+from outlast.integrations.pace import Every, Pace, every_of, pace_of, seconds_of
+from outlast.integrations.stop import Stop
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the ranks of ``outlast run`` agree at which step boundary to save or to stop.
+"""How the ranks of a loop that is not ours agree at which step boundary to save or to stop.
 
 A signal comes to one rank, and clocks differ, but all ranks must save at the same boundary. They
 add up flags there, in a small all-reduce, about once a second: as often as every step would cost
@@ -56,3 +56,9 @@ class Agreement:
         stops, saves, self._gap = map(int, flags)
         self._next = step + self._gap
         return Agreed(bool(stops), bool(saves))
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all ask at the same boundary."""
+        flags = torch.tensor([flag], device="cpu", dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags)

@@ -1,0 +1,217 @@
+"""Keeps the state of a loop that is not ours: on disk, in memory, and when it has to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from outlast.cluster import report_progress
+from outlast.errors import CheckpointError
+from outlast.integrations.agreement import Agreement
+from outlast.integrations.pace import Every, pace_of
+from outlast.job import fingerprint
+from outlast.records import CheckpointFailed, StopRequested, read_run
+from outlast.recover.beacon import no_mark
+from outlast.train.ranks import together
+from outlast.train.recovering import from_disk, run_memory
+from outlast.train.saving import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from outlast.checkpoint import SaveHandle
+    from outlast.integrations.recording import Recording
+    from outlast.integrations.stop import Stop
+    from outlast.job import LoopJob
+    from outlast.records import Event
+    from outlast.train.ranks import Ranks
+
+_STEP_WEIGHT = 0.1
+
+
+class StateKeeper:
+    """Restores a state, saves it on the way as [checkpoint] says, and knows when to stop.
+
+    All ranks of the default process group, if there is one, make it and call it together.
+
+    Args:
+        job: The settings.
+        ranks: This process among the others.
+        recording: Of the run; told what happens.
+        stop: Why to stop.
+        state: What is kept: name -> module, optimizer, or object with a ``state_dict``.
+        note: Called before the state is looked at, to bring entries up to date.
+
+    Attributes:
+        stopped: Why the run was ended before its end; empty for a run that was not.
+    """
+
+    def __init__(
+        self,
+        job: LoopJob,
+        ranks: Ranks,
+        recording: Recording,
+        stop: Stop,
+        *,
+        state: Mapping[str, Any],
+        note: Callable[[], None],
+    ) -> None:
+        self.stopped = ""
+        self._job = job
+        self._ranks = ranks
+        self._recording = recording
+        self._stop = stop
+        self._state = state
+        self._note = note
+        self._store = together(lambda: open_store(job.checkpoint, recording.directory))
+        self._memory = run_memory(
+            job.recover,
+            fingerprint(job),
+            ranks=ranks,
+            directory=recording.directory,
+            state=state,
+            store=self._store,
+        )
+        self._agreement: Agreement | None = None
+        self._handle: SaveHandle | None = None
+        self._saved_step = -1
+        self._boundary = 0.0
+        self._step_seconds = 0.0
+
+    def restore(self) -> tuple[int, list[Event]]:
+        """Bring the newest state back; the steps that it has done, and what there is to say."""
+        if self._memory is not None:
+            step, events = self._memory.restore()
+        else:
+            step, events = from_disk(self._store, self._state)
+        self._saved_step = -1 if self._memory is not None and self._memory.unsaved else step
+        if self._ranks.world_size > 1:
+            self._agreement = Agreement(step)
+        every, directory = self._job.checkpoint.every_steps, self._recording.directory.path
+        before = read_run(directory).attempts[:-1] if self._ranks.is_first else []
+        fixed = Every(steps=every) if every and every != "auto" else Every(seconds=math.inf)
+        self._pace = pace_of(
+            Every() if every == "auto" else fixed,
+            directory / "pace.json",
+            nodes=self._ranks.nodes,
+            failed_before=bool(before) and before[-1].outcome == "died",
+        )
+        return step, events
+
+    def begin(self, step: int) -> None:
+        """Set-up is over, with `step` steps done."""
+        self._pace.begun(step, time.monotonic())
+        self._stop.training_begins()
+        self._boundary = time.monotonic()
+
+    def settle(self) -> None:
+        """To be called before an optimizer's step: what was being copied from memory is copied."""
+        if self._memory is not None:
+            self._memory.settle(no_mark)
+
+    def observe_step(self) -> None:
+        """A step has been done."""
+        now = time.monotonic()
+        seconds, self._boundary = now - self._boundary, now
+        weight = _STEP_WEIGHT if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
+        self._stop.observe_step(seconds)
+        self._pace.observe_step(seconds, saving=self._handle is not None)
+        self._collect(wait=False)
+
+    def boundary(self, step: int) -> str:
+        """Between two steps: keep and save the state as is due.
+
+        Returns:
+            Why to stop, in which case all is saved; empty to go on.
+
+        Raises:
+            CheckpointError: When the run is to stop and cannot be saved.
+        """
+        stop, save = self._wishes(step)
+        if stop:
+            self._recording.write(StopRequested(step, stop))
+            self.save_last(step)
+            self.stopped = stop
+            return stop
+        if self._memory is not None:
+            self._note()
+            plan = self._memory.look(step)
+            if self._agreement is not None:
+                plan = self._agreement.any(plan)
+            self._recording.write(self._memory.keep(step, plan=plan))
+        if save:
+            self._save(step)
+        return ""
+
+    def save_last(self, step: int) -> None:
+        """Save where the loop ends, and wait for it: here a failure must not be passed over.
+
+        Raises:
+            CheckpointError: When it fails.
+        """
+        self._collect(wait=True)
+        if self._saved_step < step:
+            self._save(step)
+            self._collect(wait=True)
+        if self._saved_step < step:
+            raise CheckpointError(
+                f"step {step} could not be saved; `outlast report` and "
+                f"{self._recording.directory.path}/events.jsonl say why. The run can go on from "
+                "its newest complete checkpoint: mend the cause and run the same command again"
+            )
+        if self._memory is not None:
+            self._memory.close(forget=True)
+            self._memory = None
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give up the store and the memory, which is kept for a restart.
+
+        Args:
+            failed: Other ranks may wait for this one elsewhere: they are not waited for.
+        """
+        if self._memory is not None:
+            self._memory.close(forget=False)
+        self._store.close(drain=not failed, failed=failed)
+
+    def _wishes(self, step: int) -> tuple[str, bool]:
+        """Why to stop after this step, and whether to save; the same on all ranks."""
+        save = self._pace.due(step, time.monotonic())
+        if self._agreement is None:
+            return self._stop(), save
+        why = self._stop() if self._ranks.is_first else self._stop.signalled
+        common = save and self._pace.is_common
+        if not self._agreement.is_due(step):
+            return "", common
+        agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        stop = (why or "a signal to another rank") if agreed.stop else ""
+        return stop, common or agreed.save
+
+    def _save(self, step: int) -> None:
+        """Begin a save; what goes wrong is recorded and stops no training."""
+        self._collect(wait=True)
+        self._pace.begun(step, time.monotonic())
+        with self._recording.watch("checkpoint"):
+            self._note()
+            try:
+                self._handle = self._store.save_async(step, self._state)
+            except CheckpointError as error:
+                self._recording.write(CheckpointFailed(step, str(error)))
+        self._boundary = time.monotonic()
+
+    def _collect(self, *, wait: bool) -> None:
+        """See how the save under way went, if it is done."""
+        if self._handle is None or not (wait or self._handle.done()):
+            return
+        with self._recording.watch("checkpoint"):
+            result = self._handle.result()
+        self._handle = None
+        self._recording.saved(result)
+        if result.error is not None:
+            return
+        self._saved_step = result.step
+        self._pace.observe_save(result)
+        self._stop.observe_save(result.seconds)
+        if self._ranks.is_first:
+            report_progress(result.step, save_seconds=result.seconds)

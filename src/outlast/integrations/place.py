@@ -1,0 +1,54 @@
+"""Where a loop that is not ours runs, and what is around its model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from outlast.errors import IntegrationError
+from outlast.train.ranks import ALONE, Ranks, ranks_from
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def ranks_here() -> Ranks:
+    """This process among those of the default process group.
+
+    Raises:
+        IntegrationError: When several processes were started, and have no group yet.
+    """
+    known = ranks_from(os.environ)
+    if not dist.is_initialized():
+        if known.world_size > 1:
+            raise IntegrationError(
+                f"{known.launch} has started {known.world_size} processes, but there is no process "
+                "group yet: call torch.distributed.init_process_group() before"
+            )
+        return ALONE
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (known.rank, known.world_size):
+        return known
+    return Ranks(rank, size, rank, size, "alone")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module within what DDP and torch.compile put around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """What the models compute on; the CPU for such without parameters."""
+    parameters = (each for model in models for each in model.parameters())
+    return next((each.device for each in parameters), torch.device("cpu"))

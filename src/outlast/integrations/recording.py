@@ -1,0 +1,320 @@
+"""The records of a run whose loop is not ours, as `outlast report` and the sinks read them.
+
+A run directory is the same whoever trains: `job.toml`, `events.jsonl`, a lock while it lives. What
+is in it are the settings that Outlast follows, what every step took, each save, finding and joule.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from outlast.errors import OutlastError, RunError
+from outlast.hardware import this_machine
+from outlast.job import differences, fingerprint, loop_job_from_text, to_toml
+from outlast.records import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    Ready,
+    RecordWriter,
+    RunDirectory,
+    StepsDone,
+    TensorBoardSink,
+    WandbSink,
+    Warned,
+)
+from outlast.records.stopwatch import Stopwatch
+from outlast.train.memory import MemoryWatch
+from outlast.train.metering import run_meter
+from outlast.train.ranks import together
+from outlast.train.run import versions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from outlast.checkpoint import SaveResult
+    from outlast.job import LoopJob
+    from outlast.records import Event, OwnerLock, Predicted, Sink
+    from outlast.train.guarding import RunGuard
+    from outlast.train.metering import RunMeter
+    from outlast.train.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class LoopFacts:
+    """What a training loop that is not ours says about itself.
+
+    Attributes:
+        framework: Whose loop it is, e.g. ``pytorch`` or ``transformers``.
+        steps: Optimizer steps of the whole run; 0: not known.
+        samples_per_step: Over all processes; 0: not known.
+        tokens_per_step: Over all processes; 0: not known.
+        parameters: Of the model; 0: not known.
+        flops_per_token: Forward and backward; 0: not known.
+        parallel: Sizes of the parallel dimensions, as far as they are known.
+        versions: Of the framework's packages, by name.
+    """
+
+    framework: str
+    steps: int = 0
+    samples_per_step: int = 0
+    tokens_per_step: int = 0
+    parameters: int = 0
+    flops_per_token: float = 0.0
+    parallel: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Recording:
+    """One attempt of a run, from its first step to its end; also measures its energy and memory.
+
+    All ranks of the default process group, if there is one, make it and call its methods together,
+    but for `step`, `saved` and `write`, which the first rank alone may call. Only the first writes.
+
+    Args:
+        job: The settings.
+        ranks: This process among the others.
+        device: What it computes on.
+        facts: About the loop.
+        fresh: Move a run aside that is in the directory already.
+        prediction: What the run is expected to need; recorded before the first step.
+
+    Attributes:
+        directory: Of the run.
+        watch: Time by purpose; ``with recording.watch("data"):`` counts for another one.
+
+    Raises:
+        OutlastError: On all ranks, when the directory is in use, is another job's, or cannot be
+            written, or a sink cannot be opened.
+    """
+
+    def __init__(
+        self,
+        job: LoopJob,
+        ranks: Ranks,
+        device: torch.device,
+        facts: LoopFacts,
+        *,
+        fresh: bool = False,
+        prediction: Predicted | None = None,
+    ) -> None:
+        self.directory = directory_of(job)
+        self.watch = Stopwatch()
+        self._job = job
+        self._ranks = ranks
+        self._facts = facts
+        self._writer: RecordWriter | None = None
+        self._lock: OwnerLock | None = None
+        self._step = 0
+        self._losses: list[float] = []
+        self._step_seconds: list[float] = []
+        self._boundary = 0.0
+        self._last = (math.nan, math.nan)
+        self._closed = False
+        self._memory = MemoryWatch(ranks, device)
+        together(lambda: self._open(fresh) if ranks.is_first else None)
+        self._meter: RunMeter | None = together(
+            lambda: run_meter(job.energy, ranks, device, tokens_per_step=facts.tokens_per_step)
+        )
+        if prediction is not None:
+            self.write(prediction)
+
+    def ready(self, step: int, events: Sequence[Event] = (), guard: RunGuard | None = None) -> None:
+        """Set-up is over; the first step begins.
+
+        Args:
+            step: Steps done in the run.
+            events: What restoring had to say.
+            guard: Whose checks' time is told apart.
+        """
+        for event in events:
+            self.write(event)
+        self._step = step
+        seconds = self.watch.lap()
+        started = time.time() - psutil.Process().create_time()
+        seconds["startup"] = max(started - sum(seconds.values()), 0.0)
+        self.write(Ready(step, started, seconds))
+        if self._meter is not None:
+            self._meter.guard = guard
+            self._measured(self._meter.begin(step))
+        self._boundary = time.perf_counter()
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float = math.nan,
+        gradient_norm: float = math.nan,
+        learning_rate: float = math.nan,
+    ) -> bool:
+        """One more optimizer step is done; what is not known stays NaN.
+
+        Returns:
+            Whether these steps are to be recorded, by calling `record_steps` on all ranks.
+        """
+        now = time.perf_counter()
+        self._step_seconds.append(now - self._boundary)
+        self._losses.append(loss)
+        self._boundary, self._step = now, step
+        self._last = (gradient_norm, learning_rate)
+        return step % self._job.log.every_steps == 0 or step == self._facts.steps
+
+    def record_steps(self) -> None:
+        """Record the steps since the last call."""
+        if not self._step_seconds:
+            return
+        known = [each for each in self._losses if not math.isnan(each)]
+        norm, rate = self._last
+        seconds = self.watch.lap()
+        self.write(
+            StepsDone(
+                step=self._step,
+                steps=len(self._losses),
+                loss=sum(known) / len(known) if known else math.nan,
+                gradient_norm=norm,
+                learning_rate=rate,
+                tokens=self._step * self._facts.tokens_per_step,
+                step_seconds=[round(each, 6) for each in self._step_seconds],
+                seconds=seconds,
+            )
+        )
+        if self._meter is not None:
+            self._measured(self._meter.steps_done(self._step, len(self._losses), seconds))
+        self._losses, self._step_seconds = [], []
+
+    def saved(self, result: SaveResult) -> None:
+        """A save has ended, well or not."""
+        if result.error is not None:
+            self.write(CheckpointFailed(result.step, result.error))
+        else:
+            self.write(
+                CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
+            )
+
+    def write(self, event: Event | None) -> None:
+        """Write any other event down."""
+        if self._writer is not None and event is not None:
+            self._writer.write(event)
+
+    def close(self, outcome: str, reason: str = "") -> None:
+        """The attempt ends; all ranks call it together, and a second call does nothing.
+
+        Args:
+            outcome: ``completed``, ``to_be_continued``, or ``failed``: then this process may be
+                the only one that calls it, and nobody is waited for.
+            reason: Why it ends before its last step.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if outcome != "failed":
+                self.record_steps()
+                if self._meter is not None:
+                    self._measured(self._meter.finish(self._step, self.watch.so_far()))
+                self.write(self._memory.measured(self._step))
+            self.write(AttemptEnded(self._step, outcome, reason, self.watch.lap()))
+        finally:
+            if self._meter is not None:
+                self._meter.close()
+            if self._writer is not None:
+                self._writer.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def _measured(self, event: Event | None) -> None:
+        assert self._meter is not None
+        self.write(event)
+        for message in self._meter.warnings if event is not None else ():
+            self.write(Warned(message))
+
+    def _open(self, fresh: bool) -> None:
+        """Take the directory for this attempt, and write down that it begins."""
+        directory = self.directory
+        if fresh and directory.exists():
+            # Holding the lock for a moment makes sure that no live run is moved aside.
+            lock = directory.lock()
+            lock.acquire()
+            lock.release()
+            directory.move_aside()
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"the run directory {directory.path} cannot be made: {error}") from None
+        lock = directory.lock()
+        lock.acquire()
+        try:
+            _refuse_another(self._job, directory)
+            directory.create(to_toml(self._job))
+            self._writer = RecordWriter(
+                directory.path, 0, directory.next_attempt(), _sinks(self._job, directory)
+            )
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
+        facts = self._facts
+        self.write(
+            AttemptStarted(
+                fingerprint=fingerprint(self._job),
+                world_size=self._ranks.world_size,
+                launch=self._ranks.launch,
+                parallel=facts.parallel,
+                machine=this_machine().to_dict(),
+                versions={**versions(), **facts.versions},
+                total_steps=facts.steps,
+                samples_per_step=facts.samples_per_step,
+                tokens_per_step=facts.tokens_per_step,
+                parameters=facts.parameters,
+                flops_per_token=facts.flops_per_token,
+                data={"framework": facts.framework},
+            )
+        )
+
+
+def directory_of(job: LoopJob) -> RunDirectory:
+    """The directory of the job's run."""
+    return RunDirectory(Path(job.run.directory) / job.run.name)
+
+
+def _refuse_another(job: LoopJob, directory: RunDirectory) -> None:
+    """Refuse a directory that holds another run.
+
+    Raises:
+        RunError: With what differs and what can be done.
+    """
+    if not directory.exists():
+        return
+    remedy = "give this run another name (run.name), or start anew with fresh=True"
+    try:
+        earlier = loop_job_from_text(directory.job_file.read_text(encoding="utf-8"))
+    except (OutlastError, OSError, UnicodeDecodeError):
+        raise RunError(
+            f"the run directory {directory.path} holds a run of another kind, perhaps one of "
+            f"`outlast train`; {remedy}"
+        ) from None
+    if changed := differences(earlier, job):
+        raise RunError(
+            f"the run directory {directory.path} belongs to a run with other settings "
+            f"({'; '.join(changed)}); set them back, {remedy}"
+        )
+
+
+def _sinks(job: LoopJob, directory: RunDirectory) -> list[Sink]:
+    sinks: list[Sink] = []
+    if job.log.tensorboard:
+        sinks.append(TensorBoardSink(directory.tensorboard))
+    if job.log.wandb_project:
+        name = f"{job.run.name}-{directory.identifier}"
+        config: dict[str, Any] = job.model_dump()
+        sinks.append(WandbSink(job.log.wandb_project, name, config, directory.path))
+    return sinks
