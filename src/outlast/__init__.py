@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outlast.version import __version__
+
 if TYPE_CHECKING:
     from outlast.integrations.run import Run
 
 __all__ = ["Run", "__version__"]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

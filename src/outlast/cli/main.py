@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from outlast import __version__
+from outlast.version import __version__
 from outlast.cli.autosave import autosave
 from outlast.cli.ckpt import ckpt
 from outlast.cli.cluster import cluster

@@ -174,7 +174,7 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 
 
 def _write(found: Fitted, out: Path) -> None:
-    from outlast import __version__
+    from outlast.version import __version__
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.stored import calibration_of
 

@@ -143,7 +143,7 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         cluster_text: Likewise.
         files: By `places`.
     """
-    from outlast import __version__
+    from outlast.version import __version__
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.resident import constants_of
     from outlast.plan.calibration.stored import calibration_of

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from outlast import __version__
+from outlast.version import __version__
 from outlast.errors import RecoverError
 from outlast.records import (
     CheckpointRestored,

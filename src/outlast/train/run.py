@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from outlast import __version__
+from outlast.version import __version__
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, OutlastError, RunError
 from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml

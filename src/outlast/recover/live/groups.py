@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outlast import __version__
+from outlast.version import __version__
 from outlast.errors import RecoverError, WrongNumbersError
 from outlast.records import MemberLost, MembershipChanged, StateRecovered
 from outlast.recover.live.heal import Transfer, state_digest
