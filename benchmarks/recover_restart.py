@@ -1,7 +1,9 @@
 """Killing workers of a real run: restart from memory against reload from disk; goodput at rates.
 
-Both sides are started again by torch elastic in the same way and hold the same state; they differ
-in where they take it from. Predictions come from the undisturbed run alone (`outlast drill`).
+The peer is a plain script under torchrun that reloads a DCP checkpoint (`recover_torchrun`): the
+same model, optimizer, batch and processes, killed as often. Beside it stands Outlast's own trainer
+without its memory, which starts again as fast and reads its newest version from disk. Predictions
+come from the undisturbed run alone (`outlast drill`).
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, at_most
+from harness import Bar, at_most, median
+from recover_torchrun import reload_seconds
 
 from outlast.cli.drill_processes import Asked, drill_processes
+from outlast.job import load_job
 
-_SMALL = ("train.steps=40", "checkpoint.every_steps=10")
+_SMALL = ("train.steps=40", "checkpoint.every_steps=5")
 _LARGE = (
     "train.steps=80",
-    "checkpoint.every_steps=10",
+    "checkpoint.every_steps=5",
     "train.batch_size=4",
     "data.sequence_length=32",
     "model.settings.hidden_size=512",
@@ -28,6 +32,8 @@ _LARGE = (
     "model.settings.num_key_value_heads=8",
 )
 """41 million parameters: 0.5 GB of weights and moments."""
+
+_EVERY_STEPS = 5
 
 _ALWAYS = (
     "optimizer.name=adamw",
@@ -69,8 +75,17 @@ def _reload(folder: Path, quick: bool) -> list[Bar]:
         for mode in ("restart", "off")
     }
     restart, off = found["restart"], found["off"]
-    ours, theirs = (each["median_seconds"] or math.inf for each in (restart, off))
-    peer = f"reload from disk: {theirs:.2f} s, {off['lost_steps']} steps again"
+    ours, own_disk = (each["median_seconds"] or math.inf for each in (restart, off))
+    job = load_job(None, [*_ALWAYS, *size])
+    model = {
+        **job.model.settings,
+        "batch_size": job.train.batch_size,
+        "sequence_length": job.data.sequence_length,
+    }
+    waits, again = reload_seconds(model, workers, 2 if quick else 8, _EVERY_STEPS)
+    theirs = median(waits)
+    peer = f"torchrun and DCP: {theirs:.2f} s, {sum(again)} steps again in {len(again)} kills"
+    disk = f"{own_disk:.2f} s, {off['lost_steps']} steps again in {off['struck']} kills"
     struck = restart["struck"]
     lost = max(each["lost_steps"] for each in restart["trials"])
     return [
@@ -88,6 +103,14 @@ def _reload(folder: Path, quick: bool) -> list[Bar]:
             "",
             1.0 / 3.0,
             f"{ours:.2f} s; {peer}",
+        ),
+        Bar(
+            "the same, over our own trainer with recover.mode = off",
+            round(ours / own_disk, 4),
+            "",
+            "reported",
+            True,
+            disk,
         ),
         at_most("steps lost by a kill, restart from memory, at most", lost, "steps", 1.0, peer),
         Bar(
