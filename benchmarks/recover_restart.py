@@ -43,10 +43,10 @@ _ALWAYS = (
     "export.huggingface=false",
 )
 _PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-_RATES = {"2/min": 12_000, "4/min": 8_000, "8/min": 5_000}
+_RATES = {"2/min": 3_600, "4/min": 2_000, "8/min": 1_200}
 """Kills at a rate, and steps that last for `_KILLS` of them."""
 
-_KILLS = 8
+_KILLS = 6
 _POINTS = 5.0
 
 
