@@ -33,6 +33,7 @@ from outlast.records import (
     forecast_of,
     read_run,
 )
+from outlast.records.process import age_seconds
 from outlast.recover.resize import is_wanted
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
@@ -381,4 +382,4 @@ def _process_start(ranks: Ranks, *, again: bool) -> float:
     if ranks.launch == "nproc" and restarts == 0 and not again:
         parent = process.parent()
         process = parent if parent is not None else process
-    return process.create_time()
+    return time.time() - age_seconds(process)
