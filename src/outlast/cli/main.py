@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from outlast.version import __version__
 from outlast.cli.autosave import autosave
 from outlast.cli.ckpt import ckpt
 from outlast.cli.cluster import cluster
@@ -36,6 +35,7 @@ from outlast.errors import (
     OutlastError,
     WrongNumbersError,
 )
+from outlast.version import __version__
 
 app = typer.Typer(
     name="outlast",

@@ -174,9 +174,9 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 
 
 def _write(found: Fitted, out: Path) -> None:
-    from outlast.version import __version__
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.stored import calibration_of
+    from outlast.version import __version__
 
     used = found.used
     provenance = Provenance(

@@ -143,11 +143,11 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         cluster_text: Likewise.
         files: By `places`.
     """
-    from outlast.version import __version__
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.resident import constants_of
     from outlast.plan.calibration.stored import calibration_of
     from outlast.records import replace_file
+    from outlast.version import __version__
 
     provenance = Provenance(
         date=datetime.now(UTC).date().isoformat(),

@@ -6,7 +6,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from outlast.version import __version__
 from outlast.errors import RecoverError
 from outlast.records import (
     CheckpointRestored,
@@ -20,6 +19,7 @@ from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
 from outlast.recover.restart import Keeper
 from outlast.recover.sources import Candidate, cheapest
+from outlast.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

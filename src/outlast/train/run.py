@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from outlast.version import __version__
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, OutlastError, RunError
 from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml
@@ -44,6 +43,7 @@ from outlast.train.signals import StopFlag
 from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
 from outlast.train.watching import under_watch
+from outlast.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable

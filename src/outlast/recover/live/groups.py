@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outlast.version import __version__
 from outlast.errors import RecoverError, WrongNumbersError
 from outlast.records import MemberLost, MembershipChanged, StateRecovered
 from outlast.recover.live.heal import Transfer, state_digest
@@ -20,6 +19,7 @@ from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
 from outlast.recover.live.rules import begun, committed_in, membership, must_restore
 from outlast.recover.live.step import LiveStep
 from outlast.recover.live.tree import PartSums
+from outlast.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
