@@ -275,3 +275,18 @@ def test_logits_of_a_tensor_and_of_a_result_object():
     tensor = torch.zeros(1, 2, 3)
     assert logits_of(tensor) is tensor
     assert logits_of(nn.Identity()(type("Output", (), {"logits": tensor})())) is tensor
+
+
+def test_model_without_first_weights_is_the_same_but_for_them() -> None:
+    tied = {**TINY, "tie_word_embeddings": True}
+    job = job_of(settings=tied)
+    drawn, bare = build_model(job), build_model(job, drawn=False)
+    assert [(name, each.shape) for name, each in drawn.state_dict().items()] == [
+        (name, each.shape) for name, each in bare.state_dict().items()
+    ]
+    assert bare.lm_head.weight is bare.model.embed_tokens.weight
+    bare.load_state_dict(drawn.state_dict())
+    tokens = torch.arange(8)[None]
+    # Also what is in no state_dict is there, such as the frequencies of rotary embeddings.
+    assert torch.equal(logits_of(drawn(tokens)), logits_of(bare(tokens)))
+    assert bare.training

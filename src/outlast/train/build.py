@@ -46,7 +46,7 @@ from outlast.train.parallelize import (
     split_tensors,
 )
 from outlast.train.preflight import Plan, pipeline_shape
-from outlast.train.ranks import together
+from outlast.train.ranks import shared, together
 from outlast.train.recovering import run_memory
 from outlast.train.saving import cadence_of, open_store
 from outlast.train.slowness import SlownessWatch
@@ -65,6 +65,7 @@ from outlast.train.waits import CommunicationWait
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from outlast.checkpoint import CheckpointStore
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
@@ -79,7 +80,10 @@ _GRACE_SECONDS = 1.0
 
 @dataclass
 class SetUp:
-    """What a rank knows before its trainer is built, and the seconds that the set-up takes."""
+    """What a rank knows before its trainer is built, and the seconds that the set-up takes.
+
+    `restores` says whether the trainer will restore what is saved before it trains.
+    """
 
     job: Job
     plan: Plan
@@ -91,6 +95,7 @@ class SetUp:
     turns: Turns | None = None
     transfers: Transfers | None = None
     mark: Mark = no_mark
+    restores: bool = False
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -161,7 +166,13 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         )
     )
     calibrate_planner(job, setup.ranks, device)
-    model, tensorized = together(lambda: build_whole_model(job))
+    store = open_store(
+        job.checkpoint,
+        setup.directory,
+        pacings={} if setup.transfers is None else setup.transfers.tiers(),
+    )
+    saved = setup.restores and _is_saved(job, store)
+    model, tensorized = together(lambda: build_whole_model(job, drawn=not saved))
     tune_layers(model, (job, layout, setup.ranks, device))
     if tensorized is not None and records is not None:
         records.write(tensorized)
@@ -178,7 +189,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         assert mesh is not None
         engine: Engine = _pipeline_engine(setup, model, mesh)
     else:
-        engine = _replica_engine(setup, model, mesh, waits)
+        engine = _replica_engine(setup, model, mesh, waits, saved=saved)
     setup.timed("parallelize", begun)
     called = engine.model if isinstance(engine, ReplicaEngine) else model
     data_rank = layout.data_rank(setup.ranks.rank)
@@ -191,11 +202,6 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
     add_update_rules(model, optimizers, job.tensorize, job.optimizer)
-    store = open_store(
-        job.checkpoint,
-        setup.directory,
-        pacings={} if setup.transfers is None else setup.transfers.tiers(),
-    )
     state = {"model": model, "optimizer": optimizers}
     replay = None
     if job.checkpoint.replay != "off":
@@ -237,6 +243,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         ),
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
+        must_restore=saved,
         recovery=run_memory(
             job.recover,
             fingerprint(job),
@@ -257,8 +264,21 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     return trainer, size
 
 
+def _is_saved(job: Job, store: CheckpointStore) -> bool:
+    """Whether there is a version that all ranks restore, so that first weights are for nothing.
+
+    A version on nodes' own disks is restored only if every node still has its part.
+    """
+    return not job.checkpoint.fast_private and all(shared(store.newest() is not None))
+
+
 def _replica_engine(
-    setup: SetUp, model: nn.Module, mesh: DeviceMesh | None, waits: CommunicationWait
+    setup: SetUp,
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    waits: CommunicationWait,
+    *,
+    saved: bool,
 ) -> ReplicaEngine:
     """Tensor parallel, recomputation, compile, then FSDP2 or DDP, in this order."""
     job, layout, device = setup.job, setup.plan.layout, setup.device
@@ -282,7 +302,7 @@ def _replica_engine(
         axes = ("replicate", "shard") if summed_here else ("shard",)
         shard(model, mesh[axes], bf16=bf16)
     elif mesh is not None and summed_here:
-        called = replicate(model, mesh["replicate"])
+        called = replicate(model, mesh["replicate"], sync=not saved)
         waits.watch_gradients(model)
     return ReplicaEngine(
         model=called,

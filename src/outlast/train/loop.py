@@ -14,9 +14,11 @@ from outlast.records import (
     AttemptEnded,
     CheckpointFailed,
     CheckpointInterval,
+    CheckpointRestored,
     CheckpointSaved,
     Evaluated,
     Ready,
+    StateRecovered,
     StepsDone,
     StopRequested,
     Stopwatch,
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from outlast.train.slowness import SlownessWatch
     from outlast.train.tensorizing import SpikeWatch
     from outlast.train.waits import CommunicationWait
+
+
+_RESTORED = (CheckpointRestored, StateRecovered)
 
 
 class StateMovedError(Exception):
@@ -126,7 +131,7 @@ class Trainer:
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
     stop, or an empty text. `writes` says whether the last save is up to this process and its ranks.
     `resize_wanted` is asked on rank 0. `mark` is told in which phase of a
-    step this process is.
+    step this process is. `must_restore`: the model has no first weights.
     """
 
     job: Job
@@ -148,6 +153,7 @@ class Trainer:
     records: RecordWriter | None
     memory: MemoryWatch
     settle_reduction_order: bool
+    must_restore: bool = False
     spikes: SpikeWatch | None = None
     energy: RunMeter | None = None
     before_step: Callable[[int], None] | None = None
@@ -234,6 +240,11 @@ class Trainer:
             step, events = self.recovery.restore()
         else:
             step, events = from_disk(self.store, self._state)
+        if self.must_restore and not any(isinstance(event, _RESTORED) for event in events):
+            raise CheckpointError(
+                "the checkpoint that was there when this start began has gone, and the model has "
+                "no first weights; run the same command again"
+            )
         for event in events:
             self._record(event)
         return step

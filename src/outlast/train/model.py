@@ -160,8 +160,13 @@ def facts_of(config: PretrainedConfig | None) -> ModelFacts:
     )
 
 
-def build_model(job: Job) -> nn.Module:
+def build_model(job: Job, *, drawn: bool = True) -> nn.Module:
     """Build the job's model in fp32 on the CPU; its weights depend on run.seed alone.
+
+    Args:
+        job: Checked.
+        drawn: Whether it gets its first weights; False leaves whatever is in memory, for a state
+            that is restored as a whole. A model from a function has its own way.
 
     Raises:
         OutlastError: When the model cannot be built or its weights cannot be loaded.
@@ -176,6 +181,8 @@ def build_model(job: Job) -> nn.Module:
     assert config is not None
     settings = {"attn_implementation": model.attention, "dtype": torch.float32}
     try:
+        if not drawn:
+            return _without_weights(config, settings).train()
         if wants_weights(model):
             built, found = AutoModelForCausalLM.from_pretrained(
                 model.directory,
@@ -199,6 +206,23 @@ def build_model(job: Job) -> nn.Module:
         raise OutlastError(f"the model cannot be built: {_reason(error)}") from None
     assert isinstance(built, nn.Module)
     return built.train()
+
+
+def _without_weights(config: PretrainedConfig, settings: dict[str, Any]) -> nn.Module:
+    """A model of this config with whatever is in memory as its weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import guard_torch_init_functions
+
+    # Buffers need their values: some are in no state_dict.
+    done: Any = nn.Parameter
+    done._is_hf_initialized = True
+    try:
+        with guard_torch_init_functions():
+            built = AutoModelForCausalLM.from_config(config, **settings)
+    finally:
+        del done._is_hf_initialized
+    assert isinstance(built, nn.Module)
+    return built
 
 
 def load_code(model: ModelSection) -> None:

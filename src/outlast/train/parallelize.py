@@ -155,8 +155,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
     shard_tensorized(model, mesh, units=blocks_of(model).values(), policy=policy)
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
-    """DDP over the mesh."""
+def replicate(model: nn.Module, mesh: DeviceMesh, *, sync: bool = True) -> DistributedDataParallel:
+    """DDP over the mesh; `sync` gives all replicas the first one's weights."""
     return DistributedDataParallel(
-        model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        model, process_group=mesh.get_group(), gradient_as_bucket_view=True, init_sync=sync
     )

@@ -181,6 +181,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 start.turns,
                 mark=mark,
                 transfers=start.transfers,
+                restores=start.drill is None,
             )
             if start.drill is not None:
                 return start.drill.run(setup)

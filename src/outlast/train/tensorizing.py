@@ -50,8 +50,12 @@ _OWN_STREAM = 0x7E4502
 """Added to run.seed, so that factors are not drawn with the numbers of the dense weights."""
 
 
-def build_whole_model(job: Job) -> tuple[nn.Module, Tensorized | None]:
+def build_whole_model(job: Job, *, drawn: bool = True) -> tuple[nn.Module, Tensorized | None]:
     """The job's model on the CPU, tensorized if it says so; its weights depend on run.seed alone.
+
+    Args:
+        job: Checked.
+        drawn: As for `build_model`; layers that are made of others' weights are always drawn.
 
     Returns:
         The model, and what was replaced in it; None without [tensorize].
@@ -59,10 +63,10 @@ def build_whole_model(job: Job) -> tuple[nn.Module, Tensorized | None]:
     Raises:
         OutlastError: When the model cannot be built, or nothing fits tensorize.match.
     """
-    model = build_model(job)
     settings = job.tensorize
     if settings.form == "off":
-        return model, None
+        return build_model(job, drawn=drawn), None
+    model = build_model(job)
     dense = size_of(model, job.data.sequence_length)
     found = _replace(model, job)
     kept = {} if settings.force else _without_gain(found)
