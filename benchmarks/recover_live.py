@@ -298,8 +298,8 @@ def live_bars(quick: bool) -> list[Bar]:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     ours = trials(outlast_group, 3 if quick else 100, HEARTBEAT_SECONDS)
     # As shipped: the lighthouse waits for the whole heartbeat. And with as little patience.
-    peer = trials(torchft_group, 2 if quick else 20, HEARTBEAT_SECONDS / SILENCE_SHARE)
-    eager = trials(torchft_group, 2 if quick else 20, HEARTBEAT_SECONDS)
+    peer = trials(torchft_group, 2 if quick else 8, HEARTBEAT_SECONDS / SILENCE_SHARE)
+    eager = trials(torchft_group, 2 if quick else 8, HEARTBEAT_SECONDS)
 
     def words(what: Found) -> str:
         seconds = f"{median(what.seconds):.2f} s" if what.seconds else "never"
