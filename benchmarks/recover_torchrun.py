@@ -42,7 +42,7 @@ def reload_seconds(
     draw, waits, again = random.Random(0), [], []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        command = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={kills}"]
+        command = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={4 * kills}"]
         run = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *command, __file__, folder]
             + [json.dumps({**settings, "every_steps": every_steps})],
@@ -52,7 +52,8 @@ def reload_seconds(
             stderr=subprocess.DEVNULL,
         )
         try:
-            for attempt in range(kills):
+            attempt = 0
+            for _ in range(kills):
                 # Between two checkpoints, as far into the interval as chance says.
                 beyond = 2 * every_steps + draw.randrange(every_steps)
                 _wait(place, run, attempt, beyond)
@@ -60,7 +61,9 @@ def reload_seconds(
                 last = _steps(place)[-1]
                 os.kill(worker, signal.SIGKILL)
                 struck = time.monotonic()
+                # A start of the group may itself fail, and be followed by another.
                 first = _wait(place, run, attempt + 1, 1)
+                attempt = first["attempt"]
                 waits.append(first["at"] - struck)
                 again.append(last["step"] + 1 - first["step"])
         finally:
@@ -76,10 +79,10 @@ def _steps(place: Path) -> list[dict[str, Any]]:
 
 
 def _wait(place: Path, run: subprocess.Popen[bytes], attempt: int, steps: int) -> dict[str, Any]:
-    """The record of step number `steps` of a start of the group."""
+    """The record of step number `steps` since a start of the group."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while time.monotonic() < deadline:
-        found = [each for each in _steps(place) if each["attempt"] == attempt]
+        found = [each for each in _steps(place) if each["attempt"] >= attempt]
         if len(found) >= steps:
             return found[steps - 1]
         if run.poll() is not None:
