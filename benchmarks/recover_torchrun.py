@@ -103,8 +103,14 @@ def main() -> None:
     place, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     every, batch = settings.pop("every_steps"), settings.pop("batch_size")
     length = settings.pop("sequence_length")
-    dist.init_process_group("gloo")
-    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, ranks, attempt = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    # In torch 2.13 a restarted group finds the addresses of the dead one, and waits for them: a
+    # prefix of its own spares the peer that wait.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"{attempt}", dist.TCPStore(address, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     (place / f"pid{rank}").write_text(str(os.getpid()))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     called = DistributedDataParallel(model)
@@ -122,8 +128,8 @@ def main() -> None:
     while True:
         tokens = torch.randint(
             settings["vocab_size"],
-            (batch // dist.get_world_size(), length),
-            generator=torch.Generator().manual_seed(step * dist.get_world_size() + rank),
+            (batch // ranks, length),
+            generator=torch.Generator().manual_seed(step * ranks + rank),
         )
         called(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
