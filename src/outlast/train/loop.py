@@ -250,13 +250,14 @@ class Trainer:
         return step
 
     def _settle(self, step: int) -> None:
-        """Run one step's passes and drop the gradients.
+        """Run the passes of one micro-batch and drop the gradients.
 
         DDP puts gradients into other buckets after its first backward pass, which changes the order
         in which three or more ranks are summed. Doing that pass here makes the first step of a
         resumed run sum in the same order as the same step of an uninterrupted one.
         """
-        self.engine.forward_backward(self.loader.batch(step), step, self._tokens_per_step)
+        # Gradients are summed in the last micro-batch's backward pass only.
+        self.engine.forward_backward(self.loader.batch(step)[-1:], step, self._tokens_per_step)
         self._zero_gradients()
 
     def _train(self, first_step: int) -> tuple[int, int]:
