@@ -14,12 +14,13 @@ from pathlib import Path
 from harness import Bar, publish
 
 PARTS = {
-    "restart": "bars",
-    "live": "live_bars",
-    "parity": "bars",
-    "approximate": "bars",
+    "restart": ("recover_restart", "bars"),
+    "goodput": ("recover_restart", "goodput_bars"),
+    "live": ("recover_live", "live_bars"),
+    "parity": ("recover_parity", "bars"),
+    "approximate": ("recover_approximate", "bars"),
 }
-"""Of each part: the function of its module that gives its bars."""
+"""Of each part: its module, and the function that gives its bars."""
 
 
 def main() -> None:
@@ -35,10 +36,11 @@ def main() -> None:
 def _bars(part: str, quick: bool) -> list[Bar]:
     """The bars of one part, whose imports and needs are its own."""
     try:
-        module = importlib.import_module(f"recover_{part}")
+        name, function = PARTS[part]
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return [Bar(part, None, "", "", False, f"cannot run here: {error}")]
-    found: list[Bar] = getattr(module, PARTS[part])(quick)
+    found: list[Bar] = getattr(module, function)(quick)
     return found
 
 
