@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.checkpoint.format.manifest import FORMAT, STATE, sealed, unsealed
 from outlast.checkpoint.format.storage import sentence_of
-from outlast.checkpoint.format.version import list_versions, load
+from outlast.checkpoint.format.version import UnfinishedError, list_versions, load, read_seal
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
@@ -106,7 +106,9 @@ def read_dcp_content(storage: Storage, contents: Contents) -> DcpContent:
     try:
         found = unsealed(storage.read(name), place)
     except FileNotFoundError:
-        raise CheckpointError(
+        # The seal is written after it, so a sealed version has lost it.
+        is_sealed = read_seal(storage, contents.version) is not None
+        raise (CheckpointError if is_sealed else UnfinishedError)(
             f"{storage.location}/{contents.version.folder} was not completed: it has no {DCP_FILE}"
         ) from None
     except OSError as error:
@@ -161,7 +163,8 @@ def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metad
         Its manifests, DCP's metadata of it, and a sentence for every newer one that is not whole.
 
     Raises:
-        CheckpointError: When there is none.
+        UnfinishedError: When none was completed yet.
+        CheckpointError: When there is none of `step`, or all are damaged.
     """
     versions = list_versions(storage)[::-1]
     chosen = [each for each in versions if step is None or each.step == step]
@@ -171,14 +174,16 @@ def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metad
             f"step = {step} is not in {storage.location}; the steps there are {listed}"
         )
     skipped: list[str] = []
+    damaged = False
     for version in chosen:
         try:
             contents = load(storage, version)
             if contents.kind == STATE:
                 return contents, metadata_of(storage, contents), skipped
         except CheckpointError as error:
+            damaged = damaged or not isinstance(error, UnfinishedError)
             skipped.append(str(error))
-    raise CheckpointError(
+    raise (CheckpointError if damaged else UnfinishedError)(
         f"no checkpoint in {storage.location} can be used: {'; '.join(skipped)}"
         if skipped
         else f"there is no checkpoint in {storage.location}"

@@ -33,7 +33,7 @@ from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import sentence_of, storage_of
-from outlast.checkpoint.format.version import Version, seal
+from outlast.checkpoint.format.version import UnfinishedError, Version, seal
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, whole
 from outlast.state.tensors import dtype_of
@@ -288,6 +288,17 @@ class OutlastReader(StorageReader):
         step = _step_of(checkpoint_id)
         if step is not None:
             self._step = step
+
+    def newest(self) -> Version | None:
+        """The version that a load takes; None where no save was completed yet.
+
+        Raises:
+            CheckpointError: When there are versions, and none can be used.
+        """
+        try:
+            return newest_contents(self._storage, self._step)[0].version
+        except UnfinishedError:
+            return None
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
         """DCP's metadata of the version to be loaded; raises CheckpointError when there is none.
