@@ -66,11 +66,19 @@ class SaveHandle:
     Args:
         future: Of its result.
         copied: Makes the copies that are missing; None where all are made.
+        version: What is being written; None where that is not known, or nothing is.
+
+    Attributes:
+        version: As given.
     """
 
     def __init__(
-        self, future: Future[SaveResult], copied: Callable[[], None] | None = None
+        self,
+        future: Future[SaveResult],
+        copied: Callable[[], None] | None = None,
+        version: Version | None = None,
     ) -> None:
+        self.version = version
         self._future = future
         self._copied = copied
 
@@ -294,7 +302,7 @@ class Lane:
             )
 
         copies = _Copies(window, time.perf_counter() - save.begun, write)
-        self._window, self._last = window, SaveHandle(future, copies.close)
+        self._window, self._last = window, SaveHandle(future, copies.close, save.version)
         if window:
             # The executor's thread must not wait for the caller: a program that ends without
             # closing its windows ends all the same, without this version.
