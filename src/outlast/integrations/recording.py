@@ -168,6 +168,18 @@ class Recording:
         self._last = (gradient_norm, learning_rate)
         return step % self._job.log.every_steps == 0 or step == self._facts.steps
 
+    def amend(
+        self,
+        *,
+        loss: float = math.nan,
+        gradient_norm: float = math.nan,
+        learning_rate: float = math.nan,
+    ) -> None:
+        """The figures of the last step, known only after it, and before `record_steps`."""
+        if self._losses:
+            self._losses[-1] = loss
+            self._last = (gradient_norm, learning_rate)
+
     def record_steps(self) -> None:
         """Record the steps since the last call."""
         if not self._step_seconds:
