@@ -199,7 +199,9 @@ def in_process(
     Libraries that have threads, as blosc2, hang in forks of a process that has used them.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "outlast.cli.run_keeper", "outlast.cli.run_start"])
+    context.set_forkserver_preload(
+        ["torch", "outlast.cli.run_keeper", "outlast.cli.run_start", "outlast.integrations.run"]
+    )
     reading, writing = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(work, arguments, environment, writing))
     process.start()

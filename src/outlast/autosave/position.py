@@ -36,26 +36,34 @@ class Position:
     Of a `DataLoader`, and of iterators that can be pickled, nothing is read again; other iterables
     are counted through.
 
+    Args:
+        may_be_missing: Whether it stays as it is where none was saved under its name.
+
     Attributes:
         loop: Which loop of the program it is in, from 0; an epoch's number, for example.
         step: Steps done in the run.
         count: Items done of this loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_be_missing: bool = False) -> None:
+        self.may_be_missing = may_be_missing
         self.loop = self.step = self.count = 0
         self._random: dict[str, Any] = {}
         self._begun: dict[str, Any] = {}
         self._pickled = b""
+        self._named: tuple[Any, Names] | None = None
 
     def begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """An iterator of `iterable` from its first item."""
-        iterator = _begun(iterable)
+        self._name(iterable)
+        # An iterator draws the seed of its workers when it is made.
         self._begun = random_states()
         self.count, self._pickled = 0, b""
-        return iterator
+        return _begun(iterable)
 
-    def note(self, step: int, count: int, iterable: Iterable[Any], iterator: Any) -> None:
+    def note(
+        self, step: int, count: int, iterable: Iterable[Any], iterator: Any, *, ahead: bool = False
+    ) -> None:
         """Note where the loop stands now.
 
         Args:
@@ -63,19 +71,29 @@ class Position:
             count: Items done of this loop.
             iterable: What the loop goes through.
             iterator: What `begin` or `resume` gave for it.
+            ahead: Whether it has given one more item, which is to be given again.
         """
         self.step, self.count = step, count
         self._random = random_states()
         self._pickled = b""
-        if isinstance(iterable, Iterator):
-            # Its parts have names, and what they gave cannot be told of them: it is counted.
+        if ahead or isinstance(iterable, Iterator):
+            # The parts of an iterator have names, and what they gave cannot be told of them.
             return
         written = io.BytesIO()
         try:
-            _Pickler(written, _named(iterable)).dump(iterator)
+            _Pickler(written, self._name(iterable)).dump(iterator)
         except (AutosaveError, TypeError, pickle.PicklingError, NotImplementedError):
             return
         self._pickled = written.getvalue()
+
+    def pause(self, step: int) -> None:
+        """Note that one going-through is over and the next has not begun.
+
+        Args:
+            step: Steps done in the run.
+        """
+        self.step, self.count = step, 0
+        self._random, self._begun, self._pickled = random_states(), {}, b""
 
     def resume(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """The iterator of `iterable` behind the items that are done; sets the random numbers.
@@ -83,11 +101,15 @@ class Position:
         Raises:
             AutosaveError: When `iterable` is not what it was.
         """
+        names = self._name(iterable)
+        if not self._begun:
+            set_random_states(self._random)
+            return self.begin(iterable)
         if self._pickled:
-            found: Iterator[Any] = _Unpickler(io.BytesIO(self._pickled), _named(iterable)).load()
+            found: Iterator[Any] = _Unpickler(io.BytesIO(self._pickled), names).load()
         else:
-            found = _begun(iterable)
             set_random_states(self._begun)
+            found = _begun(iterable)
             for _ in range(self.count):
                 next(found)
         set_random_states(self._random)
@@ -103,6 +125,16 @@ class Position:
             next(found)
         self.count = count
         return found
+
+    def _name(self, iterable: Iterable[Any]) -> Names:
+        """Names of all that an iterable leads to: it is there in every process, and not written.
+
+        They are those of its first use: a new process has no others. To look at a large dataset
+        takes time, too.
+        """
+        if self._named is None or self._named[0] is not iterable:
+            self._named = iterable, Names({"iterable": iterable}, ["__main__"])
+        return self._named[1]
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as one tensor of a size that seldom changes."""
@@ -121,11 +153,6 @@ class Position:
 def _begun(iterable: Iterable[Any]) -> Iterator[Any]:
     with resumable_loaders():
         return resumable(iterable)
-
-
-def _named(iterable: Iterable[Any]) -> Names:
-    """Names of all that an iterable leads to: it is there in every process, and not written."""
-    return Names({"iterable": iterable}, ["__main__"])
 
 
 class _Pickler(pickle.Pickler):

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from outlast.checkpoint import IntervalEstimator
 from outlast.cluster import report_progress
 from outlast.errors import CheckpointError
 from outlast.integrations.agreement import Agreement
@@ -20,7 +21,7 @@ from outlast.train.saving import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from outlast.checkpoint import SaveHandle
+    from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.integrations.recording import Recording
     from outlast.integrations.stop import Stop
     from outlast.job import LoopJob
@@ -74,7 +75,7 @@ class StateKeeper:
             store=self._store,
         )
         self._agreement: Agreement | None = None
-        self._handle: SaveHandle | None = None
+        self._handles: list[SaveHandle] = []
         self._saved_step = -1
         self._boundary = 0.0
         self._step_seconds = 0.0
@@ -96,6 +97,7 @@ class StateKeeper:
             directory / "pace.json",
             nodes=self._ranks.nodes,
             failed_before=bool(before) and before[-1].outcome == "died",
+            estimator=self._estimator(),
         )
         return step, events
 
@@ -117,7 +119,7 @@ class StateKeeper:
         weight = _STEP_WEIGHT if self._step_seconds else 1.0
         self._step_seconds += weight * (seconds - self._step_seconds)
         self._stop.observe_step(seconds)
-        self._pace.observe_step(seconds, saving=self._handle is not None)
+        self._pace.observe_step(seconds, saving=bool(self._handles))
         self._collect(wait=False)
 
     def boundary(self, step: int) -> str:
@@ -135,7 +137,7 @@ class StateKeeper:
             self.save_last(step)
             self.stopped = stop
             return stop
-        if self._memory is not None:
+        if self._memory is not None and step % self._job.recover.every_steps == 0:
             self._note()
             plan = self._memory.look(step)
             if self._agreement is not None:
@@ -165,15 +167,26 @@ class StateKeeper:
             self._memory.close(forget=True)
             self._memory = None
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, forget: bool = False) -> None:
         """Give up the store and the memory, which is kept for a restart.
 
         Args:
             failed: Other ranks may wait for this one elsewhere: they are not waited for.
+            forget: What is in memory may be wrong: a restart must go on from a checkpoint.
         """
         if self._memory is not None:
-            self._memory.close(forget=False)
+            self._memory.close(forget=forget)
         self._store.close(drain=not failed, failed=failed)
+
+    def _estimator(self) -> IntervalEstimator:
+        """Of the best interval between saves, as [checkpoint] expects failures and costs."""
+        settings = self._job.checkpoint
+        return IntervalEstimator(
+            nodes=self._ranks.nodes,
+            mtbf_seconds=3600.0 * settings.mtbf_hours or None,
+            budget=settings.slowdown_budget,
+            longest_seconds=60.0 * settings.longest_minutes,
+        )
 
     def _wishes(self, step: int) -> tuple[str, bool]:
         """Why to stop after this step, and whether to save; the same on all ranks."""
@@ -190,26 +203,27 @@ class StateKeeper:
 
     def _save(self, step: int) -> None:
         """Begin a save; what goes wrong is recorded and stops no training."""
-        self._collect(wait=True)
         self._pace.begun(step, time.monotonic())
         with self._recording.watch("checkpoint"):
             self._note()
             try:
-                self._handle = self._store.save_async(step, self._state)
+                self._handles.append(self._store.save_async(step, self._state))
             except CheckpointError as error:
                 self._recording.write(CheckpointFailed(step, str(error)))
+        self._collect(wait=False)
         self._boundary = time.monotonic()
 
     def _collect(self, *, wait: bool) -> None:
-        """See how the save under way went, if it is done."""
-        if self._handle is None or not (wait or self._handle.done()):
-            return
-        with self._recording.watch("checkpoint"):
-            result = self._handle.result()
-        self._handle = None
-        self._recording.saved(result)
-        if result.error is not None:
-            return
+        """See how the saves under way went, those that are done or all."""
+        for handle in [each for each in self._handles if wait or each.done()]:
+            self._handles.remove(handle)
+            with self._recording.watch("checkpoint"):
+                result = handle.result()
+            self._recording.saved(result)
+            if result.error is None and not result.skipped:
+                self._published(result)
+
+    def _published(self, result: SaveResult) -> None:
         self._saved_step = result.step
         self._pace.observe_save(result)
         self._stop.observe_save(result.seconds)

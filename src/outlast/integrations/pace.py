@@ -106,7 +106,8 @@ class Pace:
             self.begun(step, now)
             return False
         if self._every.steps is not None:
-            return step % self._every.steps == 0 and step != self._last_step
+            # Also where nobody asked at the very step at which it was due.
+            return step // self._every.steps > self._last_step // self._every.steps
         if self._every.seconds is not None:
             return now - self._last_seconds >= self._every.seconds
         assert self._estimator is not None
@@ -137,7 +138,14 @@ class Pace:
                 replace_file(self._memory, json.dumps(self._estimator.state_dict()).encode())
 
 
-def pace_of(every: Every, memory: Path, *, nodes: int, failed_before: bool) -> Pace:
+def pace_of(
+    every: Every,
+    memory: Path,
+    *,
+    nodes: int,
+    failed_before: bool,
+    estimator: IntervalEstimator | None = None,
+) -> Pace:
     """The pace of a run, with what its earlier starts have learnt.
 
     Args:
@@ -145,12 +153,14 @@ def pace_of(every: Every, memory: Path, *, nodes: int, failed_before: bool) -> P
         memory: File that keeps what was learnt.
         nodes: Machines of the run.
         failed_before: Whether the start before this one died.
+        estimator: Of the best interval, with a user's expectations; None: without any.
     """
     if every != Every():
         return Pace(every)
-    from outlast.checkpoint import IntervalEstimator
+    if estimator is None:
+        from outlast.checkpoint import IntervalEstimator
 
-    estimator = IntervalEstimator(nodes=nodes)
+        estimator = IntervalEstimator(nodes=nodes)
     with contextlib.suppress(OSError, ValueError, KeyError, OutlastError):
         estimator.load_state_dict(json.loads(memory.read_text(encoding="utf-8")))
     if failed_before:

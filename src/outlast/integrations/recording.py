@@ -7,10 +7,11 @@ is in it are the settings that Outlast follows, what every step took, each save,
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,10 +27,10 @@ from outlast.records import (
     RecordWriter,
     RunDirectory,
     StepsDone,
-    TensorBoardSink,
-    WandbSink,
     Warned,
+    open_sinks,
 )
+from outlast.records.process import age_seconds
 from outlast.records.stopwatch import Stopwatch
 from outlast.train.memory import MemoryWatch
 from outlast.train.metering import run_meter
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveResult
     from outlast.job import LoopJob
-    from outlast.records import Event, OwnerLock, Predicted, Sink
+    from outlast.records import Event, OwnerLock, Predicted
     from outlast.train.guarding import RunGuard
     from outlast.train.metering import RunMeter
     from outlast.train.ranks import Ranks
@@ -85,7 +86,8 @@ class Recording:
         ranks: This process among the others.
         device: What it computes on.
         facts: About the loop.
-        fresh: Move a run aside that is in the directory already.
+        fresh: Move a run aside that is in the directory already, but not when a launcher starts
+            this one again.
         prediction: What the run is expected to need; recorded before the first step.
 
     Attributes:
@@ -115,10 +117,10 @@ class Recording:
         self._writer: RecordWriter | None = None
         self._lock: OwnerLock | None = None
         self._step = 0
-        self._losses: list[float] = []
+        self._losses: list[torch.Tensor | float | None] = []
         self._step_seconds: list[float] = []
         self._boundary = 0.0
-        self._last = (math.nan, math.nan)
+        self._last: tuple[torch.Tensor | float, torch.Tensor | float] = (math.nan, math.nan)
         self._closed = False
         self._memory = MemoryWatch(ranks, device)
         together(lambda: self._open(fresh) if ranks.is_first else None)
@@ -140,7 +142,7 @@ class Recording:
             self.write(event)
         self._step = step
         seconds = self.watch.lap()
-        started = time.time() - psutil.Process().create_time()
+        started = age_seconds(psutil.Process())
         seconds["startup"] = max(started - sum(seconds.values()), 0.0)
         self.write(Ready(step, started, seconds))
         if self._meter is not None:
@@ -152,11 +154,20 @@ class Recording:
         self,
         step: int,
         *,
-        loss: float = math.nan,
-        gradient_norm: float = math.nan,
-        learning_rate: float = math.nan,
+        loss: torch.Tensor | float | None = None,
+        gradient_norm: torch.Tensor | float = math.nan,
+        learning_rate: torch.Tensor | float = math.nan,
     ) -> bool:
-        """One more optimizer step is done; what is not known stays NaN.
+        """One more optimizer step is done.
+
+        Tensors are looked at when they are recorded, so that no step waits for a device; nobody
+        may change them until then.
+
+        Args:
+            step: Steps done in the run.
+            loss: In nats; None where it is not known.
+            gradient_norm: Before clipping; NaN where it is not known.
+            learning_rate: As applied; NaN where it is not known.
 
         Returns:
             Whether these steps are to be recorded, by calling `record_steps` on all ranks.
@@ -171,9 +182,9 @@ class Recording:
     def amend(
         self,
         *,
-        loss: float = math.nan,
-        gradient_norm: float = math.nan,
-        learning_rate: float = math.nan,
+        loss: torch.Tensor | float | None = None,
+        gradient_norm: torch.Tensor | float = math.nan,
+        learning_rate: torch.Tensor | float = math.nan,
     ) -> None:
         """The figures of the last step, known only after it, and before `record_steps`."""
         if self._losses:
@@ -184,8 +195,8 @@ class Recording:
         """Record the steps since the last call."""
         if not self._step_seconds:
             return
-        known = [each for each in self._losses if not math.isnan(each)]
-        norm, rate = self._last
+        known = [float(each) for each in self._losses if each is not None]
+        norm, rate = map(float, self._last)
         seconds = self.watch.lap()
         self.write(
             StepsDone(
@@ -204,10 +215,10 @@ class Recording:
         self._losses, self._step_seconds = [], []
 
     def saved(self, result: SaveResult) -> None:
-        """A save has ended, well or not."""
+        """A save has ended, well or not; of one that was not made there is nothing to say."""
         if result.error is not None:
             self.write(CheckpointFailed(result.step, result.error))
-        else:
+        elif not result.skipped:
             self.write(
                 CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
             )
@@ -252,7 +263,9 @@ class Recording:
     def _open(self, fresh: bool) -> None:
         """Take the directory for this attempt, and write down that it begins."""
         directory = self.directory
-        if fresh and directory.exists():
+        # A launcher that starts a group again gives it the same arguments.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if fresh and not again and directory.exists():
             # Holding the lock for a moment makes sure that no live run is moved aside.
             lock = directory.lock()
             lock.acquire()
@@ -267,9 +280,9 @@ class Recording:
         try:
             _refuse_another(self._job, directory)
             directory.create(to_toml(self._job))
-            self._writer = RecordWriter(
-                directory.path, 0, directory.next_attempt(), _sinks(self._job, directory)
-            )
+            job, name = self._job, f"{self._job.run.name}-{directory.identifier}"
+            sinks = open_sinks(job.log, directory, name, job.model_dump())
+            self._writer = RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
         except BaseException:
             lock.release()
             raise
@@ -319,14 +332,3 @@ def _refuse_another(job: LoopJob, directory: RunDirectory) -> None:
             f"the run directory {directory.path} belongs to a run with other settings "
             f"({'; '.join(changed)}); set them back, {remedy}"
         )
-
-
-def _sinks(job: LoopJob, directory: RunDirectory) -> list[Sink]:
-    sinks: list[Sink] = []
-    if job.log.tensorboard:
-        sinks.append(TensorBoardSink(directory.tensorboard))
-    if job.log.wandb_project:
-        name = f"{job.run.name}-{directory.identifier}"
-        config: dict[str, Any] = job.model_dump()
-        sinks.append(WandbSink(job.log.wandb_project, name, config, directory.path))
-    return sinks

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence, Sized
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from outlast.autosave.position import Position
-from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
+from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.keeping import StateKeeper
-from outlast.integrations.place import device_of, ranks_here, unwrapped
-from outlast.integrations.recording import LoopFacts, Recording
+from outlast.integrations.place import device_of, ranks_here
+from outlast.integrations.progress import Progress, entries_of, facts_of, held, set_epoch
+from outlast.integrations.recording import Recording
 from outlast.integrations.stop import Stop
 from outlast.job import LoopJob, load_loop_job
 from outlast.records import Warned
@@ -35,34 +36,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
+    from torch import nn
     from torch.optim import Optimizer
 
+    from outlast.guard import Guard
     from outlast.records import Predicted
 
 _PROGRESS, _POSITION = "outlast.progress", "outlast.position"
 
+_TELL_SECONDS = 1.0
+"""What the guard has checked is recorded at most this often."""
 
-class Progress:
-    """How far a run is, as an entry of its state: the same on all ranks.
-
-    Attributes:
-        step: Iterations of the loop that are done.
-        epoch: Times that the loader has been gone through.
-        count: Iterations done of this epoch.
-        ranks: Processes that did them.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.step = self.epoch = self.count = 0
-        self.ranks = ranks
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain numbers."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take over what was saved."""
-        vars(self).update(state)
+_FEW_UPDATES = 1000
+"""So many iterations without an optimizer's step are worth a warning: none of them was saved."""
 
 
 class Run:
@@ -73,9 +59,13 @@ class Run:
     memory for a restart by torchrun, and stops in time: at a signal or the end of a Slurm job's
     time it saves and ends the script with exit code 3, to be continued by the same command.
 
-    Nothing is saved in the middle of a gradient accumulation, but after the next optimizer step.
+    A *step* is an iteration of the loop. Nothing is saved in the middle of a gradient accumulation:
+    what is due waits for the iteration that ends with an optimizer's step. A loop that is left by
+    ``break`` is saved, too, and goes on there when it is started again; one that is left by an
+    error goes on from its last save.
 
-    All processes of the default process group, if there is one, make it together.
+    All processes of the default process group, if there is one, make it together, and do their
+    optimizers' steps in the same iterations.
 
     Args:
         job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
@@ -126,19 +116,26 @@ class Run:
         self._loader = loader
         self._epochs = epochs
         self._steps = steps
-        self._tokens_per_step = tokens_per_step
         self._fresh = fresh
         self._prediction = prediction
         self._ranks = ranks_here()
+        self._facts = facts_of(
+            self._models.values(), loader, self._ranks.world_size, (epochs, steps), tokens_per_step
+        )
         self._progress = Progress(self._ranks.world_size)
-        self._position = Position()
+        self._position = Position(may_be_missing=True)
+        # Of each process its own.
+        own = {_PROGRESS: self._progress, f"{_POSITION}{self._ranks.rank}": self._position}
+        self._state = entries_of(self._models, self._optimizers, own, state or {})
         self._iterator: Iterator[Any] | None = None
         self._resumes = self._iterating = self._in_step = False
+        self._ranks_before = self._ranks.world_size
         self._without_update = 0
-        self._loss: torch.Tensor | float = math.nan
+        self._told_step, self._told_seconds = 0, 0.0
+        self._loss: torch.Tensor | float | None = None
         self._norm: torch.Tensor | float = math.nan
+        self._stopped = ""
         self._open = contextlib.ExitStack()
-        self._state = self._entries(state or {})
 
     @property
     def step(self) -> int:
@@ -155,19 +152,25 @@ class Run:
         """Of the run's files; known within the `with`."""
         return self._recording.directory.path
 
+    @property
+    def guard(self) -> Guard | None:
+        """What checks the numbers; None with ``guard.policy = "off"``. Known within the `with`."""
+        return None if self._guard is None else self._guard.guard
+
     def log(
         self, loss: torch.Tensor | float, *, gradient_norm: torch.Tensor | float = math.nan
     ) -> None:
-        """Tell the records the loss of this iteration.
+        """Tell the records the loss of this iteration; on a GPU, nothing waits for it.
 
         Args:
-            loss: One number, in nats, of this process.
+            loss: One number, in nats, of this process; the first one's is recorded.
             gradient_norm: One number, before clipping.
+
+        Raises:
+            IntegrationError: When one of them is more than one number.
         """
-        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self._norm = (
-            gradient_norm.detach() if isinstance(gradient_norm, torch.Tensor) else gradient_norm
-        )
+        self._loss = held("loss", loss)
+        self._norm = held("gradient_norm", gradient_norm)
 
     def __enter__(self) -> Run:
         with contextlib.ExitStack() as stack:
@@ -176,20 +179,16 @@ class Run:
                 self.job,
                 self._ranks,
                 device_of(self._models.values()),
-                self._facts(),
+                self._facts,
                 fresh=self._fresh,
                 prediction=self._prediction,
             )
-            stack.callback(self._recording.close, "failed")
+            # Gives the directory up when all below is closed: the next start finds files at rest.
+            stack.push(self._close_records)
             self._keeper = StateKeeper(
-                self.job,
-                self._ranks,
-                self._recording,
-                stop,
-                state=self._state,
-                note=self._note,
+                self.job, self._ranks, self._recording, stop, state=self._state, note=self._note
             )
-            stack.push(lambda kind, *_: self._keeper.close(failed=_is_failure(kind)))
+            stack.push(self._close_keeper)
             self._guard = self._installed_guard()
             if self._guard is not None:
                 stack.callback(self._guard.guard.remove)
@@ -198,10 +197,12 @@ class Run:
                 stack.callback(optimizer.register_step_post_hook(self._after_update).remove)
             step, events = self._keeper.restore()
             self._resumes = step > 0
+            self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
             if self._guard is not None:
                 self._guard.restart(step)
             self._recording.ready(step, events, self._guard)
             self._keeper.begin(step)
+            self._told_step = step
             self._open = stack.pop_all()
         return self
 
@@ -214,30 +215,35 @@ class Run:
         try:
             if kind is None:
                 self._complete()
-            elif self._keeper.stopped:
-                self._recording.close("to_be_continued", self._keeper.stopped)
-            else:
-                self._recording.close("failed", f"{kind.__name__}: {error}")
+            elif issubclass(kind, WrongNumbersError) or self._ranks.world_size == 1:
+                # Wrong numbers are an error on all ranks.
+                self._tell_findings()
         except BaseException as late:
             self._open.__exit__(type(late), late, late.__traceback__)
             raise
+        finally:
+            # Its workers end with it.
+            self._iterator = None
         self._open.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterating:
+        if self._iterating or not hasattr(self, "_recording"):
             raise IntegrationError(
-                "a Run is gone through once: it goes through the loader `epochs` times by itself"
+                "a Run is gone through once, within `with outlast.Run(...) as run:`; it goes "
+                "through the loader `epochs` times by itself"
             )
         self._iterating = True
         progress, watch = self._progress, self._recording.watch
         while progress.epoch < self._epochs and not self._has_all_steps():
-            _set_epoch(self._loader, progress.epoch)
+            set_epoch(self._loader, progress.epoch)
             iterator = self._iterator = self._begun()
             while not self._has_all_steps():
                 try:
                     with watch("data"):
                         batch = next(iterator)
                 except StopIteration:
+                    progress.epoch, progress.count = progress.epoch + 1, 0
+                    self._iterator = None
                     break
                 self._without_update += 1
                 self._in_step = True
@@ -245,9 +251,6 @@ class Run:
                     yield batch
                 self._in_step = False
                 self._after_step()
-            if not self._has_all_steps():
-                progress.epoch, progress.count = progress.epoch + 1, 0
-        self._iterator = None
 
     def _has_all_steps(self) -> bool:
         return self._steps is not None and self._progress.step >= self._steps
@@ -257,57 +260,27 @@ class Run:
         resumes, self._resumes = self._resumes, False
         if not resumes:
             return self._position.begin(self._loader)
-        before, now = self._progress.ranks, self._ranks.world_size
+        before, now, count = self._ranks_before, self._ranks.world_size, self._progress.count
         if before == now:
             return self._position.resume(self._loader)
-        self._progress.ranks = now
         self._recording.write(
             Warned(
-                f"{before} processes have done {self._progress.count} steps of this epoch and "
-                f"{now} go on: where their batches together are as large as before, each sample "
-                "is used once; random numbers are new"
+                f"{count} steps of this epoch were done with world size {before}, the others are "
+                f"with {now}: where the batches of all processes together are as large as before, "
+                "each sample is used once; random numbers are new"
             )
         )
-        return self._position.skip(self._loader, self._progress.count)
-
-    def _facts(self) -> LoopFacts:
-        length = len(self._loader) if isinstance(self._loader, Sized) else 0
-        batch = getattr(self._loader, "batch_size", None) or 0
-        total = length * self._epochs
-        parameters = {
-            id(each): each for model in self._models.values() for each in model.parameters()
-        }
-        return LoopFacts(
-            framework="pytorch",
-            steps=min(total or self._steps or 0, self._steps or total),
-            samples_per_step=batch * self._ranks.world_size,
-            tokens_per_step=self._tokens_per_step,
-            parameters=sum(each.numel() for each in parameters.values()),
-        )
+        return self._position.skip(self._loader, count)
 
     def _installed_guard(self) -> RunGuard | None:
         if self.job.guard.policy == "off":
             return None
         models = [*self._models.values()]
-        guarded = models[0] if len(models) == 1 else nn.ModuleDict(self._models)
+        guarded = models[0] if len(models) == 1 else torch.nn.ModuleDict(self._models)
         guard = RunGuard(self.job.guard, self.job.run.seed, guarded, self._optimizers)
         for message in guard.warnings:
             self._recording.write(Warned(message))
         return guard
-
-    def _entries(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """What is saved, by name."""
-        optimizers: Any = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
-        own = {
-            **{name: unwrapped(each) for name, each in self._models.items()},
-            "optimizer": optimizers,
-            _PROGRESS: self._progress,
-            # Of each process its own.
-            f"{_POSITION}{self._ranks.rank}": self._position,
-        }
-        if taken := own.keys() & extra.keys():
-            raise IntegrationError(f"state[{min(taken)!r}] is a name of the run's own; rename it")
-        return {**own, **extra}
 
     def _before_update(self, *_: Any) -> None:
         self._keeper.settle()
@@ -321,11 +294,11 @@ class Run:
         self._progress.count += 1
         recorded = self._recording.step(
             self.step,
-            loss=float(self._loss),
-            gradient_norm=float(self._norm),
-            learning_rate=float(self._optimizers[0].param_groups[0]["lr"]),
+            loss=self._loss,
+            gradient_norm=self._norm,
+            learning_rate=self._optimizers[0].param_groups[0]["lr"],
         )
-        self._loss = self._norm = math.nan
+        self._loss, self._norm = None, math.nan
         return recorded
 
     def _after_step(self) -> None:
@@ -336,11 +309,15 @@ class Run:
         """
         if self._count_step():
             self._recording.record_steps()
-            self._tell_findings()
+            if self._may_tell():
+                self._tell_findings()
         self._keeper.observe_step()
         if self._without_update:
+            if self._without_update == _FEW_UPDATES:
+                self._recording.write(Warned(_no_update(self.step)))
             return
         if stop := self._keeper.boundary(self.step):
+            self._stopped = stop
             if self._ranks.is_first:
                 print(
                     f"outlast: stopped after step {self.step} ({stop}); the same command goes on "
@@ -350,24 +327,53 @@ class Run:
             raise SystemExit(EXIT_TO_BE_CONTINUED)
 
     def _note(self) -> None:
-        if self._iterator is not None:
-            self._position.note(self.step, self._progress.count, self._loader, self._iterator)
+        """Bring the entry of the data's position up to date."""
+        if self._resumes:
+            # Nothing was begun since it was restored.
+            return
+        if self._iterator is None:
+            self._position.pause(self.step)
+            return
+        self._position.note(
+            self.step, self._progress.count, self._loader, self._iterator, ahead=self._in_step
+        )
 
     def _complete(self) -> None:
         """The script has left the loop: save its last state."""
-        if self._in_step:
-            # It has broken out of its last iteration.
+        if self._in_step and not self._without_update:
+            # It has broken out of its last iteration, which it had done.
+            self._in_step = False
             self._count_step()
         if self._guard is not None:
             self._guard.finish()
         self._keeper.save_last(self.step)
         self._tell_findings()
-        self._recording.close("completed")
+
+    def _close_keeper(self, kind: type[BaseException] | None, *_: Any) -> None:
+        wrong = kind is not None and issubclass(kind, WrongNumbersError)
+        self._keeper.close(failed=kind is not None and not self._stopped, forget=wrong)
+
+    def _close_records(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        if kind is None:
+            self._recording.close("completed")
+        elif self._stopped:
+            self._recording.close("to_be_continued", self._stopped)
+        else:
+            self._recording.close("failed", f"{kind.__name__}: {error}")
+
+    def _may_tell(self) -> bool:
+        """Whether it is time to record what the guard has found, alike on all ranks."""
+        if self._ranks.world_size > 1:
+            return self.step - self._told_step >= self.job.energy.every_steps
+        return time.monotonic() - self._told_seconds >= _TELL_SECONDS
 
     def _tell_findings(self) -> None:
         """Write down what the guards of all ranks have found, and checked."""
         if self._guard is None:
             return
+        self._told_step, self._told_seconds = self.step, time.monotonic()
         for event in self._guard.news():
             self._recording.write(event)
         self._recording.write(self._guard.summary(self.step))
@@ -384,13 +390,9 @@ def _job_of(job: str | os.PathLike[str] | LoopJob | None, settings: Sequence[str
     return job
 
 
-def _is_failure(kind: type[BaseException] | None) -> bool:
-    return kind is not None and not issubclass(kind, SystemExit)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a sampler which epoch it is, as `DistributedSampler` asks for."""
-    for each in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader):
-        if callable(tell := getattr(each, "set_epoch", None)):
-            tell(epoch)
-            return
+def _no_update(step: int) -> str:
+    return (
+        f"no optimizer given to outlast.Run has done a step in the last {_FEW_UPDATES} iterations, "
+        f"up to step {step}: nothing is saved before one does; give it the optimizer that the loop "
+        "steps"
+    )

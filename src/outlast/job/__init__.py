@@ -14,6 +14,7 @@ from outlast.job.load import (
     load_job,
     load_loop_job,
     loop_job_from_text,
+    settings_from_text,
 )
 from outlast.job.loop import LoopJob
 from outlast.job.section import Section
@@ -72,5 +73,6 @@ __all__ = [
     "load_job",
     "load_loop_job",
     "loop_job_from_text",
+    "settings_from_text",
     "to_toml",
 ]

@@ -88,6 +88,17 @@ def loop_job_from_text(text: str, source: str = "the job") -> LoopJob:
     return _build(LoopJob, _parse(text, source), [], source)
 
 
+def settings_from_text(text: str, source: str = "the job") -> Job | LoopJob:
+    """Parse and check the settings of a run, whoever trains in it; raises JobError like `load_job`.
+
+    A run keeps all sections of its job: one that has those of a `LoopJob` alone is one.
+    """
+    tables = _parse(text, source)
+    if tables.keys() <= LoopJob.model_fields.keys():
+        return _build(LoopJob, tables, [], source)
+    return _build(Job, tables, [], source)
+
+
 def default_job_text() -> str:
     """The embedded default job, as commented TOML text."""
     return (resources.files("outlast.job") / "quickstart.toml").read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ONLY_OF_THE_TRAINER = {
     "run.deterministic": "the script calls torch.use_deterministic_algorithms itself",
+    "checkpoint.keep_best": "the validation loss is the script's own",
     "checkpoint.replay": "the optimizer's steps are the script's own",
     "checkpoint.turns": "the saves of `outlast train` alone take turns",
     "checkpoint.turn_seconds": "the saves of `outlast train` alone take turns",

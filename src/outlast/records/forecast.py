@@ -153,6 +153,7 @@ class Forecast:
     def _within_steps(self) -> tuple[Compared, Compared]:
         said, seen = self.prediction, self.measured
         why = "no step of the attempt is recorded"
+        no_tokens = why if seen.step_seconds is None else "the tokens of a step are not known"
         low, high = said.step_seconds_low, said.step_seconds_high
         step = Compared("step time", "s", said.step_seconds, low, high, seen.step_seconds, why)
         # A step's tokens are known exactly, so that the interval is that of its time.
@@ -160,7 +161,7 @@ class Forecast:
         least = tokens / high if high > 0 else None
         most = tokens / low if low > 0 else None
         return step, Compared(
-            "throughput", "tokens/s", said.tokens_per_s, least, most, seen.tokens_per_s, why
+            "throughput", "tokens/s", said.tokens_per_s, least, most, seen.tokens_per_s, no_tokens
         )
 
     def _memory(self) -> Compared:
@@ -225,7 +226,7 @@ def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
         attempt=number,
         step_seconds=median,
         steps=len(warm),
-        tokens_per_s=tokens[-1] / median if median and tokens else None,
+        tokens_per_s=tokens[-1] / median if median and any(tokens[-1:]) else None,
         memory=memory[-1] if memory else None,
         joules_per_token=_joules_per_token(run, number),
         run_seconds=_run_seconds(run, number),

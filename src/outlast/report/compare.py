@@ -44,10 +44,15 @@ def measures(overviews: Sequence[Overview]) -> list[Measure]:
     """Steps, tokens, time in steps and FLOPs."""
     return [
         Measure("steps", [each.training.step.astype(float) for each in overviews], "steps"),
-        Measure("tokens", [each.training.tokens.astype(float) for each in overviews], "tokens"),
+        Measure("tokens", [_tokens_of(each) for each in overviews], "tokens"),
         Measure("time in steps", [step_seconds_of(each) for each in overviews], "seconds"),
         Measure("FLOPs", [flops_of(each, each.training.tokens) for each in overviews], "flops"),
     ]
+
+
+def _tokens_of(overview: Overview) -> Floats | None:
+    tokens = overview.training.tokens
+    return tokens.astype(float) if tokens.any() else None
 
 
 def step_seconds_of(overview: Overview) -> Floats:

@@ -118,7 +118,7 @@ def loss_figure(overviews: Sequence[Overview]) -> Figure:
         for trace, curve, kept in _loss_traces(each, index, single):
             traces.append(trace)
             x[0].append(curve.step[kept].tolist())
-            x[1].append(curve.tokens[kept].tolist())
+            x[1].append(curve.tokens[kept].tolist() if curve.tokens.any() else [None] * len(kept))
             x[2].append(_rounded(curve.seconds[kept] / unit_seconds))
             flops = flops_of(each, curve.tokens[kept])
             x[3].append([None] * len(kept) if flops is None else _rounded(flops))
@@ -157,7 +157,8 @@ def _loss_traces(
         found.append((light, training, raw))
         found.append((_line(means[smoothed], name, colour, dash, 2.2), training, smoothed))
         bad = np.flatnonzero(~np.isfinite(training.loss))[:1000]
-        if len(bad):
+        # Where no loss is finite, none was told.
+        if 0 < len(bad) < len(training.loss):
             found.append((_not_finite(training, bad, prefix), training, bad))
     if len(validation.loss):
         points = _line(

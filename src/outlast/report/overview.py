@@ -41,12 +41,12 @@ class Training:
 
     Attributes:
         step: Steps done.
-        tokens: Tokens trained on.
+        tokens: Tokens trained on; all 0 where those of a step are not known.
         seconds: Running time since the run's first start, gaps between attempts left out.
         loss: Nats per token.
         gradient_norm: Before clipping.
         learning_rate: As applied.
-        tokens_per_second: Over the event's own steps.
+        tokens_per_second: Over the event's own steps; NaN where tokens are not known.
     """
 
     step: Integers
@@ -207,7 +207,7 @@ def _training(run: Run, clock: Callable[[Record], float]) -> Training:
     def rate(record: Record, event: StepsDone) -> float:
         tokens = tokens_per_step.get(record.attempt)
         step_seconds = sum(event.step_seconds)
-        if tokens is None or step_seconds <= 0:
+        if not tokens or step_seconds <= 0:
             return float("nan")
         return tokens * event.steps / step_seconds
 

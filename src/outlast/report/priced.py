@@ -16,7 +16,7 @@ from outlast.energy.account.tariff import Tariff
 from outlast.energy.reading import Energy
 from outlast.errors import EnergyError, JobError
 from outlast.hardware.figure import Unavailable
-from outlast.job import EnergySection, job_from_text
+from outlast.job import EnergySection, settings_from_text
 from outlast.records import energy_totals
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _best(losses: list[LossPoint]) -> float | None:
 def settings_of(run: RecordedRun) -> EnergySection:
     """The [energy] section of the run's job; the defaults where the job cannot be read."""
     try:
-        return job_from_text(run.job_text).energy
+        return settings_from_text(run.job_text).energy
     except JobError:
         return EnergySection()
 

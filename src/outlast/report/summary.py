@@ -40,6 +40,7 @@ OUTCOME_WORDS = {
 
 _NO_STEP = "no step is recorded"
 _NO_START = "the start of the run is not recorded"
+_NO_TOKENS = "the tokens of a step are not known"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ def _quality(overview: Overview) -> Iterator[KeyFigure]:
     if not len(training.loss):
         yield KeyFigure("Training loss", Unavailable(_NO_STEP))
         return
+    if not np.isfinite(training.loss).any():
+        yield KeyFigure("Training loss", Unavailable("no record holds a finite loss"))
+        return
     window = smoothing_window(len(training.loss))
     tail = training.loss[-window:]
     tail = tail[np.isfinite(tail)]
@@ -138,7 +142,7 @@ def _speed(overview: Overview) -> Iterator[KeyFigure]:
             note += f"; {end_to_end} over the whole wall time"
         yield KeyFigure("Throughput", text.number(float(np.median(rates))), "tokens/s", note)
     else:
-        reason = _NO_START if len(training.step) else _NO_STEP
+        reason = (_NO_TOKENS if overview.starts else _NO_START) if len(training.step) else _NO_STEP
         yield KeyFigure("Throughput", Unavailable(reason))
     steps = percentiles(overview.step_seconds)
     if steps is None:
@@ -174,9 +178,10 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
     training, starts = overview.training, overview.starts
     start = starts[max(starts)] if starts else None
     if len(training.step):
-        note = f"of {start.total_steps:,}" if start else ""
+        note = f"of {start.total_steps:,}" if start and start.total_steps else ""
         yield KeyFigure("Steps", text.count(int(training.step[-1])), note=note)
-        yield KeyFigure("Tokens", text.count(int(training.tokens[-1])))
+        tokens = int(training.tokens[-1])
+        yield KeyFigure("Tokens", text.count(tokens) if tokens else Unavailable(_NO_TOKENS))
     else:
         yield KeyFigure("Steps", Unavailable(_NO_STEP))
         yield KeyFigure("Tokens", Unavailable(_NO_STEP))

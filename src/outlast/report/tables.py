@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import JobError
-from outlast.job import identity, job_from_text
+from outlast.job import identity, settings_from_text
 from outlast.records import Warned
 from outlast.report import palette, text
 from outlast.report.charts import PURPOSE_WORDS, purposes
@@ -16,12 +16,14 @@ from outlast.report.summary import OUTCOME_WORDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.job import Job
+    from outlast.job import Job, LoopJob
     from outlast.report.overview import Overview
 
 MOST_WARNINGS = 200
 
 _LONG_TABLE = 30
+
+_NO_SETTING = "the script's"
 
 _OUTCOME_GRADES = {"completed": "good", "failed": "bad", "died": "bad"}
 
@@ -221,25 +223,29 @@ def _value(name: str, value: Any) -> str:
 
 
 def job_table(overviews: Sequence[Overview]) -> str:
-    """The settings in which the runs' jobs differ; nothing for a single run."""
+    """The settings in which the runs' jobs differ; nothing for a single run.
+
+    A training loop that is not ours has fewer settings.
+    """
     if len(overviews) == 1:
         return ""
-    jobs: list[Job] = []
+    jobs: list[Job | LoopJob] = []
     for each in overviews:
         try:
-            jobs.append(job_from_text(each.run.job_text, f"the job of {each.label}"))
+            jobs.append(settings_from_text(each.run.job_text, f"the job of {each.label}"))
         except JobError as error:
             return f'<p class="missing">differences unavailable: {text.escape(error)}</p>'
     settings = [_settings(job) for job in jobs]
-    deciding = set(identity(jobs[0]))
+    deciding = {key for job in jobs for key in identity(job)}
+    keys = dict.fromkeys(key for each in settings for key in each)
     rows = [
         [
             words(key),
-            *(words(each[key]) for each in settings),
+            *(words(each.get(key, _NO_SETTING)) for each in settings),
             words("yes" if key in deciding else "no"),
         ]
-        for key in settings[0]
-        if len({each[key] for each in settings}) > 1
+        for key in keys
+        if len({each.get(key) for each in settings}) > 1
     ]
     if not rows:
         return '<p class="about">The jobs of these runs are equal, but for their names.</p>'
@@ -251,7 +257,7 @@ def job_table(overviews: Sequence[Overview]) -> str:
     return table(heads, rows, "Settings in which the jobs differ")
 
 
-def _settings(job: Job) -> dict[str, str]:
+def _settings(job: Job | LoopJob) -> dict[str, str]:
     return {
         f"{section}.{key}": repr(value)
         for section, fields in job.model_dump().items()

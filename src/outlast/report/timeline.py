@@ -159,8 +159,8 @@ def _of_record(record: Record) -> Iterator[Mark]:
 
 
 def _not_finite(overview: Overview) -> Iterator[Mark]:
-    """The first step record of every stretch whose loss is NaN or infinite."""
-    was_finite = True
+    """The first step record of every stretch whose loss is NaN or infinite, where any is finite."""
+    was_finite = any(math.isfinite(each) for each in overview.training.loss)
     for record, event in overview.run.of(StepsDone):
         finite = math.isfinite(float(event.loss))
         if was_finite and not finite:

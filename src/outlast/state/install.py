@@ -71,7 +71,9 @@ class Targets:
 def find_targets(state: State, found: Saved) -> Targets:
     """Match the live objects of `state` with the entries of what was saved.
 
-    Optimizer states that do not exist yet are made, beside the live ones; see `install`.
+    Optimizer states that do not exist yet are made, beside the live ones; see `install`. An object
+    with a true attribute `may_be_missing`, as what each process has for itself, stays as it is
+    where nothing was saved of it.
     """
     reshard(state)
     targets = Targets(asked=list(state))
@@ -87,7 +89,7 @@ def find_targets(state: State, found: Saved) -> Targets:
             names = parameter_names(state, key)
             for optimizer in optimizers:
                 _find_optimizer(targets, saved, key, optimizer, names)
-        else:
+        elif key in saved.values or getattr(value, "may_be_missing", False) is not True:
             _want_value(targets, saved, key)
     targets.missing += [name for name in targets.tensors if name not in saved.tensors]
     return targets

@@ -1,0 +1,156 @@
+"""What a hand-written loop has to save and to say, and how far it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outlast.errors import IntegrationError
+from outlast.integrations.place import unwrapped
+from outlast.integrations.recording import LoopFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+
+class Progress:
+    """How far a run is, as an entry of its state: the same on all ranks.
+
+    Attributes:
+        step: Iterations of the loop that are done.
+        epoch: Times that the loader has been gone through.
+        count: Iterations done of this epoch.
+        ranks: Processes that did them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.step = self.epoch = self.count = 0
+        self.ranks = ranks
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain numbers."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what was saved."""
+        vars(self).update(state)
+
+
+class OtherModule:
+    """A module that no optimizer trains, such as averaged weights, as an entry of a state.
+
+    The names of an optimizer's tensors are those of one module; this is none, but has its state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = unwrapped(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the module."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
+        self._module.load_state_dict(state)
+
+
+def entries_of(
+    models: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    own: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What is saved, by name; several models are one entry, of which each is a part.
+
+    Args:
+        models: Those that the optimizers train.
+        optimizers: One or more.
+        own: Entries of the run itself.
+        extra: Those that the script adds.
+
+    Raises:
+        IntegrationError: When an added entry has a name that is taken, or no state.
+    """
+    plain = {name: unwrapped(each) for name, each in models.items()}
+    optimizer: Any = optimizers[0] if len(optimizers) == 1 else [*optimizers]
+    found = {
+        **(plain if len(plain) == 1 else {"model": nn.ModuleDict(plain)}),
+        "optimizer": optimizer,
+        **own,
+    }
+    for name, each in extra.items():
+        if name in found:
+            raise IntegrationError(f"state[{name!r}] is a name of the run's own; rename it")
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise IntegrationError(
+                f"state[{name!r}] is a {type(each).__name__}, which has no state_dict and "
+                "load_state_dict; give it both, or put it into an object that has them"
+            )
+        found[name] = OtherModule(each) if isinstance(each, nn.Module) else each
+    return found
+
+
+def facts_of(
+    models: Iterable[nn.Module],
+    loader: Iterable[Any],
+    ranks: int,
+    iterations: tuple[int, int | None],
+    tokens_per_step: int,
+) -> LoopFacts:
+    """What the records say about the loop before its first step.
+
+    Args:
+        models: Those that are trained.
+        loader: What it goes through.
+        ranks: Processes.
+        iterations: Epochs, and steps after which it ends or None.
+        tokens_per_step: Over all processes; 0: not known.
+    """
+    epochs, steps = iterations
+    batch = getattr(loader, "batch_size", None) or 0
+    total = length_of(loader) * epochs
+    parameters = {id(each): each for model in models for each in model.parameters()}
+    return LoopFacts(
+        framework="pytorch",
+        steps=min(total or steps or 0, steps or total),
+        samples_per_step=batch * ranks,
+        tokens_per_step=tokens_per_step,
+        parameters=sum(each.numel() for each in parameters.values()),
+    )
+
+
+def held(name: str, value: torch.Tensor | float) -> torch.Tensor | float:
+    """A figure as it is now, without waiting for the device that computes it.
+
+    Raises:
+        IntegrationError: When it is more than one number.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise IntegrationError(
+            f"{name} has the shape {tuple(value.shape)}, but is one number; give its mean"
+        )
+    return value.detach().clone() if value.device.type != "cpu" else value.item()
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    """Items of a loader; 0 where that is not known."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        # A DataLoader of a stream has a length that it does not know.
+        return 0
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a sampler or a stream which epoch it is, as `DistributedSampler` asks for."""
+    for name in ("sampler", "batch_sampler", "", "dataset"):
+        owner = getattr(loader, name, None) if name else loader
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)
+            return

@@ -1,0 +1,91 @@
+"""`outlast.Run` in a hand-written loop: killed, stopped and left at any step, with one result."""
+
+from pathlib import Path
+
+import pytest
+from loop_runs import assert_same, finish, records, saved_steps, start, undisturbed
+
+from outlast.records import AttemptEnded, StopRequested
+
+pytestmark = pytest.mark.distributed
+
+EVERY_5 = "checkpoint.every_steps=5"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs in one go, with the settings' defaults."""
+    return undisturbed(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.supports("pytorch", "checkpoint", "resume", "records")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_is_killed_ends_with_the_bits_of_one_that_is_not(
+    tmp_path: Path, whole: Path, workers: int
+) -> None:
+    # Before the first save, between saves, in the last step of an epoch, in the first of another.
+    for step in (3, 7, 11, 12):
+        ended = start(tmp_path, EVERY_5, plan=f"{step} SIGKILL", workers=workers)
+        assert ended.code == -9, ended.said
+    finish(tmp_path, EVERY_5, workers=workers)
+    assert_same(tmp_path, whole)
+    run = records(tmp_path)
+    assert [each.outcome for each in run.attempts] == ["died"] * 4 + ["completed"]
+    assert [event.step for _, event in run.steps()][-1] == 36
+
+
+@pytest.mark.supports("pytorch", "checkpoint", "resume")
+def test_a_writer_process_saves_as_often_as_is_best(tmp_path: Path, whole: Path) -> None:
+    settings = ["checkpoint.writer=process", 'checkpoint.every_steps="auto"']
+    assert start(tmp_path, *settings, plan="25 SIGKILL").code == -9
+    finish(tmp_path, *settings)
+    assert_same(tmp_path, whole)
+    assert saved_steps(tmp_path)[-1] == 36
+
+
+@pytest.mark.supports("pytorch", "chain", "resume", "records")
+def test_signals_stop_after_the_step_with_exit_code_3(tmp_path: Path, whole: Path) -> None:
+    for step, signal in ((9, "SIGTERM"), (14, "SIGUSR1"), (20, "SIGINT")):
+        ended = start(tmp_path, plan=f"{step} {signal}")
+        assert ended.code == 3, ended.said
+        sentence = f"stopped after step {step + 1} ({signal}); the same command goes on from there"
+        assert sentence in ended.said
+    finish(tmp_path)
+    assert_same(tmp_path, whole)
+    run = records(tmp_path)
+    assert [event.step for _, event in run.of(StopRequested)] == [10, 15, 21]
+    ends = [(end.outcome, end.reason) for _, end in run.of(AttemptEnded)]
+    stops = [("to_be_continued", signal) for signal in ("SIGTERM", "SIGUSR1", "SIGINT")]
+    assert ends == [*stops, ("completed", "")]
+    # Nothing was done twice.
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 36
+
+
+@pytest.mark.supports("pytorch", "resume", "records")
+def test_a_loop_that_is_left_is_saved_and_one_that_fails_is_not(
+    tmp_path: Path, whole: Path
+) -> None:
+    finish(tmp_path, plan="4 break")
+    # A batch that nothing was done with comes again.
+    finish(tmp_path, plan="9 leave")
+    ended = start(tmp_path, plan="13 raise")
+    assert ended.code == 1
+    assert "ValueError: it went wrong" in ended.said
+    finish(tmp_path)
+    assert saved_steps(tmp_path) == [5, 9, 36]
+    assert_same(tmp_path, whole)
+    ends = [(end.outcome, end.reason) for _, end in records(tmp_path).of(AttemptEnded)]
+    failed = ("failed", "ValueError: it went wrong")
+    assert ends == [("completed", ""), ("completed", ""), failed, ("completed", "")]
+
+
+@pytest.mark.supports("pytorch", "resume")
+def test_a_run_that_was_complete_can_be_made_longer(tmp_path: Path, whole: Path) -> None:
+    finish(tmp_path, steps=5)
+    finish(tmp_path, epochs=2)
+    # There is nothing to do.
+    finish(tmp_path, epochs=2)
+    finish(tmp_path, epochs=3)
+    assert saved_steps(tmp_path) == [5, 24, 36]
+    assert_same(tmp_path, whole)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 36

@@ -1,0 +1,233 @@
+"""What `outlast.Run` records, what it guards, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import assert_same, finish, records, saved_steps, start, undisturbed
+from torch import nn
+
+import outlast
+from outlast.errors import CheckpointError, IntegrationError, JobError
+from outlast.guard.findings import HARMFUL
+from outlast.integrations.progress import entries_of
+from outlast.job import LoopJob
+from outlast.records import (
+    CheckpointRestored,
+    Guarded,
+    RunDirectory,
+    WrongNumbers,
+    energy_totals,
+    forecast_of,
+    read_run,
+)
+from outlast.report import write_report
+from outlast.report.overview import load
+from outlast.report.summary import KeyFigure, Unavailable, key_figures
+
+
+def figures(folder: Path) -> dict[str, KeyFigure]:
+    [overview] = load([folder / "runs" / "it"])
+    return {each.label: each for each in key_figures(overview)}
+
+
+@pytest.mark.distributed
+@pytest.mark.supports("pytorch", "records", "energy", "plan")
+def test_the_report_shows_loss_joules_saves_and_the_prediction(tmp_path: Path) -> None:
+    meter = tmp_path / "joules"
+    meter.write_text("1000.0\n")
+    settings = [
+        "energy.measure=true",
+        f'energy.sources=["file:{meter}"]',
+        "energy.region=SE",
+        "energy.pue=1.5",
+        "checkpoint.every_steps=12",
+    ]
+    finish(tmp_path, *settings, tokens=640, joules=str(meter), predicted=True)
+    run = records(tmp_path)
+    assert [step for step, _ in run.losses()] == [*range(3, 37, 3)]
+    totals = energy_totals(run)
+    assert totals is not None
+    assert totals.joules == pytest.approx(360.0)
+    assert totals.tokens == 36 * 640
+    found = figures(tmp_path)
+    assert found["Steps"].value == "36"
+    assert found["Steps"].note == "of 36"
+    assert found["Tokens"].value == "23,040"
+    assert (found["Energy"].value, found["Energy"].unit) == ("360.0", "J")
+    assert found["Checkpoints"].value == "3"
+    assert saved_steps(tmp_path) == [12, 24, 36]
+    assert not isinstance(found["Training loss"].value, Unavailable)
+    forecast = forecast_of(run)
+    assert forecast is not None
+    compared = {each.name: each for each in forecast.compared()}
+    assert compared["step time"].predicted == 0.5
+    assert all(compared[name].measured for name in ("step time", "throughput", "peak memory"))
+    write_report([tmp_path / "runs" / "it"], None)
+    page = (tmp_path / "runs" / "it" / "report.html").read_text()
+    assert "gCO2e" in page
+    assert "Predicted and measured figures" in page
+
+
+@pytest.mark.distributed
+@pytest.mark.supports("pytorch", "records")
+def test_what_a_loop_does_not_tell_is_not_shown_as_zero(tmp_path: Path) -> None:
+    finish(tmp_path, silent=True, stream=True, predicted=True)
+    found = figures(tmp_path)
+    for label in ("Training loss", "Throughput", "Tokens", "Energy"):
+        assert isinstance(found[label].value, Unavailable), label
+    assert found["Tokens"].value == Unavailable("the tokens of a step are not known")
+    assert found["Steps"].note == ""
+    forecast = forecast_of(records(tmp_path))
+    assert forecast is not None
+    [throughput] = [each for each in forecast.compared() if each.name == "throughput"]
+    assert (throughput.measured, throughput.missing) == (
+        None,
+        "the tokens of a step are not known",
+    )
+    write_report([tmp_path / "runs" / "it"], None)
+    page = (tmp_path / "runs" / "it" / "report.html").read_text()
+    assert "loss not finite" not in page
+    assert "training loss is nan" not in page
+    assert "tokens trained on" not in page
+
+
+@pytest.mark.distributed
+@pytest.mark.supports("pytorch", "guard", "records")
+def test_a_wrong_number_is_found_put_right_and_recorded(tmp_path: Path) -> None:
+    other = undisturbed(tmp_path)
+    finish(tmp_path, "guard.policy=linear", fault="linear.output:bit=29:step=4")
+    assert_same(tmp_path, other)
+    run = records(tmp_path)
+    [(_, wrong)] = run.of(WrongNumbers)
+    assert (wrong.operation, wrong.outcome, wrong.step) == ("linear.forward", "corrected", 4)
+    assert run.of(Guarded)[-1][1].checks > 36
+    assert figures(tmp_path)["Wrong numbers"].value == "1"
+
+
+@pytest.mark.distributed
+@pytest.mark.supports("pytorch", "guard")
+def test_numbers_that_stay_wrong_end_the_run_before_they_are_used(tmp_path: Path) -> None:
+    other = undisturbed(tmp_path)
+    settings = ["guard.policy=linear", "checkpoint.every_steps=5"]
+    ended = start(tmp_path, *settings, fault="linear.output:bit=29:step=13:permanent")
+    assert ended.code == 1
+    assert "WrongNumbersError" in ended.said
+    run = records(tmp_path)
+    assert {each.outcome for _, each in run.of(WrongNumbers)} <= set(HARMFUL)
+    assert run.attempts[-1].outcome == "failed"
+    finish(tmp_path, *settings)
+    [(_, restored)] = records(tmp_path).of(CheckpointRestored)
+    assert restored.step == 10
+    assert_same(tmp_path, other)
+
+
+@pytest.mark.distributed
+def test_another_process_or_another_seed_is_refused_and_fresh_moves_aside(tmp_path: Path) -> None:
+    finish(tmp_path, steps=4)
+    directory = tmp_path / "runs" / "it"
+    lock = RunDirectory(directory).lock()
+    lock.acquire()
+    ended = start(tmp_path)
+    lock.release()
+    assert ended.code == 1
+    assert f"the run directory {directory} is in use" in ended.said
+    ended = start(tmp_path, "run.seed=5")
+    assert ended.code == 1
+    assert "belongs to a run with other settings (run.seed: 0 -> 5)" in ended.said
+    assert len(records(tmp_path).attempts) == 1
+    finish(tmp_path, "run.seed=5", fresh=True)
+    assert len(records(tmp_path).attempts) == 1
+    assert records(tmp_path).of(CheckpointRestored) == []
+    assert read_run(tmp_path / "runs" / "it.old1").steps()[-1][1].step == 4
+
+
+def small() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [torch.ones(2)] * 3,
+    }
+
+
+def test_wrong_arguments_are_refused_with_what_would_be_right(tmp_path: Path) -> None:
+    with pytest.raises(IntegrationError, match="epochs = 0 and steps = None leave nothing to do"):
+        outlast.Run(**small(), epochs=0)
+    with pytest.raises(IntegrationError, match=r"settings = \['run.seed=1'\] change a file's"):
+        outlast.Run(LoopJob(), **small(), settings=["run.seed=1"])
+    with pytest.raises(IntegrationError, match=r"state\['optimizer'\] is a name of the run's own"):
+        outlast.Run(**small(), state={"optimizer": nn.Linear(1, 1)})
+    with pytest.raises(IntegrationError, match=r"state\['count'\] is a int, which has no state"):
+        outlast.Run(**small(), state={"count": 3})
+    with pytest.raises(JobError, match=r"\[train\] is a section of `outlast train`"):
+        outlast.Run(**small(), settings=["train.steps=5"])
+    run = outlast.Run(**small())
+    with pytest.raises(IntegrationError, match=r"within `with outlast\.Run"):
+        next(iter(run))
+    with pytest.raises(IntegrationError, match=r"loss has the shape \(3,\), but is one number"):
+        run.log(torch.ones(3))
+
+
+def test_several_models_are_one_entry_and_others_have_their_own() -> None:
+    one, two, average = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, two)]
+    found = entries_of({"one": one, "two": two}, optimizers, {}, {"average": average})
+    assert set(found) == {"model", "optimizer", "average"}
+    assert set(found["model"].state_dict()) == {"one.weight", "one.bias", "two.weight", "two.bias"}
+    assert not isinstance(found["average"], nn.Module)
+
+
+@pytest.mark.distributed
+@pytest.mark.supports("pytorch", "checkpoint", "resume")
+def test_two_models_with_an_optimizer_each_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["checkpoint.writer=thread", "energy.measure=false"]
+
+    def trained(name: str, *steps: int) -> list[torch.Tensor]:
+        for last in steps:
+            torch.manual_seed(3)
+            models = {"maker": nn.Linear(4, 4), "judge": nn.Linear(4, 1)}
+            optimizers = [torch.optim.Adam(each.parameters()) for each in models.values()]
+            with outlast.Run(
+                model=models,
+                optimizer=optimizers,
+                loader=[torch.full((2, 4), float(number)) for number in range(9)],
+                steps=last,
+                settings=[f"run.name={name}", *settings],
+            ) as run:
+                for batch in run:
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                        models["judge"](models["maker"](batch)).square().mean().backward()
+                        optimizer.step()
+                with pytest.raises(IntegrationError, match="a Run is gone through once"):
+                    next(iter(run))
+        return [each for model in models.values() for each in model.parameters()]
+
+    for one, other in zip(trained("whole", 9), trained("parts", 4, 9), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.distributed
+def test_a_last_save_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    things = small()
+    with (  # noqa: PT012
+        pytest.raises(CheckpointError, match="step 3 could not be saved; `outlast report` and"),
+        outlast.Run(**things, settings=["checkpoint.writer=thread"]) as run,
+    ):
+        for batch in run:
+            things["model"](batch).sum().backward()
+            things["optimizer"].step()
+        # Nobody can write where a file is.
+        folder = tmp_path / "runs" / "run" / "checkpoints"
+        if folder.exists():
+            folder.rename(folder.with_name("gone"))
+        folder.write_text("")
+    assert read_run(run.directory).attempts[-1].outcome == "failed"
