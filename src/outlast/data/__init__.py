@@ -29,6 +29,7 @@ from outlast.data.corpus import (
     whole_files,
 )
 from outlast.data.header import TokenHeader
+from outlast.data.indexed import TokenIndex, read_index, write_index
 from outlast.data.order import SampleOrder
 from outlast.data.prepare import Prepared, prepare, wait_for
 from outlast.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -45,12 +46,14 @@ __all__ = [
     "SampleWindow",
     "TokenFile",
     "TokenHeader",
+    "TokenIndex",
     "Tokenizer",
     "check_vocabulary",
     "load_tokenizer",
     "microbatch_count",
     "microbatches",
     "prepare",
+    "read_index",
     "share",
     "split_by_name",
     "stdlib_files",
@@ -58,5 +61,6 @@ __all__ = [
     "text_files",
     "wait_for",
     "whole_files",
+    "write_index",
     "write_tokens",
 ]

@@ -26,6 +26,7 @@ from outlast.data.corpus import (
 )
 from outlast.data.durable import publish_json, read_json
 from outlast.data.header import header_path, read_header
+from outlast.data.indexed import index_path
 from outlast.data.tokenizer import Tokenizer, load_tokenizer
 from outlast.data.tokens import TokenFile, write_tokens
 from outlast.errors import DataError
@@ -270,8 +271,9 @@ def _here(path: Path, stage: Stager | None) -> Path:
         return path
     if path.suffix != ".bin":
         return stage(str(path), (), None)
-    header = read_header(path)
-    return stage(str(path), (header_path(path).name,), None if header is None else header.file_hash)
+    header, index = read_header(path), index_path(path)
+    beside = (header_path(path).name, *([index.name] if index.is_file() else ()))
+    return stage(str(path), beside, None if header is None else header.file_hash)
 
 
 def _given_tokens(train: TokenFile, validation: TokenFile | None, tokenizer: Tokenizer) -> Prepared:

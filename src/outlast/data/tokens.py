@@ -1,8 +1,9 @@
 """The flat token file: `X.bin`, an array of token ids, and `X.json`, its header.
 
 The format is specified in docs/data.md. A header is published after its tokens and only when
-both are complete, so a file with a header is whole. Bare `.bin` files (as nanoGPT writes them)
-and one-dimensional `.npy` arrays are read too.
+both are complete, so a file with a header is whole. Bare `.bin` files (as nanoGPT writes them),
+those with an index of Megatron's beside them (`X.idx`), and one-dimensional `.npy` arrays are read
+too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import xxhash
 
 from outlast.data.durable import publishing
 from outlast.data.header import TokenHeader, publish_header, read_header
+from outlast.data.indexed import read_index
 from outlast.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,14 +50,14 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path | str, dtype: str | None = None) -> TokenFile:
-        """Opens a `.bin` file, with or without its header, or a one-dimensional `.npy` array.
+        """Opens a `.bin` file, with or without header or index, or a one-dimensional `.npy` array.
 
         Compares the size with the header but does not read the tokens; `verify` does.
 
         Args:
             path: The file.
-            dtype: Element type of a `.bin` file without a header (uint16 if None). Where the
-                file itself says its type, this must agree or be None.
+            dtype: Element type of a `.bin` file without header and index (uint16 if None). Where
+                the file itself says its type, this must agree or be None.
 
         Raises:
             DataError: The file is missing, empty, damaged, or of another type or shape.
@@ -67,8 +69,10 @@ class TokenFile:
             raise DataError(f"the token file {path} must end in .bin or .npy")
         asked = None if dtype is None else _integer_type(dtype)
         header = None if path.suffix == ".npy" else read_header(path)
+        index = None if header or path.suffix == ".npy" else read_index(path)
+        known = index.dtype if index else asked
         try:
-            tokens = _map_array(path) if path.suffix == ".npy" else _map_bare(path, asked, header)
+            tokens = _map_array(path) if path.suffix == ".npy" else _map_bare(path, known, header)
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"the token file {path} cannot be opened ({error})") from error
         if asked is not None and tokens.dtype.newbyteorder("=") != asked:
