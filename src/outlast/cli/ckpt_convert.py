@@ -22,7 +22,8 @@ def export(
     target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist.")],
     *,
     kind: Annotated[
-        str, typer.Option("--to", help="safetensors (a folder), torch (a file) or dcp (a folder).")
+        str,
+        typer.Option("--to", help="torch (a file), or safetensors, dcp or megatron (a folder)."),
     ] = "safetensors",
     step: Step = None,
     prefix: Annotated[
@@ -45,7 +46,7 @@ def import_(
     store: Annotated[str, typer.Argument(help="Store: a directory or fsspec URL.")],
     *,
     kind: Annotated[
-        str, typer.Option("--from", help="dcp, torch, safetensors, deepspeed, or auto.")
+        str, typer.Option("--from", help="dcp, torch, safetensors, deepspeed, megatron, or auto.")
     ] = "auto",
     step: Annotated[
         int | None,
@@ -58,8 +59,9 @@ def import_(
 ) -> None:
     """Copy another program's checkpoint into a store, as its newest version.
 
-    Reads folders of torch.distributed.checkpoint, files of torch.save, Hugging Face safetensors and
-    DeepSpeed's ZeRO 0 to 2. Nothing that a checkpoint contains is executed.
+    Reads folders of torch.distributed.checkpoint, files of torch.save, Hugging Face safetensors,
+    DeepSpeed's ZeRO 0 to 2 and Megatron-core's torch_dist. Nothing that a checkpoint contains is
+    executed.
 
     Example: outlast ckpt import pretrained/ ckpt/ --prefix model.
     """

@@ -54,7 +54,8 @@ def import_checkpoint(
     only DCP's own classes are made), ``torch`` (a file of torch.save, read with
     ``weights_only=True``), ``safetensors`` (a file, or a folder with or without index),
     ``deepspeed`` (a folder of ZeRO 0 to 2 without tensor parallelism: the module's weights, and the
-    float32 weights of the optimizer under ``master.``).
+    float32 weights of the optimizer under ``master.``), ``megatron`` (a folder of Megatron-core's
+    ``torch_dist``, or one that holds such folders: its newest).
 
     `CheckpointStore.restore` takes the result for ``{"model": model}`` when all names begin with
     ``model.``; give ``prefix="model."`` where they do not. Memory: a batch of 256 MiB and one

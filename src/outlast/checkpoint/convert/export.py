@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from outlast.checkpoint.convert.formats import SAFETENSORS_NAMES
+from outlast.checkpoint.convert.megatron import COMMON, write_megatron_files
 from outlast.checkpoint.convert.source import STRUCTURE, Converted, split_rows
 from outlast.checkpoint.dcp.content import DcpContent, newest_contents, read_dcp_content
 from outlast.checkpoint.format.reader import VersionReader, Wanted
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.format.version import Contents
 
-EXPORT_KINDS = ("safetensors", "torch", "dcp")
+EXPORT_KINDS = ("safetensors", "torch", "dcp", "megatron")
 
 _READ_BYTES = 32 << 20
 _SHARD_BYTES = 5_000_000_000
@@ -60,7 +61,8 @@ def export_checkpoint(
     Kinds: ``safetensors`` (a folder as Hugging Face's, in shards of at most `shard_bytes` with an
     index; tensors only), ``torch`` (one file of torch.save: nested as it was saved with DCP or
     imported, else a flat dictionary; needs memory for all of it), ``dcp`` (a folder for torch's own
-    dcp.load; needs memory for one tensor, or for 1 GiB of them).
+    dcp.load; needs memory for one tensor, or for 1 GiB of them), ``megatron`` (the same for
+    Megatron-core's dist_checkpointing.load, with the ``common.pt`` that was imported).
 
     Args:
         store_place: Directory or fsspec URL of the store.
@@ -84,6 +86,7 @@ def export_checkpoint(
         "safetensors": _export_safetensors,
         "torch": _export_torch,
         "dcp": _export_dcp,
+        "megatron": _export_megatron,
     }
     with VersionReader(storage, contents) as reader:
         selection = _Selection(reader, read_dcp_content(storage, contents), prefix)
@@ -335,6 +338,15 @@ def _export_dcp(selection: _Selection, folder: Path, _: int) -> None:
             if isinstance(cause, (OutlastError, OSError)):
                 raise cause from None
             raise CheckpointError(f"DCP cannot write {folder}: {cause}") from cause
+
+
+def _export_megatron(selection: _Selection, folder: Path, shard_bytes: int) -> None:
+    common = selection.object_bytes(COMMON) if COMMON in selection.objects else None
+    selection.objects.pop(COMMON, None)
+    if common is None:
+        selection.notes.append("common.pt is empty, as the version was not imported from Megatron")
+    _export_dcp(selection, folder, shard_bytes)
+    write_megatron_files(folder, common)
 
 
 class _ExportPlanner(DefaultSavePlanner):

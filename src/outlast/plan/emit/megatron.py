@@ -215,6 +215,8 @@ def _bridge(model: Transformer, run: Configuration, settings: Settings) -> dict[
         "num_attention_heads": model.heads,
         "num_query_groups": model.kv_heads,
         "kv_channels": model.head_width,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
         "gated_linear_unit": model.gated,
         "vocab_size": model.vocabulary,
         "share_embeddings_and_output_weights": model.tied,
