@@ -31,7 +31,10 @@ def problems_of(text: str) -> list[str]:
         ("[train]\nseed = 5", "train.seed is not a known key; did you mean run.seed?"),
         (
             "[log]\nmodle = 1",
-            "log.modle is not a known key; known here are every_steps, tensorboard, wandb_project",
+            (
+                "log.modle is not a known key; known here are every_steps, tensorboard, "
+                "wandb_project, mlflow_experiment, mlflow_uri, trackio_project"
+            ),
         ),
     ],
 )

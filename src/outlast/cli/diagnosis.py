@@ -34,6 +34,8 @@ CORE_LIBRARIES = ("transformers", "safetensors", "numpy", "pydantic", "nvidia-ml
 OPTIONAL = (
     (("tensorboard",), "writes TensorBoard logs", "pip install 'outlast[tensorboard]'"),
     (("wandb",), "logs to Weights & Biases", "pip install 'outlast[wandb]'"),
+    (("mlflow-skinny", "mlflow"), "logs to MLflow", "pip install 'outlast[mlflow]'"),
+    (("trackio",), "logs to trackio", "pip install 'outlast[trackio]'"),
     (("sentencepiece",), "reads Llama-style tokenizers", "pip install 'outlast[sentencepiece]'"),
     (("sphinx",), "builds the documentation", "pip install 'outlast[docs]'"),
     (("pytest",), "runs the tests", "pip install 'outlast[test]'"),

@@ -464,6 +464,13 @@ class LogSection(Section):
     wandb_project: str | None = setting(
         None, "also log to this Weights & Biases project", identity=False
     )
+    mlflow_experiment: str | None = setting(
+        None, "also log to this MLflow experiment", identity=False
+    )
+    mlflow_uri: str | None = setting(
+        None, "where MLflow keeps it: a URL or sqlite:///FILE", identity=False
+    )
+    trackio_project: str | None = setting(None, "also log to this trackio project", identity=False)
 
 
 class LaunchSection(Section):

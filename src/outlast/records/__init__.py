@@ -42,7 +42,17 @@ from outlast.records.lock import OwnerLock
 from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.recovered import RecoveryTotals, recovery_totals, recovery_words
-from outlast.records.sinks import Sink, TensorBoardSink, WandbSink, scalars
+from outlast.records.sinks import (
+    Curves,
+    MlflowSink,
+    Sink,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+    notes,
+    open_sinks,
+    scalars,
+)
 from outlast.records.staged import DataStaged
 from outlast.records.stopwatch import Stopwatch
 from outlast.records.writer import RecordWriter, event_file
@@ -62,6 +72,7 @@ __all__ = [
     "CodedStep",
     "CodingTotals",
     "Compared",
+    "Curves",
     "DataStaged",
     "DeviceEnergy",
     "EnergyMeasured",
@@ -77,6 +88,7 @@ __all__ = [
     "MemberLost",
     "MembershipChanged",
     "MemoryMeasured",
+    "MlflowSink",
     "OperationChecks",
     "OwnerLock",
     "Predicted",
@@ -95,6 +107,7 @@ __all__ = [
     "Stopwatch",
     "TensorBoardSink",
     "Tensorized",
+    "TrackioSink",
     "WandbSink",
     "Warned",
     "WrongNumbers",
@@ -105,6 +118,8 @@ __all__ = [
     "forecast_of",
     "guard_totals",
     "measured_figures",
+    "notes",
+    "open_sinks",
     "predicted_words",
     "read_run",
     "recovery_totals",

@@ -75,6 +75,20 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             replace_file(self.job_file, job_text.encode())
+        except OSError as error:
+            raise RunError(
+                f"the run directory {self.path} cannot be written: {error.strerror}"
+            ) from None
+        self.identify()
+
+    def identify(self) -> None:
+        """Make the directory and give it an identifier, if it has none.
+
+        Raises:
+            RunError: When the directory cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
             if not self._identifier_file.exists():
                 replace_file(self._identifier_file, uuid.uuid4().hex[:8].encode())
         except OSError as error:
@@ -87,7 +101,7 @@ class RunDirectory:
         """Eight characters that tell this run from earlier ones of the same name.
 
         Raises:
-            RunError: When the directory was not made by `create`, or cannot be read.
+            RunError: When the directory was not made by `create` or `identify`, or cannot be read.
         """
         try:
             return self._identifier_file.read_text(encoding="ascii")

@@ -26,10 +26,9 @@ from outlast.records import (
     RunDirectory,
     Sampled,
     Sink,
-    TensorBoardSink,
-    WandbSink,
     Warned,
     forecast_of,
+    open_sinks,
     read_run,
 )
 from outlast.records.process import age_seconds
@@ -304,14 +303,8 @@ def _open_records(setup: SetUp) -> RecordWriter:
 def sinks_of(setup: SetUp) -> list[Sink]:
     """Where else the events of the run go, as the job says."""
     job, directory = setup.job, setup.directory
-    sinks: list[Sink] = [progress_sink(job)]
-    if job.log.tensorboard:
-        sinks.append(TensorBoardSink(directory.tensorboard))
-    if job.log.wandb_project:
-        config = job.model_dump()
-        run_id = f"{job.run.name}-{fingerprint(job)}"
-        sinks.append(WandbSink(job.log.wandb_project, run_id, config, directory.path))
-    return sinks
+    name = f"{job.run.name}-{fingerprint(job)}"
+    return [progress_sink(job), *open_sinks(job.log, directory, name, job.model_dump())]
 
 
 def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptStarted:

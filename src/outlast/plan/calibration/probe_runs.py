@@ -52,6 +52,14 @@ class Probe:
     steps: int = 0
 
 
+_NO_TRACKERS = {
+    "tensorboard": False,
+    "wandb_project": None,
+    "mlflow_experiment": None,
+    "trackio_project": None,
+}
+
+
 def probe_job(setting: Setting, folder: Path, steps: int) -> Job:
     """The job of a short run that does nothing but train, and one small checkpoint at its end.
 
@@ -72,7 +80,7 @@ def probe_job(setting: Setting, folder: Path, steps: int) -> Job:
         "guard": {"policy": "off", "modules": {}},
         "coding": {"scheme": "off"},
         "tensorize": {"form": "off"},
-        "log": {"every_steps": steps, "tensorboard": False, "wandb_project": None},
+        "log": {"every_steps": steps, **_NO_TRACKERS},
         "launch": {"nproc": ranks, "restarts": 0},
         "schedule": {"name": "constant", "warmup_steps": 0},
     }
