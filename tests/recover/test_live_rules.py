@@ -112,5 +112,7 @@ def test_training_goes_on_only_from_the_newest_state_that_is_known(
     lineage: str, newest: int | None, known: int, returning: bool, why: str | None
 ) -> None:
     found = membership("r", [member(0, 4, lineage)], "0:life")
-    said = must_restore(found, newest=newest, known=known, returning=returning)
+    said = must_restore(
+        found.step, committed=found.committed, newest=newest, known=known, returning=returning
+    )
     assert (said is None) if why is None else (why in (said or ""))

@@ -94,6 +94,17 @@ class Guard:
             return None
         return self.watch.seconds + (0.0 if self.patrol is None else self.patrol.seconds)
 
+    @property
+    def device(self) -> torch.device:
+        """What the model computes on; the CPU for one without parameters."""
+        parameters = self._model.parameters()
+        return next((each.device for each in parameters), torch.device("cpu"))
+
+    @property
+    def checks_collectives(self) -> bool:
+        """Whether the sums over other processes are among what is checked."""
+        return self._reduction is not None
+
     def certificate(self) -> dict[str, Certificate]:
         """By check: how many were made, how well rounding explains them, and what was missed."""
         return certificates(self.ledger)
@@ -133,6 +144,21 @@ class Guard:
             # It remembers numbers that are no longer there.
             self.watch.seconds += self.patrol.seconds
             self.patrol = self._new_patrol()
+
+    def decide(self) -> Verdict:
+        """The verdict, where something else says whether the optimizer steps.
+
+        The optimizer does not ask again for a verdict that is clean. `again` must follow if it does
+        not step.
+        """
+        verdict = self.verdict()
+        self._approved = verdict.clean
+        return verdict
+
+    def again(self) -> None:
+        """The step's numbers are not used: its passes begin anew, with other signs."""
+        self.watch.redraw()
+        self._begin()
 
     def verdict(self) -> Verdict:
         """Whether the step's numbers may be used; all ranks ask together, before the update."""

@@ -260,7 +260,13 @@ class LiveGroups:
         if self._found is not None and found.lives == self._found.lives:
             return False
         newest = None if self._refuge is None else self._refuge.newest()
-        why = must_restore(found, newest=newest, known=self._known, returning=self._returning)
+        why = must_restore(
+            found.step,
+            committed=found.committed,
+            newest=newest,
+            known=self._known,
+            returning=self._returning,
+        )
         if why is None:
             return False
         begun_at = time.perf_counter()

@@ -164,32 +164,33 @@ def _common_identity(present: list[Member]) -> str:
 
 
 def must_restore(
-    found: Membership, *, newest: int | None, known: int, returning: bool
+    step: int, *, committed: bool, newest: int | None, known: int, returning: bool
 ) -> str | None:
     """Why training may not go on from the newest state present, or None when it may.
 
     Args:
-        found: The membership.
+        step: Of the newest state present.
+        committed: Whether it has come from a step that groups have committed.
         newest: Step of the newest state that this group could restore from elsewhere; None where
             it has no such place.
         known: The newest step that the run is known to have reached.
         returning: Whether this group has been started again.
     """
-    if newest is not None and newest > found.step:
+    if newest is not None and newest > step:
         return (
-            f"the newest state among the groups is of step {found.step}, but one of step {newest} "
+            f"the newest state among the groups is of step {step}, but one of step {newest} "
             "is saved"
         )
-    if found.committed:
+    if committed:
         return None
-    if known > found.step and not newest:
+    if known > step and not newest:
         return (
             f"the run has reached step {known}, but no group that is still there has a newer state "
-            f"than that of step {found.step}"
+            f"than that of step {step}"
         )
     if returning and newest is None:
         return (
             f"it was started again, but no group that has trained is there any more, and step "
-            f"{found.step} would be done a second time"
+            f"{step} would be done a second time"
         )
     return None
