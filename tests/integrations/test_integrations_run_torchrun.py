@@ -1,0 +1,99 @@
+"""`outlast.Run` under torchrun: a killed rank, and a group that starts again from memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outlast.records import CheckpointSaved, StateRecovered, read_run
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import outlast
+
+HERE, name = Path(__file__).parent, sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(5)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+data = TensorDataset(torch.randn(96, 8), torch.randn(96, 4))
+torch.manual_seed(100 + rank)
+wrapped = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+settings = [f'run.directory="{HERE}/runs"', f"run.name={name}", f'recover.memory="{HERE}/memory"']
+settings += ["checkpoint.writer=thread", "energy.measure=false", "log.every_steps=1"]
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+with outlast.Run(
+    model=wrapped, optimizer=optimizer, loader=loader, epochs=3, settings=settings, fresh=True
+) as run:
+    for features, targets in run:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(wrapped(features), targets)
+        loss.backward()
+        optimizer.step()
+        run.log(loss)
+        if name == "killed" and first and rank == 1 and run.step == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+torch.save(model.state_dict(), HERE / f"{name}{rank}.pt")
+del wrapped, run, loss
+dist.destroy_process_group()
+"""
+"""Does 6 steps an epoch on two ranks."""
+
+
+def _torchrun(script: Path, name: str) -> str:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "--max-restarts=2", str(script), name,
+        ],
+        # As the documentation says: a restarted group must not find the addresses of a dead one.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.supports("pytorch", "recover", "resume")
+def test_a_killed_rank_costs_one_step_at_most_and_no_bit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for name in ("whole", "killed"):
+        _torchrun(script, name)
+    for rank in (0, 1):
+        whole, killed = (
+            torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
+            for name in ("whole", "killed")
+        )
+        assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    # `fresh` is for the command, not for each of its starts.
+    run = read_run(tmp_path / "runs" / "killed")
+    assert len(run.attempts) == 2
+    [(_, recovered)] = run.of(StateRecovered)
+    assert recovered.source == "memory"
+    # Ten steps were done; a group that is ended may not come to keep the last of them.
+    assert recovered.step in (9, 10)
+    assert run.losses()[-1][0] == 18
+    # All is saved at the end, and nothing is left in memory.
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [18]
+    assert not list((tmp_path / "memory").rglob("rank-*"))
