@@ -16,6 +16,7 @@ from outlast.autosave.program.rewrite import rewrite
 from outlast.autosave.program.sites import RUNTIME
 from outlast.autosave.program.source import read_program
 from outlast.autosave.program.training import find_training
+from outlast.autosave.resume.caches import visible_caches
 from outlast.autosave.resume.loaders import resumable_loaders
 from outlast.autosave.resume.session import Session
 
@@ -58,6 +59,9 @@ class DictKeeper:
         self.digests[step] = text
         return None
 
+    def left(self, step: int) -> None:
+        """Nothing waits for the end of a loop."""
+
 
 def run_plain(script: Path) -> str:
     """What a program prints under plain Python."""
@@ -73,6 +77,7 @@ def run(script: Path, keeper: DictKeeper, saved: Captured | None = None) -> str:
     with (
         rewritten_imports(rewritten, session),
         resumable_loaders(),
+        visible_caches(frozenset(str(each.source.path) for each in rewritten)),
         contextlib.closing(session),
     ):
         return _run(script, code, session)

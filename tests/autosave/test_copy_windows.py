@@ -314,6 +314,33 @@ def test_a_boundary_and_the_end_close_windows(windows: CopyWindows) -> None:
     assert later.seen == []
 
 
+def test_an_evaluation_or_the_end_of_a_loop_has_the_copies_made(windows: CopyWindows) -> None:
+    plain = nn.Module.eval
+    saves = [Recorded(torch.ones(1)) for _ in range(2)]
+    windows.opened(saves[0])
+    nn.Linear(2, 2).eval()
+    assert [each.seen for each in saves] == [[1.0], []]
+    windows.opened(saves[1])
+    windows.hurry()
+    assert saves[1].seen == [1.0]
+    windows.remove()
+    assert nn.Module.eval is not plain
+    model = nn.Linear(2, 2)
+    assert not model.eval().training
+
+
+def test_programs_that_evaluate_in_each_step_have_late_tensors_too(saver: Saver) -> None:
+    model, teacher = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        saver.save(model)
+        teacher.eval()
+        loss(model).backward()
+        optimizer.step()
+    assert saver.check() == []
+    assert saver.late[-1] == {f"0.{name}" for name, _ in model.named_parameters()}
+
+
 def test_steps_that_are_compiled_are_saved_right(saver: Saver) -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,6 +355,8 @@ def test_steps_that_are_compiled_are_saved_right(saver: Saver) -> None:
         train()
     torch._dynamo.reset()
     assert saver.check() == []
+    # Their steps run no hooks, so what they write to is not known to lie still.
+    assert saver.late == [frozenset()] * 5
 
 
 def sharded(directory: Path) -> list[int]:

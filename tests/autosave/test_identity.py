@@ -75,9 +75,10 @@ def test_changed_arguments_are_refused_with_both(program):
     refuse_changes(program(), program(("--lr", "2")), PLACE, accept_changes=True)
 
 
-def test_moved_training_loop_is_refused_although_changes_are_accepted(program):
+def test_shifted_lines_are_accepted_and_a_moved_training_loop_is_refused(program):
     before = program()
     text = SCRIPT.replace("    for batch", "    if batches:\n        return\n    for batch")
+    text = f"# Eleven lines more.\n{10 * chr(10)}{text}"
     (program.folder / "train.py").write_text(text.replace("train(settings", "\n\ntrain(settings"))
     refuse_changes(before, program(), PLACE, accept_changes=True)
     looped = SCRIPT.replace("train(settings.model", "while True: train(settings.model")
@@ -99,14 +100,14 @@ def test_other_versions_are_told_and_not_refused(program):
     assert "torch 2.13.0 and goes on under 2.14.0" in torch
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 1, "arguments": 3}'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 2, "arguments": 3}'])
 def test_damaged_file_is_told_by_its_name(text):
     with pytest.raises(AutosaveError, match=r"runs/a is damaged .* --fresh"):
         from_json(text, PLACE)
 
 
 def test_file_of_another_format_is_told(program):
-    text = program().to_json().replace('"format": 1', '"format": 9')
+    text = program().to_json().replace('"format": 2', '"format": 9')
     with pytest.raises(AutosaveError, match="has the format 9"):
         from_json(text, PLACE)
 
@@ -114,3 +115,41 @@ def test_file_of_another_format_is_told(program):
 def test_runs_with_other_arguments_have_other_hashes():
     assert arguments_hash(["a b"]) != arguments_hash(["a", "b"])
     assert arguments_hash(["a", "b"]) == arguments_hash(["a", "b"])
+
+
+def test_a_program_is_the_same_in_another_folder(program):
+    before = program()
+    moved = program.folder.with_name("moved")
+    program.folder.rename(moved)
+    files = read_program(moved / "train.py")
+    now = identity_of(rewrite(files, find_training(files)), ("--lr", "1"), 2, "2.13.0")
+    assert now == before
+    assert "train.py:train" in now.sites[0]
+    assert not any(str(moved) in site for site in now.sites)
+
+
+TWICE = """\
+import settings
+
+if settings.batches:
+    def train(model, batches):
+        for batch in batches:
+            model(batch).backward()
+            model.step()
+else:
+    def train(model, batches):
+        for batch in batches:
+            model(batch).backward()
+            model.step()
+
+train(settings.model, settings.batches)
+"""
+
+
+def test_functions_of_one_name_are_told_apart(tmp_path):
+    (tmp_path / "train.py").write_text(TWICE)
+    (tmp_path / "settings.py").write_text("model, batches = None, []\n")
+    files = read_program(tmp_path / "train.py")
+    found = identity_of(rewrite(files, find_training(files)), (), 1, "2.13.0")
+    bodies = {site.partition(" in ")[2].partition(" within")[0] for site in found.sites}
+    assert {"train.py:train", "train.py:train (2)"} <= bodies

@@ -54,7 +54,7 @@ def test_loops_are_listed_with_their_lines_and_why(explained):
         ("model.py", 3, True),
         ("train.py", 12, False),
     ]
-    text = explained.text()
+    text = explained.head()
     assert "model.py:3  step loop  `while data:`  (each iteration does a backward pass" in text
     assert "train.py:12  loop  `for epoch in range(3):`  (leads to a step loop)" in text
     assert "train.py, line 7: two of a `yield` stand in one statement" in text

@@ -81,3 +81,19 @@ def test_what_saves_never_is_refused(tmp_path):
     with pytest.raises(AutosaveError, match="every_steps = 0 saves never"):
         autosave.loop([1], state={}, store=store, every_steps=0)
     store.close()
+
+
+def test_a_save_that_fails_is_a_warning_and_the_loop_goes_on(tmp_path):
+    model, seen = nn.Linear(2, 2), []
+
+    def train():
+        with CheckpointStore(tmp_path / "run") as store:
+            for item in autosave.loop(range(8), state={"model": model}, store=store, every_steps=2):
+                seen.append(item)
+                if item == 3:
+                    (tmp_path / "run").rename(tmp_path / "gone")
+                    (tmp_path / "run").write_text("in the way")
+
+    with pytest.warns(UserWarning, match=r"a save of outlast\.autosave\.loop failed"):
+        train()
+    assert seen == list(range(8))

@@ -151,3 +151,31 @@ def test_run_killed_behind_its_last_step_does_the_rest_and_has_finished(script):
     assert ended.code == 0, ended.said
     assert "this run has finished" in ended.said
     same(result(script), expected)
+
+
+def test_folder_that_was_moved_and_script_with_other_lines_go_on(script, tmp_path_factory):
+    text = script.read_text().replace(
+        "    losses = []", "    losses = []\n    log = open(HERE / 'log.txt', 'w')"
+    )
+    text = text.replace(
+        "        best = min(best", "        log.write(f'{losses[-1]}\\n')\n        best = min(best"
+    )
+    script.write_text(text)
+    expected = undisturbed(script)
+    log = script.parent / "log.txt"
+    logged = log.read_text()
+    log.unlink()
+    disturb(script, 15, "SIGTERM")
+    ended = outlast("run", "--every", 1000, script)
+    assert ended.code == 3, ended.said
+    moved = tmp_path_factory.mktemp("moved") / "project"
+    script.parent.rename(moved)
+    script = moved / "train.py"
+    script.write_text("# One line\n" * 11 + text)
+    ended = outlast("run", script)
+    assert ended.code == 2, ended.said
+    ended = outlast("run", "--accept-changes", script)
+    assert ended.code == 0, ended.said
+    assert "resumed at step 15" in ended.said
+    same(result(script), expected)
+    assert (moved / "log.txt").read_text() == logged

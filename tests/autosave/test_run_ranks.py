@@ -116,3 +116,61 @@ def test_launcher_told_to_stop_passes_it_on(script):
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
     assert code == 3, said
     assert "(SIGUSR1); the same command goes on from there" in said
+
+
+def test_run_has_finished_when_all_its_ranks_have(script):
+    # Rank 1 dies behind its last step, when rank 0 has come to its end already.
+    text = script.read_text().replace(
+        "    dist.destroy_process_group()\n",
+        "    dist.destroy_process_group()\n"
+        "    if rank == 1 and (HERE / 'die').exists():\n"
+        "        import time\n"
+        "        end = time.monotonic() + 120\n"
+        "        while not any(\n"
+        "            'finished' in each.read_text()\n"
+        "            for each in HERE.glob('.outlast/*/outcome.json')\n"
+        "        ):\n"
+        "            assert time.monotonic() < end\n"
+        "            time.sleep(0.01)\n"
+        "        (HERE / 'die').unlink()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n",
+    )
+    script.write_text(text)
+    (script.parent / "die").touch()
+    command = ("-m", "outlast", "run", "--nproc=2", "--every=4", script, "ddp")
+    code, said = python(*command)
+    assert code == 1, said
+    expected = results(script)
+    code, said = python(*command)
+    assert code == 0, said
+    assert "has finished" not in said
+    assert "resumed at step" in said
+    same(results(script), expected)
+    code, said = python(*command)
+    assert code == 0, said
+    assert "this run has finished" in said
+    for rank in (0, 1):
+        (script.parent / f"result{rank}.pt").unlink()
+    code, said = python(*TORCHRUN, "-m", "outlast", "run", "--fresh", "--every=4", script, "ddp")
+    assert code == 0, said
+    assert "moved the earlier run to" in said
+    same(results(script), expected)
+
+
+def test_ranks_with_uneven_steps_stop_soon_and_say_which(script):
+    # No step waits for the other rank, but the end does.
+    script.write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(4 + 4 * (dist.get_rank() == 0)):\n"
+        "    model(torch.ones(2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "if dist.get_rank() == 0:\n"
+        "    dist.barrier()\n"
+    )
+    code, said = python("-m", "outlast", "run", "--nproc=2", "--every=2", script)
+    assert code == 2, said
+    assert "rank 1 has ended after 4 steps, and rank 0 did 6: all ranks must do the same" in said

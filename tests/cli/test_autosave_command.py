@@ -100,14 +100,14 @@ def test_a_script_that_resumes_is_shown_with_what_state_dict_would_lose(check):
 
 def test_state_outside_of_the_program_is_found_by_what_it_changes(check):
     code, printed = check(UNSAVED, "--steps", "2")
-    assert code == 2, printed
+    assert code == 1, printed
     assert "NOT the same after a restore" in printed
     assert "step 5: " in printed
 
 
 def test_what_is_lost_is_found_in_a_script_without_a_seed_too(check):
     code, printed = check(UNSAVED.replace("torch.manual_seed(1)\n", ""), "--steps", "2")
-    assert code == 2, printed
+    assert code == 1, printed
     assert "NOT the same after a restore" in printed
 
 
@@ -152,3 +152,55 @@ def test_the_group_lists_its_command_without_torch():
     )
     assert done.returncode == 0, done.stderr
     assert "check" in done.stdout
+
+
+TWO_LOOPS = SCRIPT.replace(
+    "    for step in range(12):",
+    "    for _ in range(3):\n"
+    "        loss = model(torch.randn(8, 4)).square().mean()\n"
+    "        optimizer.zero_grad()\n"
+    "        loss.backward()\n"
+    "        optimizer.step()\n"
+    "    optimizer.zero_grad()\n"
+    "    for step in range(12):",
+)
+
+
+def test_one_of_several_loops_is_chosen(check):
+    line = 1 + TWO_LOOPS.splitlines().index("    for step in range(12):")
+    code, printed = check(TWO_LOOPS, f"--loop=train.py:{line}", "--steps=2")
+    assert code == 0, printed
+    # Only four steps of the second loop are before the save: the first one is set-up.
+    assert "lost by state_dict() alone after 4 steps" in printed
+    assert "are the same bit for bit in each of 2 steps" in printed
+    code, printed = check(None, "--loop=train.py:1")
+    assert code == 2
+    assert "no `for` or `while` begins there" in printed
+
+
+def test_what_was_measured_is_shown_by_explain(check, tmp_path, monkeypatch, capfd):
+    def explained():
+        script = str(tmp_path / "train.py")
+        monkeypatch.setattr(sys, "argv", ["outlast", "run", "--explain", script])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return capfd.readouterr().out
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    printed = explained()
+    (heading,) = (n for n, line in enumerate(printed.splitlines()) if "names alive" in line)
+    names = printed.splitlines()[heading + 1]
+    assert "step loop  begun, best, model, optimizer; not needed: " in names
+    assert names.endswith("loss, spent, step")
+    assert "outlast autosave check" in printed
+    assert "an image of the process" not in printed
+    code, _ = check(None)
+    assert code == 0
+    printed = explained()
+    for name in ("must-save", "a first save", "each later save", "an image of the process"):
+        assert any(line.startswith(f"{name} ") and "B " in line for line in printed.splitlines())
+    assert "`model.mean` changes in training" in printed
+    assert "earlier text" not in printed
+    (tmp_path / "train.py").write_text(SCRIPT.replace("0.1", "0.2"))
+    assert "the figures are of an earlier text of the script" in explained()

@@ -134,8 +134,6 @@ def test_explain_prints_the_loops_and_runs_nothing(script):
         (["--loop", "train.py:1", "train.py"], "no `for` or `while` begins there"),
         (["broken.py"], "broken.py, line 1"),
         (["empty.py"], "no training loop was found"),
-        (["trainer.py"], "Hugging Face's Trainer"),
-        (["lit.py"], "outlast.integrations.lightning"),
     ],
 )
 def test_wrong_input_is_one_sentence(script, monkeypatch, arguments, sentence):
@@ -143,10 +141,6 @@ def test_wrong_input_is_one_sentence(script, monkeypatch, arguments, sentence):
     monkeypatch.chdir(folder)
     (folder / "broken.py").write_text("for in x:\n")
     (folder / "empty.py").write_text("print('nothing to train')\n")
-    (folder / "trainer.py").write_text(
-        "from transformers import Trainer\n\ntrainer = Trainer()\ntrainer.train()\n"
-    )
-    (folder / "lit.py").write_text("import lightning as L\n\nL.Trainer().fit(None)\n")
     ended = outlast("run", *arguments)
     assert ended.code == 2, ended.said
     assert sentence in ended.said
@@ -171,7 +165,8 @@ def test_script_that_catches_everything_cannot_train_on_after_a_refusal(script):
     script.write_text(text)
     ended = outlast("run", "--every", 2, script)
     assert ended.code == 2, ended.said
-    assert "could not be captured, and the script caught the error" in ended.said
+    assert "cannot be saved" in ended.said
+    assert "the script caught this error: let OutlastError pass" in ended.said
     assert not (script.parent / "result0.pt").exists()
 
 
@@ -181,3 +176,88 @@ def test_script_that_does_not_train_this_time_is_told_and_runs_again(script):
         assert ended.code == 0, ended.said
         assert "without a step of the training loops" in ended.said
     assert (script.parent / "result0.pt").exists()
+
+
+def test_first_interrupt_says_how_to_end_and_the_second_leaves_no_false_word(script):
+    text = script.read_text().replace(
+        "            os.kill(os.getpid(), getattr(signal, what))",
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)",
+    )
+    text = text.replace(
+        "        train_epoch(model, loader, optimizer, losses)",
+        "        try:\n"
+        "            train_epoch(model, loader, optimizer, losses)\n"
+        "        except KeyboardInterrupt:\n"
+        "            return",
+    )
+    script.write_text(text)
+    (script.parent / "plan").write_text("8 SIGINT")
+    ended = outlast("run", "--every", 2, script)
+    assert "outlast: saving at the next step, then it ends; Ctrl-C again ends it" in ended.said
+    assert ended.code == 3, ended.said
+    assert "interrupted after 7 steps; the same command goes on" in ended.said
+    script.write_text(text.replace("            return", "            raise"))
+    ended = outlast("run", "--accept-changes", script)
+    assert ended.code == 0, ended.said
+    assert "resumed at step" in ended.said
+
+
+def test_options_behind_the_script_are_told_to_be_the_scripts(script):
+    script.write_text(
+        script.read_text().replace("parser.parse_args()", "parser.parse_known_args()[0]")
+    )
+    ended = outlast("run", script, "--epochs=0", "--every=5", "--lr", "1")
+    assert ended.code == 0, ended.said
+    assert f"note: --every stands behind {script} and so is for the script" in ended.said
+    assert f"outlast run --every ... {script}" in ended.said
+    assert "--lr" not in ended.said.partition("note:")[2].splitlines()[0]
+
+
+def test_save_at_the_end_of_an_epoch_is_durable_before_what_follows(script):
+    # Late copies have been seen to be right by then: the weights of the third save lie still.
+    wait = (
+        "        import time\n"
+        "        end = time.monotonic() + 60\n"
+        "        while not list(HERE.glob(\n"
+        "            f'.outlast/*/checkpoints/step-*{len(losses)}-*/version.json'\n"
+        "        )):\n"
+        "            assert time.monotonic() < end, 'the save waits for the next step'\n"
+        "            time.sleep(0.01)\n"
+    )
+    text = script.read_text().replace(
+        "        schedule.step()\n", f"{wait}        schedule.step()\n"
+    )
+    script.write_text(text)
+    ended = outlast("run", "--every", 6, script)
+    assert ended.code == 0, ended.said
+
+
+def test_numbers_that_differ_end_a_script_that_catches_everything(script):
+    text = script.read_text().replace(
+        "        train_epoch(model, loader, optimizer, losses)",
+        "        try:\n"
+        "            train_epoch(model, loader, optimizer, losses)\n"
+        "        except Exception as error:\n"
+        "            print('caught', error)",
+    )
+    # What it depends on is outside of the program.
+    text = text.replace(
+        "        loss.backward()",
+        "        (loss * float((HERE / 'scale').read_text())).backward()",
+    )
+    script.write_text(text)
+    (script.parent / "scale").write_text("1.0")
+    (script.parent / "plan").write_text("9 SIGKILL")
+    assert outlast("run", "--every", 4, script).code == -9
+    (script.parent / "scale").write_text("2.0")
+    ended = outlast("run", "--every", 4, script)
+    assert ended.code == 2, ended.said
+    assert "caught" in ended.said
+    (said,) = (
+        line
+        for line in ended.said.splitlines()
+        if line.startswith("outlast: ") and "differs" in line
+    )
+    assert "the script caught this error" in said
+    assert not (script.parent / "result0.pt").exists()

@@ -44,6 +44,22 @@ def test_run_is_named_after_the_script_unless_it_has_a_name():
     assert named_after("my/train.py", ["run.name=b"]) == ["run.name=b"]
 
 
+def test_name_of_the_job_file_stays(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[run]\nname = "mine"\n')
+    assert named_after("my/train.py", [], file) == []
+    file.write_text("[run]\nseed = 1\n")
+    assert named_after("my/train.py", [], file) == ["run.name=train"]
+
+
+def test_how_often_to_save_is_passed_on(script):
+    job = load_job(None, list(PLACES))
+    words = shlex.split(job_of_script(job, "train.py", every="10m", keep=3).slurm.command)
+    assert words[-3:] == ["--every=10m", "--keep=3", str(script)]
+    with pytest.raises(AutosaveError, match="--every often is neither"):
+        job_of_script(job, "train.py", every="often")
+
+
 @pytest.mark.parametrize(
     ("text", "settings", "sentence"),
     [

@@ -3,6 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from outlast.errors import IntegrationError
+from outlast.integrations import agreement as agreement_module
 from outlast.integrations.agreement import Agreed, Agreement
 
 pytestmark = pytest.mark.distributed
@@ -56,3 +58,63 @@ def _one_wish():
     said = [agreement.exchange(step, False, wish, 1.0).save for step, wish in enumerate(wishes)]
     dist.destroy_process_group()
     return said
+
+
+def _uneven(ends):
+    dist.init_process_group("gloo")
+    rank, said = dist.get_rank(), ""
+    agreement_module._TELL_SECONDS = 0.1
+    agreement_module._AWAY_SECONDS = 0.5
+    agreement = Agreement(0)
+    try:
+        for step in range(1, 5):
+            if rank == 1 and step == 3:
+                # It has fewer batches, and waits for the others elsewhere.
+                agreement.left(2)
+                if ends:
+                    agreement.ended(2)
+                break
+            agreement.back()
+            agreement.exchange(step, False, False, 1.0)
+    except IntegrationError as error:
+        said = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize(("ends", "what"), [(False, "left its training loop"), (True, "has ended")])
+def test_a_rank_with_fewer_steps_is_named_and_not_waited_for(ranks, ends, what):
+    first, second = ranks(2)(_uneven, ends)
+    assert second == ""
+    assert first.startswith(f"rank 1 {what} after 2 steps, and rank 0 did 3: ")
+    assert "drop_last=True" in first
+
+
+def _late():
+    dist.init_process_group("gloo")
+    agreement_module._TELL_SECONDS = 0.05
+    agreement = Agreement(0)
+    if dist.get_rank() == 1:
+        # An evaluation of its own between two loops: the other one has said that it waits.
+        agreement.left(0)
+        dist.barrier()
+        agreement.back()
+    else:
+        looked = agreement._look
+
+        def look(*arguments, **options):
+            looked(*arguments, **options)
+            if not released:
+                released.append(True)
+                dist.barrier()
+
+        released = []
+        agreement._look = look
+    stop = agreement.exchange(1, dist.get_rank() == 1, False, 1.0).stop
+    dist.destroy_process_group()
+    return stop
+
+
+def test_a_rank_that_comes_back_is_waited_for(ranks):
+    assert ranks(2)(_late) == [True, True]

@@ -23,11 +23,15 @@ def test_signal_asks_for_a_stop_once_training_has_begun(stop, number):
     assert stop() == stop.signalled == signal.Signals(number).name
 
 
-def test_second_interrupt_ends_at_once(stop):
+def test_second_interrupt_ends_at_once_as_the_first_one_says(stop, capfd):
     stop.training_begins()
     os.kill(os.getpid(), signal.SIGINT)
+    assert "saving at the next step" in (said := capfd.readouterr().err)
+    assert "Ctrl-C again ends it at once" in said
+    assert not stop.interrupted
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+    assert stop.interrupted
 
 
 def test_before_training_there_is_nothing_to_save(stop, capsys):

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from outlast.autosave.program.sites import Rewritten
 
-FORMAT = 1
+FORMAT = 2
 _LINES_SHOWN = 40
 
 
@@ -54,12 +55,13 @@ def identity_of(
     program = list(files)
     folder = program[0].source.path.parent
     sites = [site for each in program for site in each.sites]
+    bodies = {name: told for each in program for name, told in _bodies(each, folder).items()}
     return Identity(
         tuple(arguments),
         world_size,
         {_short(each.source.path, folder): each.source.text for each in program},
         tuple(
-            f"{site.number} {site.kind} in {_relative(site.body, folder)} within {site.around}"
+            f"{site.number} {site.kind} in {bodies[site.body]} within {site.around}"
             for site in sorted(sites, key=lambda site: site.number)
         ),
         platform.python_version(),
@@ -125,8 +127,8 @@ def refuse_changes(
     if before.sites != now.sites:
         raise AutosaveError(
             f"the run in {place} cannot go on even with --accept-changes: {_moved(before, now)}; a "
-            "change must leave the statements that lead to the training step, and the lines that "
-            "their functions begin in, as they were; set it back, or start anew with --fresh"
+            "change must leave the statements that lead to the training step, and the names of "
+            "their functions, as they were; set it back, or start anew with --fresh"
         )
 
 
@@ -192,5 +194,15 @@ def _short(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
-def _relative(body: str, folder: Path) -> str:
-    return body.removeprefix(f"{folder}/")
+def _bodies(file: Rewritten, folder: Path) -> dict[str, str]:
+    """Body names of a file, and what they are called wherever they stand."""
+    place = f"{file.source.path}:"
+    parts = [body.removeprefix(place).partition(":") for body in {site.body for site in file.sites}]
+    told: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for line, _, name in sorted(parts, key=lambda part: int(part[0])):
+        seen[name] += 1
+        # A function may be defined more than once, in branches of an `if`.
+        again = f" ({seen[name]})" if seen[name] > 1 else ""
+        told[f"{place}{line}:{name}"] = f"{_short(file.source.path, folder)}:{name}{again}"
+    return told

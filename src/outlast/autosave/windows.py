@@ -14,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -60,6 +61,9 @@ class CopyWindows:
     fails and the next one copies the tensor at once. Where the writes count nothing, as those
     through ``.data``, the store's own samples are what is left.
 
+    The copies are also made where a program puts a module into evaluation, or tells that a loop
+    has ended: the next optimizer step may be long in coming, and a save is not durable before.
+
     Steps of optimizers that are compiled as a whole, or recorded in a CUDA graph, run no hooks:
     what they write to is never late.
     """
@@ -73,6 +77,7 @@ class CopyWindows:
         self._saves: list[Copying] = []
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
+        _watch_evaluations(self)
 
     def late(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Names of those of the `tensors` that a save at this boundary may copy late.
@@ -111,10 +116,18 @@ class CopyWindows:
         """Have all copies made; called at every step boundary, before a save's result is asked."""
         self._close(complete=False)
 
+    def hurry(self) -> None:
+        """Have all copies made, because the next step may be far; what is watched goes on."""
+        with self._lock:
+            self._copy()
+
     def remove(self) -> None:
         """Close all windows, and look at optimizers no more."""
         self.close()
         self._hook.remove()
+        _EVALUATIONS.discard(self)
+        if not _EVALUATIONS:
+            nn.Module.eval = _plain_eval  # type: ignore[method-assign]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # The compiler sees nothing else of this, and need not split a graph for it.
@@ -133,21 +146,25 @@ class CopyWindows:
         """Close the windows; `complete`: by the optimizer step that they are to last to."""
         # Another thread must not write before the copies are made, so it waits here.
         with self._lock:
-            for row in self._late:
-                if row.written():
-                    self._judge(row, late=False)
-                    # The save sees the storage through a tensor that has a counter of its own.
-                    increment_version(row.row)
-            self._late.clear()
             for row, fingerprint in self._watched:
                 still = not row.written() and _fingerprint(row.row) == fingerprint
                 if complete or not still:
                     self._judge(row, late=still)
             self._watched.clear()
-            saves = list(self._saves)
-            for save in saves:
-                save.copied()
-                self._saves.remove(save)
+            self._copy()
+
+    def _copy(self) -> None:
+        """Have the saves make their copies; to be called with the lock."""
+        for row in self._late:
+            if row.written():
+                self._judge(row, late=False)
+                # The save sees the storage through a tensor that has a counter of its own.
+                increment_version(row.row)
+        self._late.clear()
+        saves = list(self._saves)
+        for save in saves:
+            save.copied()
+            self._saves.remove(save)
 
     def _judge(self, row: _Row, *, late: bool) -> None:
         for owner, _ in row.owners:
@@ -164,6 +181,26 @@ class CopyWindows:
                         owners = found.setdefault(part.untyped_storage()._cdata, [])
                         owners.extend([each] if part is each else [each, part])
         return found
+
+
+_EVALUATIONS: weakref.WeakSet[CopyWindows] = weakref.WeakSet()
+"""Those that are told when a module is put into evaluation."""
+
+_plain_eval = nn.Module.eval
+
+
+def _watch_evaluations(windows: CopyWindows) -> None:
+    _EVALUATIONS.add(windows)
+    nn.Module.eval = _hurrying_eval  # type: ignore[assignment, method-assign]
+
+
+def _hurrying_eval(module: nn.Module) -> nn.Module:
+    """As `nn.Module.eval`."""
+    # The compiler sees nothing else of this, and need not split a graph for it.
+    if not torch.compiler.is_compiling():
+        for each in list(_EVALUATIONS):
+            each.hurry()
+    return _plain_eval(module)
 
 
 def _records_graph() -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE
+from outlast.errors import EXIT_DONE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
+    from outlast.autosave.measured import MeasuredState
     from outlast.autosave.trace.script import ScriptReplay
     from outlast.autosave.trace.state import StatePlan
 
@@ -25,6 +29,8 @@ CHECK_SETTINGS = {"allow_interspersed_args": False}
 """All behind the script belongs to the script."""
 
 _SHOWN = 12
+_LOSES_STATE = 1
+"""Exit code for a script that does not resume bit for bit."""
 
 
 @autosave.callback()
@@ -44,6 +50,12 @@ def check(
     timeout: Annotated[
         float, typer.Option(help="Seconds that each pass over the script may take.")
     ] = 600.0,
+    loop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE:LINE", help="The loop whose iterations are the steps; default: found."
+        ),
+    ] = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor with its class and why.")
     ] = False,
@@ -53,78 +65,98 @@ def check(
     The script runs to a save and some steps on; a fresh process resumes from the save and does
     the same steps; every tensor and value is compared after each. A third process takes over what
     state_dict() gives alone, to show what that loses. The script does its steps in earnest: files
-    that it writes are written in each of these passes. Exit codes: 0 all the same, 2 not.
+    that it writes are written in each of these passes. What is measured is kept for `outlast run
+    --explain`. Exit codes: 0 all the same, 1 not, 2 wrong input, or no check possible.
     """
     from outlast.autosave.trace.script import replay_script
     from outlast.cli.figures import output
+    from outlast.cli.misplaced import say_options_behind
+    from outlast.cli.run_program import read_training
+    from outlast.cli.state_tables import print_classes, print_sizes
     from outlast.errors import AutosaveError
 
     if not script.is_file():
         raise AutosaveError(f"there is no script {script}; give the path of a Python file")
-    found = replay_script(script, arguments or (), at=at, steps=steps, timeout_seconds=timeout)
+    files, _ = read_training(script, loop)
+    texts = [each.text for each in files]
+    say_options_behind(script, arguments or (), _OWN, texts, "outlast autosave check")
+    found = replay_script(
+        script, arguments or (), at=at, steps=steps, timeout_seconds=timeout, loop=loop
+    )
+    measured = _measured(found, texts)
+    _keep(measured, script, arguments or ())
     console = output()
-    _print_plan(console, found.plan, tensors=tensors)
+    if tensors:
+        _print_tensors(console, found.plan)
+    print_classes(console, measured)
+    if not found.plan.of("must-save"):
+        console.print("note: nothing changed in the steps looked at; try a later one with --at")
+    print_sizes(console, measured)
     _print_lost(console, found)
     _print_verdict(console, script, found)
-    raise typer.Exit(EXIT_DONE if found.identical else EXIT_BAD_INPUT)
+    raise typer.Exit(EXIT_DONE if found.identical else _LOSES_STATE)
 
 
-def _print_plan(console: Console, plan: StatePlan, *, tensors: bool) -> None:
+_OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop")
+
+
+def _measured(found: ScriptReplay, texts: list[str]) -> MeasuredState:
+    from outlast.autosave.measured import MeasuredState, program_hash
     from outlast.autosave.trace.state import KINDS
+
+    return MeasuredState(
+        program=program_hash(texts),
+        at=found.at,
+        tensors={kind: len(found.plan.of(kind)) for kind in KINDS},
+        bytes={kind: found.plan.bytes(kind) for kind in KINDS},
+        state=found.plan.cost,
+        saved_bytes=found.saved_bytes,
+        process_bytes=found.process_bytes,
+        lints=found.plan.lints,
+    )
+
+
+def _keep(state: MeasuredState, script: Path, arguments: Sequence[str]) -> None:
+    """Leave what was measured where ``outlast run --explain`` looks for it."""
+    from outlast.autosave.measured import measured_file
+    from outlast.cli.run_folder import folder_of
+    from outlast.records import replace_file
+
+    file = measured_file(folder_of(script.resolve(), arguments, None).path)
+    # The script may lie where nothing can be written; what was measured is printed all the same.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, state.to_json().encode())
+
+
+def _print_tensors(console: Console, plan: StatePlan) -> None:
     from outlast.cli.figures import Column, print_table, size_text
 
-    if tensors:
-        print_table(
-            console,
-            [
-                Column("tensor", number=False, least=24),
-                Column("class", number=False),
-                Column("bytes"),
-                Column("type", number=False, optional=2),
-                Column("copied", number=False, optional=1),
-                Column("why", number=False, optional=3, least=20),
-            ],
-            [
-                [
-                    each.name,
-                    each.kind,
-                    size_text(each.bytes),
-                    each.dtype,
-                    _WINDOWS[each.window],
-                    "; ".join(each.why),
-                ]
-                for each in plan.tensors
-            ],
-            title="tensors at the save",
-        )
-    rows = [
-        [kind, str(len(plan.of(kind))), size_text(plan.bytes(kind)), _MEANING[kind]]
-        for kind in KINDS
-    ]
-    rows.append(["state_dict()", "", size_text(plan.naive_bytes), "of modules and optimizers"])
     print_table(
         console,
         [
+            Column("tensor", number=False, least=24),
             Column("class", number=False),
-            Column("tensors"),
             Column("bytes"),
-            Column("what it is", number=False, least=20),
+            Column("type", number=False, optional=2),
+            Column("copied", number=False, optional=1),
+            Column("why", number=False, optional=3, least=20),
         ],
-        rows,
-        title="what a step leaves behind (measured)",
+        [
+            [
+                each.name,
+                each.kind,
+                size_text(each.bytes),
+                each.dtype,
+                _WINDOWS[each.window],
+                "; ".join(each.why),
+            ]
+            for each in plan.tensors
+        ],
+        title="tensors at the save",
     )
-    if not plan.of("must-save"):
-        console.print("note: nothing changed in the steps looked at; try a later one with --at")
-    for each in plan.lints:
-        console.print(f"note: {each}", markup=False, soft_wrap=True)
 
 
-_MEANING = {
-    "must-save": "changes, and is read again",
-    "save-once": "is read, and never changed",
-    "derivable": "is made again by set-up, and never changed",
-    "dead": "is written before it is read",
-}
 _WINDOWS = {
     "always": "at any time",
     "late": "up to the optimizer's step",

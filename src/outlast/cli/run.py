@@ -71,11 +71,6 @@ def run(
     from outlast.cli.run_start import Asked, run_script
 
     _check_script(script)
-    if explain:
-        from outlast.cli.run_explain import explain_program
-
-        explain_program(script, loop)
-        raise typer.Exit(EXIT_DONE)
     asked = Asked(
         script=script,
         arguments=tuple(arguments or ()),
@@ -87,6 +82,11 @@ def run(
         accept_changes=accept_changes,
         loop=loop,
     )
+    if explain:
+        from outlast.cli.run_explain import explain_program
+
+        explain_program(asked)
+        raise typer.Exit(EXIT_DONE)
     raise typer.Exit(run_script(asked, nproc))
 
 

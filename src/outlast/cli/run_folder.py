@@ -2,11 +2,12 @@
 
 .outlast/train.py-1f3a9c07/
   program.json     the program as it was started: texts, arguments, processes, versions
-  outcome.json     how the last start ended, or that it runs
+  outcome.json     how the last start ended, or that it runs; outcome.rankN.json of further ranks
   pace.json        what the best interval was worked out from
   digests/         of the first steps after each save, to compare after a restore
   lock             owner while it runs
   checkpoints/     the versions
+  stores.json      where a library keeps them that trains the script
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class RunFolder:
         return self.path / "digests"
 
     @property
+    def library_stores(self) -> Path:
+        """Where the library that trains the script keeps its versions."""
+        return self.path / "stores.json"
+
+    @property
     def program(self) -> Path:
         """The program as it was started."""
         return self.path / "program.json"
@@ -86,7 +92,12 @@ class RunFolder:
             RunError: When it is running.
         """
         warnings, changed = [], False
-        if self.program.exists() and (self.is_finished or self.has_versions()):
+        finished = self.outcome()
+        if self.program.exists() and (
+            self.has_versions()
+            or self.library_stores.exists()
+            or (finished is not None and finished.word == "finished")
+        ):
             before = from_json(self._read(self.program), self.program)
             refuse_changes(before, now, self.path, accept_changes=accept_changes)
             warnings = version_warnings(before, now)
@@ -126,24 +137,24 @@ class RunFolder:
             remedy="wait for it to end, or give this one another folder with --directory",
         )
 
-    def outcome(self) -> Outcome | None:
-        """How the last start ended; None before the first."""
+    def outcome(self, rank: int = 0) -> Outcome | None:
+        """How the last start of a rank ended; None before the first."""
         try:
-            return Outcome(**json.loads(self._outcome.read_text(encoding="utf-8")))
+            return Outcome(**json.loads(self._outcome(rank).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the program came to its end."""
-        last = self.outcome()
-        return last is not None and last.word == "finished"
+    def words(self, world_size: int) -> list[Word | None]:
+        """How the last start of each rank ended."""
+        found = (self.outcome(rank) for rank in range(world_size))
+        return [None if each is None else each.word for each in found]
 
-    def record(self, word: Word, step: int) -> None:
-        """Write down how the run stands."""
+    def record(self, word: Word, step: int, rank: int = 0) -> None:
+        """Write down how the run stands on a rank."""
         when = time.strftime("%Y-%m-%d %H:%M")
         text = json.dumps({"word": word, "step": step, "when": when})
-        replace_file(self._outcome, text.encode())
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self._outcome(rank), text.encode())
 
     def move_aside(self) -> Path | None:
         """Rename the folder of an earlier run; nothing is deleted.
@@ -158,9 +169,8 @@ class RunFolder:
         lock.release()
         return RunDirectory(self.path).move_aside()
 
-    @property
-    def _outcome(self) -> Path:
-        return self.path / "outcome.json"
+    def _outcome(self, rank: int) -> Path:
+        return self.path / (f"outcome.rank{rank}.json" if rank else "outcome.json")
 
     def _read(self, file: Path) -> str:
         try:

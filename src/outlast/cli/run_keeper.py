@@ -119,9 +119,6 @@ class ScriptKeeper:
         self._looking_seconds = 0.0
         self._step_seconds = 0.0
         self._reason = ""
-        self._asked: int | None = None
-        self._differs: int | None = None
-        self._least_step = 0
         self._resumed = False
         self._told = -_QUIET_SECONDS
         self._untold = 0
@@ -134,17 +131,13 @@ class ScriptKeeper:
             CheckpointError: When there are versions, but none that can be used.
         """
         held = HeldState()
-        try:
-            restored = self._opened().restore({self._key: held})
-        except OutlastError as error:
-            self._problem = error
-            raise
+        restored = self._opened().restore({self._key: held})
         if restored is None:
             return None
         for sentence in restored.skipped:
             self.warn(f"passed over: {sentence}")
         self.say(f"resumed at step {restored.step} from {restored.place}")
-        self.step = self._least_step = restored.step
+        self.step = restored.step
         self._resumed = True
         self._pace.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
@@ -152,7 +145,7 @@ class ScriptKeeper:
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps."""
-        self._refuse_to_go_on(step)
+        self._refuse_to_go_on()
         now = time.monotonic()
         if self._boundary is None:
             self._begin(step)
@@ -170,8 +163,18 @@ class ScriptKeeper:
         if not save and not self._reason:
             return False
         self._pace.begun(step, now)
-        self._asked = step
         return True
+
+    def left(self, step: int) -> None:
+        """A training loop has come to its end after `step` steps."""
+        # What follows may take long, and a save is durable only behind its last copy.
+        self._windows.hurry()
+        if self._agreement is not None:
+            self._agreement.left(step)
+
+    def failed(self, error: OutlastError) -> None:
+        """Remember why the program must not go on; its script may catch the error itself."""
+        self._problem = error
 
     def save(self, step: int, state: SavedState) -> None:
         """Save; returns when the tensors may change again.
@@ -181,7 +184,6 @@ class ScriptKeeper:
             SystemExit: When the run is to stop and is saved.
         """
         assert self._boundary is not None
-        self._asked = None
         self._settle()
         # To look at the program's memory takes its time, too.
         self._looking_seconds = time.monotonic() - self._boundary
@@ -210,10 +212,7 @@ class ScriptKeeper:
         """
         if self._digests is None:
             return None
-        before = self._digests.keep(step, text)
-        if before not in {None, text}:
-            self._differs = step
-        return before
+        return self._digests.keep(step, text)
 
     def close(self, *, failed: bool = False) -> None:
         """Wait for the save under way, and give up the store.
@@ -223,6 +222,8 @@ class ScriptKeeper:
                 elsewhere than in the save under way: they are not waited for.
         """
         if not failed:
+            if self._agreement is not None:
+                self._agreement.ended(self.step)
             self._settle()
         self._windows.remove()
         if self._store is not None:
@@ -235,8 +236,8 @@ class ScriptKeeper:
         Raises:
             OutlastError: With what happened.
         """
-        if not self.stopped and (problem := self._caught(self.step)) is not None:
-            raise problem
+        if not self.stopped and self._problem is not None:
+            raise self._caught(self._problem)
 
     def say(self, text: str) -> None:
         """Print a line for people, on rank 0."""
@@ -283,9 +284,15 @@ class ScriptKeeper:
         assert self._agreement is not None
         why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
         common = save and self._pace.is_common
-        if not self._agreement.is_due(step):
-            return common
-        agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        self._agreement.back()
+        # A save waits for all ranks, so they see first that all have come to this step.
+        if not common and not self._agreement.is_due(step):
+            return False
+        try:
+            agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        except OutlastError as error:
+            self._problem = error
+            raise
         if agreed.stop:
             self._reason = why or "a signal to another rank"
         return common or agreed.save
@@ -351,28 +358,19 @@ class ScriptKeeper:
         )
         raise SystemExit(self.code)
 
-    def _refuse_to_go_on(self, step: int) -> None:
+    def _refuse_to_go_on(self) -> None:
         """End a script that has caught what was to end it, and trains on."""
         if self.stopped:
             _leave(self.code)
-        if (problem := self._caught(step)) is not None:
-            self.warn(str(problem))
+        if self._problem is not None:
+            self.warn(str(self._caught(self._problem)))
             _leave(EXIT_BAD_INPUT)
 
-    def _caught(self, step: int) -> OutlastError | None:
-        """The error that the script has caught, when it is at `step` all the same."""
-        what = ""
-        if self._asked is not None:
-            what = f"the state after step {self._asked} could not be captured"
-        elif self._differs is not None:
-            what = f"step {self._differs} has other numbers than before the run was stopped"
-        elif step < self._least_step:
-            what = f"the script did not go on at step {self._least_step}"
-        if self._problem is not None or not what:
-            return self._problem
+    @staticmethod
+    def _caught(problem: OutlastError) -> OutlastError:
         return AutosaveError(
-            f"{what}, and the script caught the error that says why; let OutlastError pass where "
-            "it catches Exception"
+            f"{problem}; the script caught this error: let OutlastError pass where it catches "
+            "Exception"
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from outlast.errors import EXIT_CRASHED, EXIT_DONE
+from outlast.integrations.stop import say_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     if processes > 1:
         # As torchrun does: the processes share the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The processes need not say again what this one has said.
+    os.environ["OUTLAST_LAUNCH"] = "nproc"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -75,6 +78,7 @@ def _forward(number: int, frame: FrameType | None) -> None:
         if len(_interrupts) > 1:
             # A person who presses Ctrl-C twice wants the end; elastic ends the processes.
             raise KeyboardInterrupt
+        say_interrupted()
     passed = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):

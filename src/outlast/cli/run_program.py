@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from outlast.cli.run_handover import LIBRARIES, Library
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -14,41 +15,45 @@ if TYPE_CHECKING:
     from outlast.autosave.program.source import SourceFile
     from outlast.autosave.program.training import Training
 
-_OF_TRANSFORMERS = (
-    "trainer.train(resume_from_checkpoint=True) with TrainingArguments(save_strategy=...); "
-    "outlast.integrations.hf_trainer adds Outlast's measurements to it"
-)
-_OF_LIGHTNING = (
-    'trainer.fit(..., ckpt_path="last") with ModelCheckpoint(save_last=True); '
-    "outlast.integrations.lightning adds Outlast's measurements to it"
-)
-_TRAINERS = {
-    "transformers": ("train", "Hugging Face's Trainer", _OF_TRANSFORMERS),
-    "trl": ("train", "a trainer of TRL, which is Hugging Face's Trainer", _OF_TRANSFORMERS),
-    "lightning": ("fit", "Lightning's Trainer", _OF_LIGHTNING),
-    "pytorch_lightning": ("fit", "Lightning's Trainer", _OF_LIGHTNING),
-}
-"""Package to the method that trains, its name, and how its own resume is used."""
+_OTHER_NAME = "pytorch_lightning"
 
 
-def read_and_rewrite(script: Path, loop: str | None = None) -> list[Rewritten]:
+def read_and_rewrite(
+    script: Path, loop: str | None = None
+) -> tuple[list[Rewritten], Library | None]:
     """The program of a script, rewritten so that it can be resumed.
 
     Args:
         script: The script.
         loop: ``FILE:LINE`` of its step loop; None finds it.
 
+    Returns:
+        Its files; and the library that trains it, in which case they are as they were.
+
     Raises:
-        AutosaveError: When it cannot be read, or has no training loop of its own.
+        AutosaveError: When it cannot be read, or has no training loop.
     """
     from outlast.autosave.program.rewrite import rewrite
+    from outlast.autosave.program.sites import Rewritten
+    from outlast.autosave.program.source import read_program
+    from outlast.autosave.program.training import find_training
 
-    files, training = read_training(script, loop)
-    return rewrite(files, training)
+    files = read_program(script)
+    try:
+        return rewrite(files, find_training(files, loop)), None
+    except AutosaveError:
+        library = None if loop is not None else library_of(files)
+        if library is None:
+            raise
+        return [Rewritten(each, each.tree) for each in files], library
 
 
 def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFile], Training]:
-    """The files of a program and its training loops; otherwise as `read_and_rewrite`."""
+    """The files of a program and its own training loops.
+
+    Raises:
+        AutosaveError: When it cannot be read, or has no training loop of its own.
+    """
     from outlast.autosave.program.source import read_program
     from outlast.autosave.program.training import find_training
 
@@ -56,13 +61,22 @@ def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFil
     try:
         return files, find_training(files, loop)
     except AutosaveError:
-        if sentence := _trainer_of_others(files):
-            raise AutosaveError(f"{script}: {sentence}") from None
-        raise
+        library = library_of(files)
+        if library is None:
+            raise
+        raise AutosaveError(
+            f"{script} is trained by {library.name}, whose loop is not the script's own: `outlast "
+            "run` leaves saving and resuming to it, with Outlast's store, and there is no state of "
+            "the script's own to look at"
+        ) from None
 
 
-def _trainer_of_others(files: list[SourceFile]) -> str:
-    """Why a program without a loop of its own needs none, if another library trains it."""
+def library_of(files: list[SourceFile]) -> Library | None:
+    """The library that trains a program without a loop of its own.
+
+    Raises:
+        AutosaveError: For one under another name, which is not followed.
+    """
     nodes = [node for source in files for node in ast.walk(source.tree)]
     imported = {name.partition(".")[0] for node in nodes for name in _imports(node)}
     called = {
@@ -70,15 +84,13 @@ def _trainer_of_others(files: list[SourceFile]) -> str:
         for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
-    for package in sorted(imported):
-        found = _TRAINERS.get(package)
-        if found is not None and found[0] in called:
-            _, name, how = found
-            return (
-                f"this script trains with {name}, whose loop is not the script's own; it saves and "
-                f"resumes by itself: use {how}"
-            )
-    return ""
+    if _OTHER_NAME in imported and LIBRARIES["lightning"].method in called:
+        raise AutosaveError(
+            f"{files[0].name()} imports {_OTHER_NAME}, which is not followed; import "
+            "lightning.pytorch, the same library, in its place"
+        )
+    found = (LIBRARIES[package] for package in LIBRARIES if package in imported)
+    return next((each for each in found if each.method in called), None)
 
 
 def _imports(node: ast.AST) -> list[str]:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast.cli.misplaced import say_options_behind
 from outlast.cli.run_folder import RunFolder, folder_of
-from outlast.errors import EXIT_DONE
-from outlast.integrations.pace import every_of, pace_of, seconds_of
+from outlast.cli.run_meeting import Begun, begin_together
+from outlast.cli.run_work import work, work_of_library
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE
+from outlast.integrations.pace import every_of, seconds_of
 
 if TYPE_CHECKING:
     from outlast.autosave.program.sites import Rewritten
-    from outlast.cli.run_folder import Word
-    from outlast.cli.run_keeper import ScriptKeeper
     from outlast.train.ranks import Ranks
+
+_OWN = (
+    "--every",
+    "--directory",
+    "--keep",
+    "--time-limit",
+    "--nproc",
+    "--fresh",
+    "--accept-changes",
+    "--loop",
+    "--explain",
+)
 
 
 @dataclass(frozen=True)
@@ -69,31 +83,49 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
     every_of(asked.every)
     if asked.time_limit is not None:
         seconds_of("--time-limit", asked.time_limit)
-    files = read_and_rewrite(asked.script, asked.loop)
+    files, library = read_and_rewrite(asked.script, asked.loop)
     folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
+    # A library goes on with any number of processes.
+    look = functools.partial(_begun, asked, files, folder, malleable=library is not None)
     alone = launched_by(os.environ) == "alone"
     ranks = ALONE if alone else ranks_from(os.environ)
     if ranks.launch == "srun":
         _set_environment(ranks)
-    launches = alone and processes is not None
-    if launches:
-        ranks = Ranks(0, processes or 1, 0, processes or 1, "nproc")
-    if ranks.is_first:
-        _prepare(asked, files, folder, ranks.world_size)
-    if folder.is_finished:
-        if ranks.is_first:
-            last = folder.outcome()
-            assert last is not None
-            _say(
-                f"this run has finished ({last.when}, {last.step} steps); --fresh moves it aside "
-                "and starts anew"
-            )
-        return EXIT_DONE
-    if launches:
+    if ranks.is_first and (alone or ranks.launch != "nproc"):
+        texts = [each.source.text for each in files]
+        say_options_behind(asked.script, asked.arguments, _OWN, texts, "outlast run")
+    if alone and processes is not None:
+        ranks = Ranks(0, processes, 0, processes, "nproc")
+        begun = look(ranks)
+        if begun.finished:
+            return EXIT_DONE
         from outlast.cli.run_launch import launch
 
         return launch(ranks.world_size, asked.of_process())
-    return _work(asked, files, folder, ranks)
+    begun = begin_together(ranks, folder.path, lambda: look(ranks))
+    if begun.problem:
+        return EXIT_BAD_INPUT
+    if begun.finished:
+        return EXIT_DONE
+    if library is not None:
+        return work_of_library(asked, files, folder, ranks, library)
+    return work(asked, files, folder, ranks, begun)
+
+
+def _begun(
+    asked: Asked, files: list[Rewritten], folder: RunFolder, ranks: Ranks, *, malleable: bool
+) -> Begun:
+    """Prepare the run on rank 0, and see how it stands."""
+    if ranks.is_first:
+        _prepare(asked, files, folder, 1 if malleable else ranks.world_size)
+    words = folder.words(ranks.world_size)
+    finished = all(word == "finished" for word in words)
+    if finished and ranks.is_first and (last := folder.outcome()) is not None:
+        _say(
+            f"this run has finished ({last.when}, {last.step} steps); --fresh moves it aside and "
+            "starts anew"
+        )
+    return Begun(finished=finished, resuming=folder.has_versions(), died="running" in words)
 
 
 def _set_environment(ranks: Ranks) -> None:
@@ -128,61 +160,6 @@ def _prepare(asked: Asked, files: list[Rewritten], folder: RunFolder, world_size
     now = identity_of(files, asked.arguments, world_size, str(torch.__version__))
     for sentence in folder.begin(now, accept_changes=asked.accept_changes):
         _say(f"warning: {sentence}")
-
-
-def _work(asked: Asked, files: list[Rewritten], folder: RunFolder, ranks: Ranks) -> int:
-    """Run the script in this process."""
-    from outlast.autosave.execute import execute
-    from outlast.cli.run_keeper import ScriptKeeper
-    from outlast.integrations.stop import Stop
-
-    before = folder.outcome()
-    died = before is not None and before.word == "running"
-    lock = folder.lock() if ranks.is_first else None
-    if lock is not None:
-        lock.acquire()
-        folder.record("running", before.step if before else 0)
-    pace = pace_of(every_of(asked.every), folder.pace, nodes=ranks.nodes, failed_before=died)
-    limit = asked.time_limit
-    with Stop(None if limit is None else seconds_of("--time-limit", limit)) as stop:
-        keeper = ScriptKeeper(
-            folder,
-            pace,
-            stop,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            keep=asked.keep,
-        )
-        code = 1
-        word: Word = "failed"
-        try:
-            resuming = folder.has_versions()
-            code = execute(asked.script, files, asked.arguments, keeper, resuming=resuming)
-            keeper.raise_problem()
-            code, word = _ended(code, keeper)
-        finally:
-            keeper.close(failed=word == "failed")
-            if lock is not None:
-                folder.record(word, keeper.step)
-                lock.release()
-    return code
-
-
-def _ended(code: int, keeper: ScriptKeeper) -> tuple[int, Word]:
-    """The exit code of the run, and how it stands."""
-    if keeper.stopped:
-        return keeper.code, "stopped"
-    if code != EXIT_DONE:
-        return code, "failed"
-    if not keeper.has_begun:
-        keeper.say(
-            "the script ended without a step of the training loops that were found in it, so "
-            "nothing was saved; processes that it starts itself are not seen: start them with "
-            "--nproc or torchrun"
-        )
-        return code, "stopped"
-    keeper.say(f"finished after {keeper.step} steps")
-    return code, "finished"
 
 
 def _say(text: str) -> None:

@@ -45,6 +45,13 @@ def submit(
             help="Run a script of your own, as outlast run does, in place of outlast train.",
         ),
     ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(metavar="STEPS|TIME|auto", help="With --script: how often to save."),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="With --script: newest versions kept.")
+    ] = None,
 ) -> None:
     """Train on a Slurm cluster, as a chain of batch jobs within its time limits.
 
@@ -65,10 +72,15 @@ def submit(
 
     job_file, settings = jobs_arguments(job_file, overrides)
     if script is not None:
-        settings = named_after(script, settings)
+        settings = named_after(script, settings, job_file)
     job = load_job(job_file, settings)
     if script is not None:
-        job = job_of_script(job, script)
+        job = job_of_script(job, script, every=every, keep=keep)
+    elif every is not None or keep is not None:
+        raise ClusterError(
+            "--every and --keep are those of outlast run and go with --script; of outlast train, "
+            "set checkpoint.every_steps and checkpoint.keep"
+        )
     # A plan of another run is refused here, not on the nodes.
     transfers_for(job, processes=1, nodes=1)
     files = files_of(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,23 @@ if TYPE_CHECKING:
     from outlast.job import Job
 
 
-def named_after(text: str, settings: list[str]) -> list[str]:
-    """The settings, with the script's name for the run where they give none."""
-    if any(each.startswith("run.name=") for each in settings):
+def named_after(text: str, settings: list[str], job_file: Path | None = None) -> list[str]:
+    """The settings, with the script's name for the run where neither they nor the file give one."""
+    if any(each.startswith("run.name=") for each in settings) or _names_run(job_file):
         return settings
     words = _words(text)
     return [*settings, f"run.name={Path(words[0]).stem}"] if words else settings
+
+
+def _names_run(job_file: Path | None) -> bool:
+    """Whether a job file has a name for the run; what is wrong with the file is said elsewhere."""
+    if job_file is None:
+        return False
+    try:
+        run = tomllib.loads(job_file.read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError):
+        return False
+    return isinstance(run, dict) and "name" in run
 
 
 def _words(text: str) -> list[str]:
@@ -30,19 +42,22 @@ def _words(text: str) -> list[str]:
         ) from None
 
 
-def job_of_script(job: Job, text: str) -> Job:
+def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | None = None) -> Job:
     """The job whose links run a script in place of ``outlast train``.
 
     Args:
         job: Where and how long its links run.
         text: Path of the script and its arguments, as in a shell.
+        every: How often to save, as ``outlast run --every``; None: as it does by itself.
+        keep: Newest versions kept; None: as it does by itself.
 
     Raises:
         ClusterError: The job has a program already, or may be given other numbers of nodes.
-        AutosaveError: The script cannot be resumed as it is.
+        AutosaveError: The script cannot be resumed as it is, or `every` is no interval.
     """
     from outlast.cli.run_program import read_and_rewrite
     from outlast.cluster.chain.planning import run_path
+    from outlast.integrations.pace import every_of
     from outlast.job.slurm import CHOSEN
 
     words = _words(text)
@@ -70,7 +85,13 @@ def job_of_script(job: Job, text: str) -> Job:
     read_and_rewrite(script)
     python = job.slurm.python or sys.executable
     folder = run_path(job) / "script"
-    run = [python, "-m", "outlast", "run", f"--directory={folder}", str(script), *words[1:]]
+    options = [f"--directory={folder}"]
+    if every is not None:
+        every_of(every)
+        options.append(f"--every={every}")
+    if keep is not None:
+        options.append(f"--keep={keep}")
+    run = [python, "-m", "outlast", "run", *options, str(script), *words[1:]]
     if job.slurm.nodes[0] * job.slurm.tasks_per_node > 1:
         # Ranks that end with 3 do so one after the other: the first must not end the rest.
         run = ["srun", "--kill-on-bad-exit=0", *run]

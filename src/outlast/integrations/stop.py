@@ -66,6 +66,11 @@ class Stop:
         """Name of the signal that came to this process; empty for none."""
         return self._signal
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a second Ctrl-C has ended the program where it was."""
+        return self._interrupts > 1
+
     def __call__(self) -> str:
         """Why to stop now, in a few words; empty to go on."""
         if self._signal:
@@ -105,6 +110,8 @@ class Stop:
             self._interrupts += 1
             if self._interrupts > 1 or not self._training:
                 raise KeyboardInterrupt
+            if os.environ.get("RANK", "0") == "0":
+                say_interrupted()
         name = signal.Signals(number).name
         if not self._training:
             print(
@@ -120,3 +127,9 @@ class Stop:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def say_interrupted() -> None:
+    """What the first Ctrl-C does; written past Python's own buffers, which may be in use."""
+    text = "outlast: saving at the next step, then it ends; Ctrl-C again ends it at once, unsaved\n"
+    os.write(2, text.encode())

@@ -53,8 +53,8 @@ class Explanation:
     not_resumable: tuple[str, ...]
     differences: tuple[str, ...]
 
-    def text(self) -> str:
-        """All of it, in lines."""
+    def head(self) -> str:
+        """All but the differences, in lines."""
         lines = [f"files: {', '.join(self.files)}", "loops:"]
         for each in self.loops:
             kind = "step loop" if each.is_step else "loop"
@@ -62,7 +62,7 @@ class Explanation:
         if self.not_resumable:
             lines.append("generators that cannot be saved while they are under way:")
             lines += [f"  {each}" for each in self.not_resumable]
-        return "\n".join([*lines, "", *self.differences])
+        return "\n".join(lines)
 
 
 def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritten]) -> Explanation:

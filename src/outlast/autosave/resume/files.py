@@ -64,10 +64,13 @@ class Logs:
 
     Args:
         resuming: Whether there is a run to go on with, whose logs set-up must not empty.
+        root: The program's folder. Files below it are written down relative to it, so that it may
+            be moved.
     """
 
-    def __init__(self, resuming: bool) -> None:
+    def __init__(self, resuming: bool, root: Path | None = None) -> None:
         self._resuming = resuming
+        self._root = root
         self._appended: set[str] = set()
         self._kept: set[str] = set()
         self._open: dict[int, _Opened] = {}
@@ -85,7 +88,11 @@ class Logs:
                 file.flush()
                 os.fsync(file.fileno())
                 paths.add(path)
-        return {path: Path(path).stat().st_size for path in sorted(paths) if Path(path).is_file()}
+        return {
+            self.written(path): Path(path).stat().st_size
+            for path in sorted(paths)
+            if Path(path).is_file()
+        }
 
     def cut_back(self, sizes: Mapping[str, int]) -> None:
         """Make the logs again what they were; to be called when set-up is done.
@@ -93,6 +100,7 @@ class Logs:
         Args:
             sizes: What `sizes` gave when the program was saved; empty for a new run.
         """
+        sizes = {self.read(path): size for path, size in sizes.items()}
         for path, size in sizes.items():
             self.cut(path, size)
         for file, path in self._writable():
@@ -199,19 +207,30 @@ class Logs:
         opened = self._open.get(id(file))
         return _absolute(file.name) if opened is None else opened.path
 
+    def written(self, path: str) -> str:
+        """An absolute path as it is written down."""
+        if self._root is not None and Path(path).is_relative_to(self._root):
+            return str(Path(path).relative_to(self._root))
+        return path
+
+    def read(self, path: str) -> str:
+        """The absolute path that was written down so."""
+        return path if self._root is None else str(self._root / path)
+
 
 _logs = Logs(False)
 
 
 @contextmanager
-def reopened_logs(resuming: bool) -> Iterator[Logs]:
+def reopened_logs(resuming: bool, root: Path | None = None) -> Iterator[Logs]:
     """Within, the files that a program opens are known, and logs to go on with are not emptied.
 
     Args:
         resuming: Whether there is a run to go on with.
+        root: The program's folder; see `Logs`.
     """
     global _logs  # noqa: PLW0603 (a process has one function `open`)
-    before, _logs = _logs, Logs(resuming)
+    before, _logs = _logs, Logs(resuming, root)
     builtins.open = io.open = _logs.open
     try:
         yield _logs
@@ -279,7 +298,7 @@ def _reduced(file: Any) -> Any:
         options["buffering"] = 1 if file.line_buffering else -1
     else:
         options = {"buffering": 0 if isinstance(file, io.FileIO) else -1}
-    return _reopened, (_logs.path(file), _mode(file), options, now)
+    return _reopened, (_logs.written(_logs.path(file)), _mode(file), options, now)
 
 
 def _mode(file: Any) -> str:
@@ -299,6 +318,7 @@ def _closed() -> Any:
 
 
 def _reopened(path: str, mode: str, options: dict[str, Any], seen: Place) -> Any:
+    path = _logs.read(path)
     try:
         made = _logs.open(path, mode, opener=_open_as_it_is, **options)
     except OSError as error:

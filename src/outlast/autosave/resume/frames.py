@@ -47,7 +47,7 @@ class Frames:
                 self._leading.setdefault(site.body, []).append(site)
         self._numbers: dict[str, int] = {}
         for each in files:
-            for body in sorted(each.bodies):
+            for body in _in_order(each):
                 self._numbers[body] = len(self._numbers)
 
     def of(self, frame: FrameType | None) -> list[FrameType]:
@@ -129,6 +129,12 @@ class Frames:
     def number_of(site: Site | None) -> int | None:
         """Number of a site, if there is one."""
         return None if site is None else site.number
+
+
+def _in_order(file: Rewritten) -> list[str]:
+    """Bodies of a file in the order of their lines, which a change above them leaves as it is."""
+    place = f"{file.source.path}:"
+    return sorted(file.bodies, key=lambda body: int(body.removeprefix(place).partition(":")[0]))
 
 
 def name_of(code: CodeType) -> str:

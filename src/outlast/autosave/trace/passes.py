@@ -52,6 +52,7 @@ class Order:
         steps: Steps to compare after that.
         folder: Where the passes leave files for each other.
         result: File of this pass's result.
+        loop: ``FILE:LINE`` of the step loop; None finds it.
     """
 
     kind: Kind
@@ -61,6 +62,7 @@ class Order:
     steps: int
     folder: str
     result: str
+    loop: str | None = None
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Result:
         held: Readable name to digest of the tensors where the program stood.
         plain: Name to value of the plain values there.
         plan: The classes of the tensors; of the recording pass only.
+        saved_bytes: Of the save; of the recording pass only.
+        process_bytes: Memory of the process at the save; of the recording pass only.
         error: One sentence, when it could not be done.
     """
 
@@ -81,6 +85,8 @@ class Result:
     held: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     plan: StatePlan | None = None
+    saved_bytes: int = 0
+    process_bytes: int = 0
     error: str = ""
 
 
@@ -96,6 +102,12 @@ class _Pass:
 
     def digest(self, step: int, text: str) -> str | None:
         return None
+
+    def left(self, step: int) -> None:
+        pass
+
+    def failed(self, error: OutlastError) -> None:
+        self.result.error = str(error)
 
     def saved(self) -> SavedState | None:
         return None
@@ -179,6 +191,10 @@ class _Recording(_Pass):
         if step > self._order.at:
             self._compare(step, captured)
             return
+        self.result.saved_bytes = len(captured.program) + sum(
+            each.nbytes for each in captured.tensors.values()
+        )
+        self.result.process_bytes = _process_bytes()
         objects = self._view.objects()
         write(self._folder / SAVED, (captured.program, captured.tensors, state.logs))
         write(self._folder / PLAIN, {path: each.state_dict() for path, each in _plain(objects)})
@@ -226,6 +242,12 @@ def _plain(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
+def _process_bytes() -> int:
+    """What an image of this process would hold, on the host and on its device."""
+    device = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    return int(psutil.Process().memory_info().rss) + device
+
+
 def write(path: Path, value: Any) -> None:
     """Write a value with `torch.save`; the file is there when it is whole."""
     beside = path.with_suffix(".part")
@@ -251,7 +273,7 @@ def main(path: str) -> int:
     keeper: _Pass | None = None
     try:
         sources = read_program(Path(order.script))
-        files = rewrite(sources, find_training(sources))
+        files = rewrite(sources, find_training(sources, order.loop))
         keeper = _PASSES[order.kind](order, ProgramView(files))
         status = execute(
             Path(order.script),

@@ -42,6 +42,8 @@ class ScriptReplay:
         unsteady: Names that differ between two uninterrupted runs, too.
         lost_tensors: Live tensors that `state_dict()` alone does not bring back.
         lost_values: Plain values that it does not bring back.
+        saved_bytes: Of the save.
+        process_bytes: Memory of the process at the save.
     """
 
     plan: StatePlan
@@ -53,6 +55,8 @@ class ScriptReplay:
     unsteady: tuple[str, ...]
     lost_tensors: tuple[str, ...]
     lost_values: tuple[Difference, ...]
+    saved_bytes: int
+    process_bytes: int
 
     @property
     def identical(self) -> bool:
@@ -67,6 +71,7 @@ def replay_script(
     at: int = 4,
     steps: int = 3,
     timeout_seconds: float = 600.0,
+    loop: str | None = None,
 ) -> ScriptReplay:
     """Save `script` after `at` steps, go on for `steps`, and do so again from the save.
 
@@ -76,6 +81,7 @@ def replay_script(
         at: Steps before the save, at least 3.
         steps: Steps to compare, at least 1.
         timeout_seconds: Wall time that one pass may take.
+        loop: ``FILE:LINE`` of its step loop; None finds it.
 
     Raises:
         AutosaveError: When the script fails, is too short, or cannot be resumed at all.
@@ -86,7 +92,7 @@ def replay_script(
             f"{TRACED_STEPS} steps before it and 1 to compare"
         )
     with tempfile.TemporaryDirectory(prefix="outlast-replay-") as folder:
-        order = Order("record", str(script), tuple(arguments), at, steps, folder, "")
+        order = Order("record", str(script), tuple(arguments), at, steps, folder, "", loop)
         passes = _Passes(order, timeout_seconds)
         original = passes.run("record")
         resumed = passes.run("resume")
@@ -147,6 +153,8 @@ def _judged(
         lost_values=tuple(
             each for each in differences(passes.at, original.plain, plain.plain) if each.expected
         ),
+        saved_bytes=original.saved_bytes,
+        process_bytes=original.process_bytes,
     )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from outlast.autosave.cost import StateBytes
+
 if TYPE_CHECKING:
     from outlast.autosave.trace.dispatch import Window
 
@@ -82,6 +84,18 @@ class StatePlan:
     def early(self) -> tuple[str, ...]:
         """Names of tensors that a step writes before the optimizer's step."""
         return tuple(each.name for each in self.tensors if each.window == "early")
+
+    @property
+    def cost(self) -> StateBytes:
+        """What a save consists of."""
+        late = sum(each.bytes for each in self.of("must-save") if each.window == "late")
+        return StateBytes(
+            early=self.bytes("must-save") - late,
+            late=late,
+            constant=self.bytes("save-once"),
+            dead=self.bytes("dead"),
+            naive=self.naive_bytes,
+        )
 
     def of(self, kind: Kind) -> tuple[TensorState, ...]:
         """The tensors of a class."""

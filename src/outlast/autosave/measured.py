@@ -1,0 +1,78 @@
+"""What a check has measured of a script's state, as a small file that can be read without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from outlast.autosave.cost import StateBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+FORMAT = 1
+_ENDING = ".state.json"
+
+
+@dataclass(frozen=True)
+class MeasuredState:
+    """The state of a script after some steps, by the classes of its tensors.
+
+    Attributes:
+        program: Hash of the texts that it was measured of, as `program_hash` gives it.
+        at: Steps done when it was looked at.
+        tensors: Class to number of tensors.
+        bytes: Class to bytes of tensors.
+        state: What a save consists of.
+        saved_bytes: Of a first save: all that is captured, the program's own objects too.
+        process_bytes: Memory of the process at the save, which an image of it would hold.
+        lints: What an ordinary checkpoint would lose, in sentences.
+    """
+
+    program: str
+    at: int
+    tensors: Mapping[str, int]
+    bytes: Mapping[str, int]
+    state: StateBytes
+    saved_bytes: int
+    process_bytes: int
+    lints: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """What a save is compared with: name, bytes, and what it is."""
+        return [
+            ("a first save", self.saved_bytes, "all that outlast run captures"),
+            ("each later save", int(self.state.later_save), "tensors that steps change"),
+            ("state_dict()", int(self.state.naive), "of all modules and optimizers, no more"),
+            ("an image of the process", self.process_bytes, "its whole memory"),
+        ]
+
+    def to_json(self) -> str:
+        """As text, for `read_measured`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+def program_hash(texts: Iterable[str]) -> str:
+    """Sixteen characters that tell the texts of a program from others."""
+    return hashlib.sha256(json.dumps([*texts]).encode()).hexdigest()[:16]
+
+
+def measured_file(folder: Path) -> Path:
+    """The file beside the folder of a run."""
+    return folder.with_name(f"{folder.name}{_ENDING}")
+
+
+def read_measured(file: Path) -> MeasuredState | None:
+    """What a check has left; None where there is nothing that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("format") != FORMAT:
+            return None
+        found["state"] = StateBytes(**found["state"])
+        found["lints"] = tuple(found["lints"])
+        return MeasuredState(**found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

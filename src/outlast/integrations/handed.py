@@ -1,0 +1,122 @@
+"""What `outlast run` tells a trainer of a framework whose script knows nothing of Outlast."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outlast.errors import AutosaveError
+from outlast.integrations.agreement import Agreement
+from outlast.integrations.pace import Every, Pace
+from outlast.records import replace_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+UNASKED_SECONDS = 600.0
+"""From save to save, where neither the script nor the command line asks for any."""
+
+_STEP_WEIGHT = 0.1
+
+
+@dataclass
+class HandedOver:
+    """A run whose saving and resuming is a framework's own, with Outlast's store.
+
+    Attributes:
+        every: How often to save; "auto" leaves it to the script, if that saves at all.
+        stores: File with the stores that this run saves to.
+        root: Folder of the script, which the file's paths are relative to.
+        limit_seconds: How long the program may run, from when this is made; None: for ever.
+        step: Steps done, as far as is known.
+        trained: Whether a training has begun.
+    """
+
+    every: Every
+    stores: Path
+    root: Path
+    limit_seconds: float | None = None
+    step: int = 0
+    trained: bool = False
+    _begun: float = field(default_factory=time.monotonic)
+
+    def seconds_left(self) -> float | None:
+        """What is left of the limit; None without one."""
+        if self.limit_seconds is None:
+            return None
+        return max(0.0, self.limit_seconds - (time.monotonic() - self._begun))
+
+    def pace(self, *, saves_by_itself: bool) -> Pace | None:
+        """When to save beside what the script asks for; None: not at all.
+
+        Args:
+            saves_by_itself: Whether the script asks its trainer for checkpoints.
+        """
+        if self.every != Every():
+            return Pace(self.every)
+        return None if saves_by_itself else Pace(Every(seconds=UNASKED_SECONDS))
+
+    def begins(self, store: Path) -> bool:
+        """A training that saves to `store` begins: whether there is a version to resume from.
+
+        Raises:
+            AutosaveError: When there is one of another run.
+        """
+        from outlast.checkpoint.format.storage import storage_of
+        from outlast.checkpoint.format.version import is_published, list_versions
+
+        self.trained = True
+        known = self._known()
+        own = os.path.relpath(store, self.root)
+        found = False
+        if store.is_dir():
+            storage = storage_of(store)
+            found = any(is_published(storage, each) for each in list_versions(storage))
+        if found and own not in known:
+            raise AutosaveError(
+                f"{store} has the checkpoints of another run; move them away, or give this run "
+                "another output directory"
+            )
+        if own not in known and os.environ.get("RANK", "0") == "0":
+            replace_file(self.stores, json.dumps([*known, own]).encode())
+        return found
+
+    def _known(self) -> list[str]:
+        try:
+            return [str(each) for each in json.loads(self.stores.read_text(encoding="utf-8"))]
+        except (OSError, ValueError):
+            return []
+
+
+class SaveTimes:
+    """At which steps to save, the same ones on all ranks.
+
+    Args:
+        pace: Of rank 0, whose wish counts where a clock says when.
+        step: Steps done.
+        world_size: Of the default process group.
+    """
+
+    def __init__(self, pace: Pace, step: int, world_size: int) -> None:
+        self._pace = pace
+        self._agreement = Agreement(step) if world_size > 1 and not pace.is_common else None
+        self._boundary, self._seconds = time.monotonic(), 0.0
+        pace.begun(step, self._boundary)
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps; asked after each."""
+        now = time.monotonic()
+        seconds, self._boundary = now - self._boundary, now
+        weight = _STEP_WEIGHT if self._seconds else 1.0
+        self._seconds += weight * (seconds - self._seconds)
+        save = self._pace.due(step, now)
+        if self._agreement is not None:
+            if not self._agreement.is_due(step):
+                return False
+            save = self._agreement.exchange(step, False, save, self._seconds).save
+        if save:
+            self._pace.begun(step, now)
+        return save
