@@ -87,8 +87,11 @@ class CheckpointFiles:
 
     @property
     def step(self) -> int:
-        """Steps of the last save; -1 before the first."""
-        return self._asked
+        """Steps of the last save, or of the newest that is there; -1 where there is none."""
+        if self._asked >= 0:
+            return self._asked
+        versions = list_versions(self._storage)
+        return versions[-1].step if versions else -1
 
     def sweep(self) -> None:
         """Remove the paths of saves that an earlier process did not live to complete."""
@@ -177,13 +180,17 @@ class CheckpointFiles:
         self._removed.append(Path(path).absolute())
         self._collect(wait=False)
 
+    def settle(self) -> None:
+        """Wait for the save under way, however it goes."""
+        self._collect(wait=True)
+
     def wait(self) -> None:
         """Wait for the save under way.
 
         Raises:
             CheckpointError: When the last save failed.
         """
-        self._collect(wait=True)
+        self.settle()
         if self._problem:
             raise CheckpointError(self._problem)
 
@@ -275,7 +282,7 @@ class CheckpointFiles:
         Raises:
             CheckpointError: At the end.
         """
-        self._collect(wait=True)
+        self.settle()
         path = path.absolute()
         pointer = read_pointer(path)
         storage = LocalStorage(pointer.store)
