@@ -191,6 +191,7 @@ def open_store(
     settings: CheckpointSection,
     directory: RunDirectory,
     pacings: Mapping[str, Pacing] | None = None,
+    keep: Retention | None = None,
 ) -> CheckpointStore:
     """The run's checkpoints: in its directory, before that in a faster place if there is one.
 
@@ -198,8 +199,9 @@ def open_store(
         settings: The section [checkpoint].
         directory: Of the run.
         pacings: What besides their caps says how fast tiers are copied to, by name.
+        keep: Which versions stay; by default what [checkpoint] says.
     """
-    keep = Retention(
+    keep = keep or Retention(
         settings.keep,
         every=settings.keep_every,
         best=settings.keep_best,
