@@ -1,0 +1,25 @@
+"""All of Outlast inside Hugging Face's `Trainer`, and inside those derived from it, such as TRL's.
+
+trainer = Trainer(model, arguments, train_dataset=data)
+add_outlast(trainer, "job.toml")       # or one by one: add_checkpoints, add_guard, add_stop, ...
+trainer.train(resume_from_checkpoint=True)
+"""
+
+from outlast.integrations.hf_trainer.add import (
+    add_checkpoints,
+    add_guard,
+    add_outlast,
+    add_records,
+    add_stop,
+)
+from outlast.integrations.hf_trainer.energy import EnergyCallback, add_energy
+
+__all__ = [
+    "EnergyCallback",
+    "add_checkpoints",
+    "add_energy",
+    "add_guard",
+    "add_outlast",
+    "add_records",
+    "add_stop",
+]

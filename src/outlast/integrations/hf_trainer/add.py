@@ -1,0 +1,171 @@
+"""One line each: what can be added to a `Trainer`, before its `train()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import IntegrationError
+from outlast.integrations.hf_trainer.adapter import adapter_of
+from outlast.integrations.hf_trainer.checks import (
+    check_checkpoints,
+    check_stop,
+    check_trainer,
+)
+from outlast.integrations.hf_trainer.guarding import Guarding
+from outlast.integrations.hf_trainer.recorder import Recorder, in_output_directory
+from outlast.integrations.hf_trainer.saving import Saving
+from outlast.integrations.stopping import Stopping
+from outlast.job import LoopJob, load_loop_job
+from outlast.job.template import toml_value
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import Trainer
+
+    from outlast.records import Predicted
+
+
+def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
+    """Save to a store and resume from it, in place of the trainer's own files.
+
+    When to save, what is the best checkpoint and how many are kept, `TrainingArguments` says as
+    before; `train(resume_from_checkpoint=...)` takes the same values, and the folders that
+    the Trainer itself has written. The versions lie in ``<output_dir>/checkpoints``.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        settings: Keys of [checkpoint], such as ``delta_chain=8``.
+
+    Raises:
+        JobError: When a setting is wrong.
+        IntegrationError: When something in `TrainingArguments` cannot be kept.
+    """
+    check_trainer(trainer)
+    section = _settings("checkpoint", settings).checkpoint
+    check_checkpoints(trainer, section)
+    adapter = adapter_of(trainer, "saving")
+    adapter.saving = Saving(trainer, section)
+    return adapter.saving
+
+
+def add_guard(
+    trainer: Trainer, policy: str = "light", *, seed: int = 0, **settings: Any
+) -> Guarding:
+    """Check the numbers of each step, and do steps again whose numbers are wrong.
+
+    Every log has ``guard_findings`` and ``guard_checks``.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        policy: ``light``, ``linear`` or ``full``.
+        seed: Of the slices that are checked.
+        settings: Other keys of [guard].
+
+    Raises:
+        JobError: When a setting is wrong.
+    """
+    section = _settings("guard", {"policy": policy, **settings}).guard
+    adapter = adapter_of(trainer, "guarding")
+    adapter.guarding = Guarding(trainer, section, seed)
+    return adapter.guarding
+
+
+def add_records(
+    trainer: Trainer,
+    job: str | os.PathLike[str] | LoopJob | None = None,
+    *,
+    tokens_per_step: int = 0,
+    prediction: Predicted | None = None,
+) -> Recorder:
+    """Write the run down in the output directory: ``outlast report OUTPUT_DIR`` shows it.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        job: A TOML file or settings; [energy] and [log] count here. None: defaults.
+        tokens_per_step: Over all processes; 0: not known.
+        prediction: What the run is expected to need, to be shown beside what it needed.
+
+    Raises:
+        JobError: When a setting is wrong.
+        IntegrationError: When the job names another run directory.
+    """
+    check_trainer(trainer)
+    settings = in_output_directory(_job_of(job), trainer.args.output_dir)
+    adapter = adapter_of(trainer, "recorder")
+    adapter.recorder = Recorder(trainer, settings, tokens_per_step, prediction)
+    return adapter.recorder
+
+
+def add_stop(trainer: Trainer, limit_seconds: float | None = None) -> Stopping:
+    """Save and end the program with exit code 3, to be continued, when it has to stop.
+
+    That is at SIGTERM, SIGUSR1 or SIGINT, when a Slurm job's time is nearly up, and `limit_seconds`
+    after the training began.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        limit_seconds: How long a training may take; None: as long as it needs.
+
+    Raises:
+        IntegrationError: When something in `TrainingArguments` contradicts.
+    """
+    check_trainer(trainer)
+    check_stop(trainer)
+    adapter = adapter_of(trainer, "stopping")
+    adapter.stopping = Stopping(limit_seconds)
+    return adapter.stopping
+
+
+def add_outlast(
+    trainer: Trainer,
+    job: str | os.PathLike[str] | LoopJob | None = None,
+    *,
+    tokens_per_step: int = 0,
+    prediction: Predicted | None = None,
+) -> Saving:
+    """All of it: checkpoints, guard, records with energy, and stopping in time.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        job: A TOML file with the sections of `LoopJob`, or the settings themselves.
+        tokens_per_step: Over all processes; 0: not known.
+        prediction: What the run is expected to need.
+
+    Returns:
+        The store; ``train(resume_from_checkpoint=saving.has_checkpoint())`` begins the run, or goes
+        on with it.
+
+    Raises:
+        JobError: When a setting is wrong.
+        IntegrationError: When something in `TrainingArguments` or in the job does not go with it.
+    """
+    check_trainer(trainer)
+    settings = _job_of(job)
+    in_output_directory(settings, trainer.args.output_dir)
+    if settings.recover != LoopJob().recover:
+        raise IntegrationError(
+            "[recover] has no effect in a Trainer, whose state is not kept in memory; remove it"
+        )
+    check_checkpoints(trainer, settings.checkpoint)
+    check_stop(trainer)
+    add_records(trainer, settings, tokens_per_step=tokens_per_step, prediction=prediction)
+    adapter = adapter_of(trainer, "saving")
+    adapter.saving = Saving(trainer, settings.checkpoint)
+    if settings.guard.policy != "off":
+        adapter.guarding = Guarding(trainer, settings.guard, settings.run.seed)
+    add_stop(trainer)
+    return adapter.saving
+
+
+def _settings(section: str, values: dict[str, Any]) -> LoopJob:
+    return load_loop_job(
+        None, [f"{section}.{key}={toml_value(each)}" for key, each in values.items()]
+    )
+
+
+def _job_of(job: str | os.PathLike[str] | LoopJob | None) -> LoopJob:
+    if isinstance(job, LoopJob):
+        return job
+    return load_loop_job(None if job is None else Path(job))

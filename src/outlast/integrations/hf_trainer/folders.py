@@ -1,0 +1,83 @@
+"""The folders ``checkpoint-N`` of a `Trainer`, of which each may stand for a version in a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from transformers.trainer_utils import get_last_checkpoint
+
+if TYPE_CHECKING:
+    from outlast.records import RunDirectory
+
+_MARK = "outlast.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+class Choice(NamedTuple):
+    """What to resume from.
+
+    Attributes:
+        kind: ``store``; ``trainer``: what the Trainer itself has to load, or to refuse; or
+            ``nothing``: a folder whose version was never published, and no other version.
+        place: Of the store.
+        step: Of the version; None for the newest.
+        is_marked: Whether a folder stands for that version, be it published or not.
+    """
+
+    kind: str
+    place: str = ""
+    step: int | None = None
+    is_marked: bool = False
+
+
+def chosen(resume: str | bool | None, directory: RunDirectory, has_versions: bool) -> Choice:
+    """What `resume` names.
+
+    Args:
+        resume: As `Trainer.train` has it.
+        directory: The trainer's output directory.
+        has_versions: Whether there is any version in its store.
+    """
+    if resume is True and has_versions:
+        return Choice("store", str(directory.checkpoints))
+    folder = last_folder(directory) if resume is True else Path(resume or "")
+    if folder is None or (step := _FOLDER.fullmatch(folder.name)) is None:
+        return Choice("trainer")
+    is_marked = stands_for_version(folder)
+    if folder.is_dir() and not is_marked:
+        return Choice("trainer")
+    own = folder.parent.resolve() == directory.path.resolve()
+    place = directory.checkpoints if own else folder.parent / "checkpoints"
+    if own and not has_versions:
+        return Choice("nothing" if is_marked else "trainer", step=int(step[1]))
+    if own or place.is_dir():
+        return Choice("store", str(place), int(step[1]), is_marked)
+    return Choice("trainer")
+
+
+def last_folder(directory: RunDirectory) -> Path | None:
+    """The folder of the highest step; None without any."""
+    last = get_last_checkpoint(str(directory.path)) if directory.path.is_dir() else None
+    return None if last is None else Path(last)
+
+
+def stands_for_version(folder: Path) -> bool:
+    """Whether a folder was made by `mark`."""
+    return (folder / _MARK).exists()
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of the version that a folder stands for; None for any other folder."""
+    step = _FOLDER.fullmatch(folder.name)
+    return int(step[1]) if step is not None and stands_for_version(folder) else None
+
+
+def mark(folder: Path, directory: RunDirectory) -> None:
+    """Make a folder that stands for a version in the store of `directory`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"store": os.path.relpath(directory.checkpoints, folder)}
+    (folder / _MARK).write_text(json.dumps(said) + "\n", encoding="utf-8")

@@ -1,0 +1,396 @@
+"""A `Trainer` that saves to a checkpoint store and resumes from it, by its own arguments.
+
+The Trainer runs its own code, which decides when to save, which checkpoint is the best and which
+are deleted. Where that code would write weights, optimizer, scheduler, scaler and random numbers,
+nothing is written; when it is done, all of these go to the store at once. A ``checkpoint-N`` folder
+holds only the trainer's state, and stands for the version of step N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.autosave.resume.randomness import set_random_states
+from outlast.checkpoint import CheckpointStore, Retention
+from outlast.cluster import report_progress
+from outlast.errors import CheckpointError, IntegrationError
+from outlast.integrations.entries import RandomEntry, TextEntry
+from outlast.integrations.hf_trainer.folders import (
+    Choice,
+    chosen,
+    last_folder,
+    mark,
+    stands_for_version,
+    step_of,
+)
+from outlast.integrations.place import ranks_here, unwrapped
+from outlast.records import CheckpointRestored, RunDirectory, Warned
+from outlast.train.ranks import shared, together
+from outlast.train.saving import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import Trainer
+
+    from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.job import CheckpointSection
+    from outlast.records import Event
+
+_MODEL, _OPTIMIZER, _SCHEDULER, _SCALER = "model", "optimizer", "scheduler", "scaler"
+_TRAINER, _RANDOM = "trainer", "random-"
+_NEWEST_BEST = "outlast_newest_best"
+"""Figure of versions that were the best when they were saved: the later, the better they are."""
+
+_ALL = 10**9
+_STATE_FILE = "trainer_state.json"
+
+
+class _WentBackError(Exception):
+    """The version that was begun with is damaged; the one of `step` is whole, and loaded."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class Saving:
+    """The store of one trainer, in place of its own files.
+
+    Args:
+        trainer: Whose methods are replaced.
+        settings: Of the store.
+
+    Attributes:
+        events: What the last resume had to say.
+        results: Of the saves of the last training that have ended.
+        on_result: Called with each result.
+        watch: Makes contexts whose time counts for a purpose.
+    """
+
+    def __init__(self, trainer: Trainer, settings: CheckpointSection) -> None:
+        self.events: list[Event] = []
+        self.results: list[SaveResult] = []
+        self.on_result: Callable[[SaveResult], None] = lambda _: None
+        self.watch: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda _: (
+            contextlib.nullcontext()
+        )
+        self._trainer = trainer
+        self._settings = settings
+        self._ranks = ranks_here()
+        self._store: CheckpointStore | None = None
+        self._source: CheckpointStore | None = None
+        self._handle: SaveHandle | None = None
+        self._saved_step = -1
+        self._within_save = False
+        self._resumed = ""
+        self._content: dict[str, Any] = {}
+        self._step: int | None = None
+        self._random: RandomEntry | None = None
+        self._replace_methods()
+
+    def train(self, train: Callable[[Any], Any], resume: str | bool | None) -> Any:
+        """Train, from what `resume` names.
+
+        Args:
+            train: The trainer's own, with the checkpoint to resume from as its argument.
+            resume: As `Trainer.train` has it.
+
+        Raises:
+            CheckpointError: When nothing there can be used.
+        """
+        if self._trainer.hp_search_backend is not None:
+            raise IntegrationError(
+                "hyperparameter_search trains one model after the other, which one store cannot "
+                "hold; leave add_checkpoints out"
+            )
+        self.events, self.results = [], []
+        self._saved_step = -1
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda kind, *_: self._close(failed=_is_failure(kind)))
+            self._store = self._open_store()
+            choice = shared(together(lambda: self._chosen(resume)))[0]
+            if choice.kind == "nothing":
+                self._tell(
+                    f"checkpoint-{choice.step} was never published, and there is none before it: "
+                    "the training begins anew"
+                )
+                return train(None)
+            if choice.kind == "trainer":
+                return train(resume)
+            self._source, self._step = self._store, choice.step
+            if choice.place != str(self._directory.checkpoints):
+                self._source = stack.enter_context(CheckpointStore(choice.place))
+            while True:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-resume-"))
+                self._resumed = self._begin_resume(Path(folder), choice.is_marked)
+                try:
+                    return train(self._resumed)
+                except _WentBackError as error:
+                    self._step = error.step
+                finally:
+                    self._resumed = ""
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to resume from, here or written by the Trainer itself.
+
+        All ranks ask together. So that the same command begins a run and goes on with it::
+
+            trainer.train(resume_from_checkpoint=saving.has_checkpoint())
+        """
+        with self._open_store() as store:
+            found = store.newest() is not None
+        last = last_folder(self._directory)
+        return shared(found or (last is not None and not stands_for_version(last)))[0]
+
+    def _open_store(self) -> CheckpointStore:
+        together(lambda: self._directory.identify() if self._ranks.is_first else None)
+        return together(self._opened)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """See how the save under way went, if it is done.
+
+        Args:
+            wait: Wait for it.
+        """
+        if self._handle is None or not (wait or self._handle.done()):
+            return
+        with self.watch("checkpoint"):
+            result = self._handle.result()
+        self._handle = None
+        self.results.append(result)
+        self.on_result(result)
+        if result.error is not None:
+            warnings.warn(result.error, stacklevel=2)
+        elif not result.skipped and self._ranks.is_first:
+            report_progress(result.step, save_seconds=result.seconds)
+
+    def finish(self) -> None:
+        """Wait for the save under way: where training ends, a failure must not be passed over.
+
+        Raises:
+            CheckpointError: When the last save has failed.
+        """
+        self.collect(wait=True)
+        if self.results and self.results[-1].error is not None:
+            raise CheckpointError(self.results[-1].error)
+
+    @property
+    def _directory(self) -> RunDirectory:
+        return RunDirectory(Path(self._trainer.args.output_dir))
+
+    def _opened(self) -> CheckpointStore:
+        arguments = self._trainer.args
+        limit = arguments.save_total_limit
+        best = int(arguments.metric_for_best_model is not None)
+        keep = Retention(
+            limit if limit and limit > 0 else _ALL,
+            best=best,
+            metric=_NEWEST_BEST if best else "",
+            mode="max",
+        )
+        return open_store(self._settings, self._directory, keep=keep)
+
+    def _close(self, *, failed: bool) -> None:
+        store, self._store, self._source = self._store, None, None
+        self._content, self._random = {}, None
+        if store is not None:
+            try:
+                if not failed:
+                    self.collect(wait=True)
+            finally:
+                self._handle = None
+                store.close(drain=not failed, failed=failed)
+
+    def _chosen(self, resume: str | bool | None) -> Choice:
+        assert self._store is not None
+        return chosen(resume, self._directory, self._store.newest() is not None)
+
+    def _begin_resume(self, folder: Path, is_marked: bool) -> str:
+        """Read the trainer's own state, and put it where the Trainer looks for it.
+
+        Args:
+            folder: To put it into.
+            is_marked: Whether there has been a save of this step, perhaps one that was cut short.
+        """
+        assert self._source is not None
+        entry = TextEntry()
+        try:
+            restored = self._source.restore({_TRAINER: entry}, step=self._step)
+        except CheckpointError:
+            newest = self._source.newest()
+            if not is_marked or self._step is None or newest is None or newest.step >= self._step:
+                raise
+            self._tell(
+                f"checkpoint-{self._step} was never published, as a save that is cut short is not; "
+                f"the training goes on from step {newest.step}"
+            )
+            self._step = None
+            restored = self._source.restore({_TRAINER: entry})
+        assert restored is not None
+        self._content = entry.content
+        path = folder / f"checkpoint-{restored.step}"
+        path.mkdir()
+        (path / _STATE_FILE).write_text(json.dumps(entry.content["state"]), encoding="utf-8")
+        return str(path)
+
+    def _restore(self) -> None:
+        """Load all that was saved into what the Trainer has made."""
+        assert self._source is not None
+        begun = time.perf_counter()
+        entries = self._content["entries"]
+        rank = self._ranks.rank % self._content["ranks"]
+        self._random = RandomEntry()
+        wanted = {**self._objects(), f"{_RANDOM}{rank}": self._random}
+        state = {name: each for name, each in wanted.items() if name in entries}
+        if _OPTIMIZER not in entries:
+            self._tell(
+                "only the model was saved (save_only_model): the optimizer and the schedule begin "
+                "anew"
+            )
+        restored = self._source.restore(state, step=self._step)
+        assert restored is not None
+        for each in restored.skipped:
+            self._tell(f"{each}; the training goes on from step {restored.step}")
+        if restored.step != self._content["state"]["global_step"]:
+            raise _WentBackError(restored.step)
+        seconds = time.perf_counter() - begun
+        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
+
+    def _objects(self) -> dict[str, Any]:
+        """The live objects that are saved and restored, of all ranks the same."""
+        trainer = self._trainer
+        found: dict[str, Any] = {_MODEL: unwrapped(trainer.model)}
+        if trainer.args.save_only_model and not self._resumed:
+            return found
+        optimizer = trainer.optimizer
+        found[_OPTIMIZER] = getattr(optimizer, "optimizer", optimizer)
+        found[_SCHEDULER] = trainer.lr_scheduler
+        if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+            found[_SCALER] = scaler
+        return found
+
+    def _tell(self, sentence: str) -> None:
+        self.events.append(Warned(sentence))
+        if self._ranks.is_first:
+            warnings.warn(sentence, stacklevel=2)
+
+    def _save(self) -> None:
+        """Begin to save what the Trainer has just decided to save."""
+        assert self._store is not None
+        state = self._trainer.state
+        step = state.global_step
+        if step == self._saved_step:
+            return
+        with self.watch("checkpoint"):
+            saved = self._objects()
+            entries = [*saved]
+            if _OPTIMIZER in saved:
+                entries += [f"{_RANDOM}{rank}" for rank in range(self._ranks.world_size)]
+                saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
+            if self._ranks.is_first:
+                content = {
+                    "state": dataclasses.asdict(state),
+                    "entries": entries,
+                    "ranks": self._ranks.world_size,
+                }
+                saved[_TRAINER] = TextEntry(content)
+            self._handle = self._store.save_async(step, saved, metrics=_metrics(state))
+        self._saved_step = step
+
+    def _replace_methods(self) -> None:
+        """Put this store in the place of what reads and writes files."""
+        trainer = self._trainer
+        own_save, own_save_model = trainer._save_checkpoint, trainer.save_model
+        own_load_best = trainer._load_best_model
+
+        def save_checkpoint(*arguments: Any, **options: Any) -> None:
+            if self._store is None:
+                # Not within a training.
+                own_save(*arguments, **options)
+                return
+            # A folder that comes is behind a version that is there.
+            self.collect(wait=True)
+            self._within_save = True
+            try:
+                own_save(*arguments, **options)
+            finally:
+                self._within_save = False
+            self._save()
+
+        def save_model(*arguments: Any, **options: Any) -> None:
+            if not self._within_save:
+                own_save_model(*arguments, **options)
+            elif trainer.args.should_save:
+                mark(Path(arguments[0]), self._directory)
+
+        def load_best_model() -> None:
+            step = shared(step_of(Path(trainer.state.best_model_checkpoint)))[0]
+            if self._store is None or step is None:
+                own_load_best()
+                return
+            self.collect(wait=True)
+            self._store.restore({_MODEL: unwrapped(trainer.model)}, step=step)
+
+        trainer._save_checkpoint = save_checkpoint
+        trainer.save_model = save_model
+        trainer._load_best_model = load_best_model
+        for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+            setattr(trainer, name, self._unless_saving(getattr(trainer, name)))
+        reads = {
+            "_load_from_checkpoint": lambda: None,
+            "_load_optimizer_and_scheduler": self._restore,
+            "_load_scaler": lambda: None,
+            "_load_rng_state": self._set_random_states,
+        }
+        for name, read in reads.items():
+            setattr(trainer, name, self._unless_ours(getattr(trainer, name), read))
+
+    def _set_random_states(self) -> None:
+        if self._random is not None and self._random.states is not None:
+            set_random_states(self._random.states)
+
+    def _unless_saving(self, own: Callable[..., None]) -> Callable[..., None]:
+        def write(*arguments: Any, **options: Any) -> None:
+            if not self._within_save:
+                own(*arguments, **options)
+
+        return write
+
+    def _unless_ours(
+        self, own: Callable[..., None], read: Callable[[], None]
+    ) -> Callable[..., None]:
+        def load(checkpoint: str | None, *arguments: Any, **options: Any) -> None:
+            if checkpoint is not None and checkpoint == self._resumed:
+                read()
+            else:
+                own(checkpoint, *arguments, **options)
+
+        return load
+
+
+def _metrics(state: Any) -> dict[str, float]:
+    """Figures of this step's evaluation, and whether it is the best so far."""
+    found: dict[str, float] = {}
+    for entry in reversed(state.log_history):
+        if entry.get("step") != state.global_step:
+            break
+        found.update(
+            (name, float(value))
+            for name, value in entry.items()
+            if name.startswith("eval_") and isinstance(value, int | float)
+        )
+    if state.best_global_step == state.global_step:
+        # As the Trainer has it: a later best one takes the place of the one before.
+        found[_NEWEST_BEST] = time.time()
+    return found
+
+
+def _is_failure(kind: type[BaseException] | None) -> bool:
+    return kind is not None and not issubclass(kind, SystemExit)

@@ -1,0 +1,205 @@
+"""All of Outlast in Hugging Face's Trainer: guard, records, stop, tensorized layers, refusals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from hf_training import Plan, alone, together, trainer_of
+
+from outlast.errors import IntegrationError, JobError
+from outlast.integrations.hf_trainer import (
+    add_checkpoints,
+    add_guard,
+    add_outlast,
+    add_records,
+    add_stop,
+)
+from outlast.job import load_loop_job
+from outlast.records import (
+    CheckpointRestored,
+    CheckpointSaved,
+    Guarded,
+    Predicted,
+    StopRequested,
+    WrongNumbers,
+    read_run,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.supports("transformers", "chain", "records", "resume")
+def test_a_signal_ends_with_code_3_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    settings = ("guard.policy=off",)
+    whole = alone(Plan(str(tmp_path / "whole"), add=(), options={"save_steps": 100}))
+    stops = Plan(
+        str(output), add=("outlast",), settings=settings, signals_at=5, options={"save_steps": 100}
+    )
+    stopped = alone(stops)
+    assert whole is not None
+    assert stopped is not None
+    assert stopped.code == 3
+    assert stopped.saved == [6]
+    stops.signals_at, stops.resume = 0, "if any"
+    resumed = alone(stops)
+    assert resumed is not None
+    assert (resumed.first, resumed.code) == (6, 0)
+    assert resumed.losses == whole.losses
+    assert resumed.digest == whole.digest
+    run = read_run(output)
+    assert [each.outcome for each in run.attempts] == ["to_be_continued", "completed"]
+    assert [event.reason for _, event in run.of(StopRequested)] == ["SIGTERM"]
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [6, 12]
+    assert [event.step for _, event in run.of(CheckpointRestored)] == [6]
+    assert [step for step, _ in run.losses()] == list(range(1, 13))
+    assert [loss for _, loss in run.losses()] == pytest.approx(whole.losses, rel=1e-3)
+
+
+@pytest.mark.supports("transformers", "chain")
+def test_a_signal_to_any_rank_stops_all_at_one_step(tmp_path: Path) -> None:
+    plan = Plan(
+        str(tmp_path), add=("checkpoints", "stop"), batch=2, steps=400, signals_at=3,
+        signals_rank=1, options={"save_strategy": "no", "logging_steps": 400},
+    )  # fmt: skip
+    outcomes = [each for each in together(2, plan) if each is not None]
+    assert [each.code for each in outcomes] == [3, 3]
+    assert outcomes[0].saved == outcomes[1].saved
+    assert 4 <= outcomes[0].saved[0] < 400
+
+
+@pytest.mark.supports("transformers", "guard")
+def test_wrong_numbers_are_put_right_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "no"}
+    add, fault = ("guard",), "linear.dw:module=*.mlp.*:bit=30:step=2"
+    whole = alone(Plan(str(tmp_path / "whole"), add=(), steps=4, options=options))
+    struck = alone(Plan(str(tmp_path / "struck"), add=add, steps=4, fault=fault, options=options))
+    assert whole is not None
+    assert struck is not None
+    logs = [each for each in struck.history if "loss" in each]
+    assert [each["guard_findings"] for each in logs] == [0.0, 0.0, 1.0, 1.0]
+    assert all(each["guard_checks"] > 0 for each in logs)
+    assert struck.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert struck.digest == whole.digest
+
+
+@pytest.mark.supports("transformers", "guard")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_done_again_where_nothing_is_put_right_in_place(
+    tmp_path: Path, ranks: int
+) -> None:
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "no"}
+    plan = Plan(str(tmp_path / "whole"), add=(), steps=4, batch=2, options=options)
+    whole = alone(plan) if ranks == 1 else together(2, plan)[0]
+    fault = f"linear.saved:bit=29:step=2:module=*.0.mlp.gate_proj:rank={ranks - 1}"
+    plan = Plan(
+        str(tmp_path / "out"), ("outlast",), ("guard.policy=linear",), fault, steps=4, batch=2,
+        options=options,
+    )  # fmt: skip
+    struck = alone(plan) if ranks == 1 else together(2, plan)[0]
+    assert whole is not None
+    assert struck is not None
+    assert struck.digest == whole.digest
+    assert struck.losses == pytest.approx(whole.losses, rel=1e-6)
+    run = read_run(tmp_path / "out")
+    found = [event for _, event in run.of(WrongNumbers)]
+    assert {(each.step, each.outcome, each.found_on) for each in found} == {
+        (2, "repeated", ranks - 1)
+    }
+    assert run.of(Guarded)[-1][1].checks > 0
+
+
+@pytest.mark.supports("transformers", "tensorize")
+def test_tensorized_layers_train_and_come_back(tmp_path: Path) -> None:
+    whole = alone(Plan(str(tmp_path / "whole"), add=(), form="low_rank"))
+    output = str(tmp_path / "out")
+    assert alone(Plan(output, dies_at=5, form="low_rank")) is None
+    resumed = alone(Plan(output, resume=True, form="low_rank"))
+    assert whole is not None
+    assert resumed is not None
+    assert resumed.first == 4
+    assert resumed.digest == whole.digest
+
+
+@pytest.mark.supports("transformers", "energy", "plan", "records")
+def test_measured_energy_and_the_prediction_are_in_the_records(tmp_path: Path) -> None:
+    meter = tmp_path / "joules"
+    meter.write_text("10.0\n")
+    prediction = Predicted(0.1, 0.05, 0.2, 1e6, 5e5, 2e6, 100.0)
+    job = load_loop_job(
+        None, [f'energy.sources=["file:{meter}"]', "log.every_steps=1", "energy.every_steps=1"]
+    )
+    plan = Plan(str(tmp_path / "out"), add=(), steps=3, options={"save_strategy": "no"})
+    trainer = trainer_of(plan)
+    own = trainer.training_step
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        meter.write_text(f"{float(meter.read_text()) + 2.0}\n")
+        return own(*arguments, **options)
+
+    trainer.training_step = step
+    add_records(trainer, job, tokens_per_step=64, prediction=prediction)
+    trainer.train()
+    run = read_run(tmp_path / "out")
+    assert run.of(Predicted)[0][1] == prediction
+    from outlast.records import EnergyMeasured
+
+    assert run.of(EnergyMeasured)
+    assert run.attempts[0].outcome == "completed"
+
+
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"save_on_each_node": True}, add_checkpoints, "save_on_each_node = True"),
+    ({"save_only_model": True}, add_stop, "save_only_model = True"),
+    ({"enable_jit_checkpoint": True}, add_stop, "enable_jit_checkpoint = True"),
+    ({}, lambda trainer: add_checkpoints(trainer, every_steps=5), "save_steps say when to save"),
+    ({}, lambda trainer: add_checkpoints(trainer, keep=5), "save_total_limit"),
+    (
+        {},
+        lambda trainer: add_outlast(trainer, load_loop_job(None, ["run.name=other"])),
+        "TrainingArguments.output_dir",
+    ),
+    (
+        {},
+        lambda trainer: add_outlast(trainer, load_loop_job(None, ["recover.mode=off"])),
+        r"\[recover\] has no effect",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "add", "words"), REFUSED)
+def test_what_cannot_be_kept_is_refused_at_once(
+    tmp_path: Path, options: dict[str, Any], add: Any, words: str
+) -> None:
+    trainer = trainer_of(Plan(str(tmp_path), options=options))
+    with pytest.raises(IntegrationError, match=words):
+        add(trainer)
+    # Nothing was replaced.
+    assert not hasattr(trainer, "_outlast")
+
+
+def test_a_wrong_setting_and_a_part_added_twice(tmp_path: Path) -> None:
+    trainer = trainer_of(Plan(str(tmp_path)))
+    with pytest.raises(JobError, match="delta_chain"):
+        add_checkpoints(trainer, delta_chian=3)
+    add_guard(trainer)
+    with pytest.raises(IntegrationError, match="add each part of Outlast once"):
+        add_guard(trainer)
+
+
+def test_a_directory_that_cannot_be_a_run(tmp_path: Path) -> None:
+    trainer = trainer_of(Plan(str(tmp_path / "my output")))
+    with pytest.raises(IntegrationError, match="cannot hold a run's records"):
+        add_records(trainer)
+
+
+def test_no_trainer_of_transformers() -> None:
+    with pytest.raises(IntegrationError, match="it is no transformers"):
+        add_checkpoints(object())  # type: ignore[arg-type]
