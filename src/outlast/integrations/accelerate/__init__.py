@@ -1,0 +1,29 @@
+"""All of Outlast in a loop on Hugging Face's `Accelerator`, which stays as it is.
+
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+saving = add_checkpoints(accelerator, "runs/mine/store")    # save_state and load_state use a store
+add_records(accelerator, "job.toml", saving=saving)         # accelerator.log writes records
+stop = add_stop(accelerator)                                # if stop(step): leave with exit code 3
+"""
+
+from outlast.integrations.accelerate.add import (
+    AskStop,
+    add_checkpoints,
+    add_energy,
+    add_guard,
+    add_records,
+    add_stop,
+)
+from outlast.integrations.accelerate.saving import Saving
+from outlast.integrations.accelerate.tracking import OutlastTracker
+
+__all__ = [
+    "AskStop",
+    "OutlastTracker",
+    "Saving",
+    "add_checkpoints",
+    "add_energy",
+    "add_guard",
+    "add_records",
+    "add_stop",
+]

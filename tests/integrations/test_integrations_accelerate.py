@@ -1,0 +1,279 @@
+"""Loops on Accelerate with a checkpoint store: killed, resumed, on other numbers of processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+from outlast.checkpoint import list_versions, storage_of
+from outlast.errors import IntegrationError
+from outlast.guard.inject import inject, parse_faults
+from outlast.integrations.accelerate import (
+    add_checkpoints,
+    add_guard,
+    add_records,
+    add_stop,
+)
+from outlast.job import load_loop_job
+from outlast.records import (
+    CheckpointRestored,
+    CheckpointSaved,
+    EnergyMeasured,
+    Guarded,
+    WrongNumbers,
+    read_run,
+)
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 8, 2
+
+kept: list[Any] = []
+"""Models and groups of a process until it ends: a group that is let go of while its threads still
+need the interpreter may wait for them forever."""
+
+
+@dataclass
+class Plan:
+    """What each process is to do; see `hf_training.Plan`."""
+
+    folder: Path
+    ours: bool = True
+    dropout: float = 0.1
+    dies_at: int = 0
+    signals_at: int = 0
+    fault: str = ""
+    records: bool = False
+    every: int = 3
+    load: Any = None
+    resume: bool = False
+
+
+def looped(plan: Plan) -> tuple[int, list[float], str, int]:
+    """The loop: steps done before, losses of the others, final weights and exit code."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    seeds = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    accelerator = Accelerator(cpu=True, dataloader_config=seeds)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(plan.dropout), nn.Linear(16, 1))
+    x = torch.randn(SAMPLES, 4)
+    batch = GLOBAL_BATCH // accelerator.num_processes
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=True)
+    torch.manual_seed(2 + accelerator.process_index)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(schedule)
+    saving = (
+        add_checkpoints(accelerator, plan.folder / "store", writer="thread") if plan.ours else None
+    )
+    if plan.resume:
+        accelerator.load_state(plan.load)
+    first = 0 if saving is None else saving.steps
+    guard = tracker = None
+    if plan.records:
+        meter = plan.folder / f"joules{accelerator.process_index}"
+        meter.write_text("1.0\n")
+        settings = [f'run.directory="{plan.folder}"', "log.every_steps=2", "energy.every_steps=1"]
+        settings += [f'energy.sources=["file:{plan.folder}/joules0"]']
+        guard = add_guard(accelerator, "linear")
+        if plan.fault:
+            inject(guard.guard, parse_faults([plan.fault]), rank=accelerator.process_index)
+        job = load_loop_job(None, settings)
+        tracker = add_records(accelerator, job, steps=16, guard=guard, saving=saving)
+    stop = add_stop(accelerator, saving=saving, tracker=tracker)
+    kept.extend([accelerator, model, optimizer, loader, saving, guard, tracker, stop])
+    losses, step = [], first
+    per_epoch = len(loader)
+    for epoch in range(first // per_epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        for features, targets in accelerator.skip_first_batches(loader, step - epoch * per_epoch):
+            loss = nn.functional.mse_loss(model(features), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            mean = accelerator.gather(loss.detach().reshape(1)).mean().item()
+            losses.append(mean)
+            if plan.records:
+                meter.write_text(f"{float(meter.read_text()) + 1.0}\n")
+                accelerator.log({"loss": mean, "lr": schedule.get_last_lr()[0]}, step=step)
+            if step % plan.every == 0:
+                accelerator.save_state(str(plan.folder / f"state-{step}"))
+            if step == plan.dies_at:
+                if saving is not None:
+                    saving.finish()
+                accelerator.wait_for_everyone()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == plan.signals_at and accelerator.process_index == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop(step):
+                accelerator.save_state(str(plan.folder / "stopped"))
+                try:
+                    stop.leave()
+                except SystemExit as end:
+                    return first, losses, _digest(model), int(end.code or 0)
+    digest = _digest(model)
+    accelerator.end_training()
+    return first, losses, digest, 0
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for each in model.parameters():
+        found.update(each.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _alone(plan: Plan) -> Any:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    return looped(plan)
+
+
+def run(processes: int, plan: Plan) -> list[Any]:
+    plan.folder.mkdir(exist_ok=True)
+    dies = set(range(processes)) if plan.dies_at else set()
+    if processes == 1:
+        return run_ranks(1, _alone, plan, may_die=dies)
+    return run_ranks(processes, looped, plan, may_die=dies)
+
+
+@pytest.mark.supports("accelerate", "checkpoint", "resume")
+def test_killed_processes_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    [whole, other] = run(2, Plan(tmp_path / "whole"))
+    assert whole[1] == other[1]
+    assert len(whole[1]) == 16
+    folder = tmp_path / "killed"
+    assert run(2, Plan(folder, dies_at=11)) == [None, None]
+    [resumed, _] = run(2, Plan(folder, resume=True))
+    assert resumed[0] == 9
+    assert resumed[1] == whole[1][9:]
+    assert resumed[2] == whole[2]
+    # A folder leads to its state; what was never published, to the one before.
+    [older, _] = run(2, Plan(folder, resume=True, load=str(folder / "state-6")))
+    assert older[0] == 6
+    assert older[2] == whole[2]
+
+
+@pytest.mark.supports("accelerate", "malleable")
+def test_one_process_goes_on_where_two_were(tmp_path: Path) -> None:
+    [whole, _] = run(2, Plan(tmp_path / "whole", dropout=0.0))
+    folder = tmp_path / "killed"
+    assert run(2, Plan(folder, dropout=0.0, dies_at=10)) == [None, None]
+    [shrunk] = run(1, Plan(folder, dropout=0.0, resume=True))
+    assert shrunk[0] == 9
+    assert shrunk[1] == pytest.approx(whole[1][9:], rel=1e-4)
+    [grown, _] = run(2, Plan(folder, dropout=0.0, resume=True, load=str(folder / "state-12")))
+    assert grown[0] == 12
+    assert grown[1] == pytest.approx(whole[1][12:], rel=1e-4)
+
+
+@pytest.mark.supports("accelerate", "chain", "records", "guard", "energy")
+def test_stopped_recorded_and_guarded(tmp_path: Path) -> None:
+    fault = "linear.output:module=3:bit=30:step=2"
+    whole = run(2, Plan(tmp_path / "whole", every=100))[0]
+    folder = tmp_path / "run"
+    stopped = run(2, Plan(folder, records=True, fault=fault, signals_at=7, every=100))
+    assert [each[3] for each in stopped] == [3, 3]
+    resumed = run(2, Plan(folder, records=True, resume=True, every=100))[0]
+    # Ranks look at each other's flags now and then, not at every step.
+    last = resumed[0]
+    assert 7 <= last < 16
+    assert resumed[2] == whole[2]
+    found = read_run(folder / "run")
+    assert [each.outcome for each in found.attempts] == ["to_be_continued", "completed"]
+    assert [event.step for _, event in found.of(CheckpointSaved)] == [last]
+    assert [event.step for _, event in found.of(CheckpointRestored)] == [last]
+    losses = dict(found.losses())
+    # Each record has the mean of its own steps.
+    assert losses[2] == pytest.approx(sum(whole[1][:2]) / 2, rel=1e-5)
+    assert losses[16] == pytest.approx(sum(whole[1][14:]) / 2, rel=1e-5)
+    assert [event.step for _, event in found.of(WrongNumbers)] == [2]
+    assert found.of(Guarded)
+    assert found.of(EnergyMeasured)
+
+
+def test_automatic_names_and_accelerates_own_folders(tmp_path: Path) -> None:
+    def work(ours: bool, resume: bool) -> tuple[int, list[str], list[int]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        project = ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
+        )
+        accelerator = Accelerator(cpu=True, project_config=project)
+        model = nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        saving = add_checkpoints(accelerator, tmp_path / "store", writer="thread") if ours else None
+        if resume:
+            accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            accelerator.save_state()
+        accelerator.end_training()
+        folders = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
+        versions = (
+            [each.step for each in list_versions(storage_of(tmp_path / "store"))] if ours else []
+        )
+        return 0 if saving is None else saving.steps, folders, versions
+
+    [first] = run_ranks(1, _plain, work, True, False)
+    assert first == (3, ["checkpoint_1", "checkpoint_2"], [2, 3])
+
+
+def _plain(work: Any, *arguments: Any) -> Any:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    return work(*arguments)
+
+
+def test_folders_of_accelerate_itself_are_loaded(tmp_path: Path) -> None:
+    def work() -> tuple[bool, int]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(2, 2)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.save_state(str(tmp_path / "own"))
+        weight = model.weight.detach().clone()
+        saving = add_checkpoints(accelerator, tmp_path / "store", writer="thread")
+        with torch.no_grad():
+            model.weight.zero_()
+        accelerator.load_state(str(tmp_path / "own"))
+        saving.close()
+        return torch.equal(model.weight, weight), saving.steps
+
+    assert run_ranks(1, _plain, work) == [(True, 0)]
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(IntegrationError, match="after accelerator"):
+        add_checkpoints(accelerator, tmp_path)
+    with pytest.raises(IntegrationError, match="total_limit how many states are kept"):
+        add_checkpoints(accelerator, tmp_path, keep=7)
+    with (
+        pytest.raises(IntegrationError, match="after accelerator"),
+        warnings.catch_warnings(),
+    ):
+        add_records(accelerator)
