@@ -43,6 +43,15 @@ def test_what_a_step_reads_is_no_matter(tmp_path, line):
     assert not program(tmp_path, inside=line)
 
 
+def test_a_condition_on_a_variable_called_step_is_no_matter(tmp_path):
+    assert not program(tmp_path, inside="if step % 100 == 0: print(step)")
+
+
+@pytest.mark.parametrize("use", ["scaler.step(optimizer)", "backward(loss)", "w.grad.norm()"])
+def test_a_condition_on_which_gradients_depend_is_seen(tmp_path, use):
+    assert program(tmp_path, inside=f"if epoch % 2: {use}")
+
+
 @pytest.mark.parametrize("line", [*IN_STEPS, "trainer.report()", "hooks = [norms]"])
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_what_is_read_around_the_steps_is_seen(tmp_path, line, place):

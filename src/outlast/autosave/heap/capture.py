@@ -21,8 +21,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
+from outlast.autosave.heap.parametrized import ParametrizedClass, class_from, class_of
 from outlast.autosave.heap.refusal import (
     CHAIN_ADVICE,
+    CLASS_ADVICE,
     SetupDiffersError,
     Unsaveable,
     advice_for,
@@ -36,7 +38,8 @@ from outlast.autosave.heap.values import Reader, Writer
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from types import FunctionType
 
     from outlast.autosave.heap.content import Content
     from outlast.autosave.heap.gradients import GradientUse
@@ -73,12 +76,16 @@ class _Header:
 
     places: dict[str, Geometry]
     types: dict[str, str]
-    became: dict[str, type]
+    became: dict[str, type | ParametrizedClass]
     next_hook: int
 
 
 def capture(
-    names: Names, values: Any, known: Mapping[str, Any], gradients: GradientUse | None = None
+    names: Names,
+    values: Any,
+    known: Mapping[str, Any],
+    gradients: GradientUse | None = None,
+    ask: Callable[[FunctionType], None] | None = None,
 ) -> Captured:
     """Write down `values` and the named objects they lead to; no block of memory is copied.
 
@@ -87,12 +94,13 @@ def capture(
         values: Anything, e.g. local names.
         known: Further objects with names, which hold nothing.
         gradients: Tells which gradients need not be saved; None saves all.
+        ask: Asked whether a function may be written by value; raises an error where not.
 
     Raises:
         Unsaveable: When something can be written down in no way.
     """
     with undisturbed():
-        return _Capture(names, known, gradients).of(values)
+        return _Capture(names, known, gradients, ask).of(values)
 
 
 def restore(
@@ -117,7 +125,7 @@ def _restore(
     RemovableHandle.next_id = max(RemovableHandle.next_id, header.next_hook)
     _check(header, names)
     for path, kind in header.became.items():
-        names.objects[path].__class__ = kind
+        names.objects[path].__class__ = class_from(kind)
     blocks = _fill(captured.tensors, header.places, names)
     reader = Reader(io.BytesIO(body), names, known, blocks)
     values = reader.load()
@@ -127,7 +135,7 @@ def _restore(
     # Keys of dictionaries and members of sets first: their hashes may depend on what they hold.
     for hashed in (False, True):
         for path, seen in held.items():
-            if (seen.kind in ("dict", "items", "weak")) is hashed:
+            if (seen.kind in ("dict", "set", "weak")) is hashed:
                 value = names.objects[path]
                 names.kinds.of(value).put(value, seen)
                 if gradients and seen.kind == "tensor" and isinstance(seen.items[1], Gradient):
@@ -171,7 +179,11 @@ def _fill(
 
 class _Capture:
     def __init__(
-        self, names: Names, known: Mapping[str, Any], gradients: GradientUse | None
+        self,
+        names: Names,
+        known: Mapping[str, Any],
+        gradients: GradientUse | None,
+        ask: Callable[[FunctionType], None] | None,
     ) -> None:
         self._names = names
         self._known = known
@@ -179,7 +191,7 @@ class _Capture:
         self._found = Captured()
         self._blocks = Blocks(self._found.tensors, names.now_at())
         self._file = io.BytesIO()
-        self._writer = Writer(self._file, names, known, self._blocks, self._mention)
+        self._writer = Writer(self._file, names, known, self._blocks, self._mention, ask)
         self._reached: set[str] = set()
         self._waiting: list[str] = []
         self._mentioned: set[str] = set()
@@ -200,16 +212,27 @@ class _Capture:
             self._places,
             {path: name_of(names.types[path]) for path in mentioned},
             {
-                path: type(names.objects[path])
+                path: class_of(names.objects[path])
                 for path in mentioned
                 if type(names.objects[path]) is not names.types[path]
             },
             RemovableHandle.next_id,
         )
+        self._writer.refuse_addresses()
+        self._refuse_classes(header.became)
         self._found.program = pickle.dumps((header, self._file.getvalue()), protocol=5)
         self._found.sizes = sizes_of(self._found.tensors, names, self._reached)
         self._found.sizes |= {"program": len(self._found.program), NOT_SAVED: self._dropped}
         return self._found
+
+    def _refuse_classes(self, became: Mapping[str, type | ParametrizedClass]) -> None:
+        """Refuse an object whose class is another one now, which no other process could find."""
+        for path, kind in became.items():
+            try:
+                pickle.dumps(kind)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                value = self._names.objects[path]
+                raise Unsaveable(value, CLASS_ADVICE, root=path) from error
 
     def _reach(self, path: str) -> None:
         if path not in self._reached:
@@ -240,8 +263,8 @@ class _Capture:
             self._dropped += dead.nbytes
             now = now or self._names.kinds.of(value).content(value)
             assert now is not None
-            requires_grad, _, whole = now.items
-            now = now._replace(items=(requires_grad, self._gradients.stand_in(value), whole))
+            stand_in = self._gradients.stand_in(value)
+            now = now._replace(items=(now.items[0], stand_in, *now.items[2:]))
         if now is not None:
             held[path] = now
         for beyond in self._names.led_to(path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import array
 import enum
 import functools
 import random
@@ -10,14 +10,17 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
 
+from outlast.autosave.heap import code, hidden, order
 from outlast.autosave.heap.atoms import ATOMS, PLAIN_ATOMS, is_builtin_iterator, is_closed
+from outlast.autosave.heap.code import Children
 from outlast.autosave.heap.content import (
     Content,
     attributes,
@@ -42,9 +45,6 @@ Reducer = Callable[[Any], tuple[Any, ...]]
 State = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
 """Gives the state of an object that stays, and sets it in the same object of another process."""
 
-Children = Iterable[tuple[str, Any, Any]]
-"""The end of a name as a format, what to put into it, and the object."""
-
 _KEYS = (str, int, float, bool, bytes, type(None))
 """Keys of dictionaries that are written into names."""
 
@@ -55,9 +55,14 @@ _RANDOM: dict[type, State] = {
         lambda own, state: own.set_state(state),
     ),
     np.random.Generator: (
-        lambda own: own.bit_generator.state,
-        lambda own, state: setattr(own.bit_generator, "state", state),
+        lambda own: (own.bit_generator.state, hidden.children_drawn(own)),
+        lambda own, state: _set_generator(own, own.bit_generator, state),
     ),
+    np.random.BitGenerator: (
+        lambda own: (own.state, hidden.children_drawn(own)),
+        lambda own, state: _set_generator(own, own, state),
+    ),
+    np.random.SeedSequence: (hidden.children_drawn, hidden.draw_children),
     torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
 }
 
@@ -98,12 +103,15 @@ class Kind:
         children: What one leads to.
         content: What one holds now; None where it is left as it is.
         put: Makes one hold what was seen.
+        of_program: Whether only those count that the program's own objects hold; what libraries
+            keep in such objects concerns the process.
     """
 
     role: Role
     children: Callable[[Any], Children] = _no_children
     content: Callable[[Any], Content | None] = _no_content
     put: Callable[[Any, Content], None] = _no_put
+    of_program: bool = False
 
 
 class Kinds:
@@ -127,6 +135,11 @@ class Kinds:
             self._known[kind] = self._kind(kind)
         return self._known[kind]
 
+    def is_opaque(self, value: Any) -> bool:
+        """Whether nothing is seen of what an object holds, or whether it holds anything."""
+        kind = self.of(value)
+        return kind is _OBJECT and not has_attributes(value)
+
     def reducer(self, value: Any) -> Reducer | None:
         """The reducer given for objects like `value`."""
         kind = type(value)
@@ -141,6 +154,9 @@ class Kinds:
                 return _state_kind(get, put)
         for each, reduce in self._reducers.items():
             if issubclass(kind, each):
+                if is_closed(each):
+                    # What set-up makes stays; only what comes later is made again.
+                    return Kind(Role.CLOSED)
                 return Kind(Role.VALUE, functools.partial(_of_reduction, reduce))
         if issubclass(kind, ATOMS):
             return Kind(Role.ATOM)
@@ -154,18 +170,17 @@ class Kinds:
         return Kind(Role.CLOSED) if is_closed(kind) else _OBJECT
 
 
+def _set_generator(owner: Any, bits: Any, state: tuple[Any, int]) -> None:
+    bits.state = state[0]
+    hidden.draw_children(owner, state[1])
+
+
 def _state_kind(get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> Kind:
     return Kind(
         Role.STATE,
         content=lambda value: Content("state", (get(value),)),
         put=lambda value, seen: put(value, seen.items[0]),
     )
-
-
-def _attributes_of(value: Any) -> Children:
-    for name, each in attributes(value).items():
-        if type(each) not in PLAIN_ATOMS:
-            yield ".%s", name, each
 
 
 def _of_dict(value: Any) -> Children:
@@ -183,7 +198,7 @@ def _of_dict(value: Any) -> Children:
             if not isinstance(key, _KEYS):
                 yield "[key %d]", place, key
     if type(value) is not dict:
-        yield from _attributes_of(value)
+        yield from code.of_attributes(value)
 
 
 def _dict_content(value: Any) -> Content:
@@ -213,7 +228,7 @@ def _of_items(value: Any) -> Children:
             if type(each) not in PLAIN_ATOMS:
                 yield "[%d]", place, each
     if type(value) not in (list, tuple, deque):
-        yield from _attributes_of(value)
+        yield from code.of_attributes(value)
 
 
 def _items_content(value: Any) -> Content:
@@ -223,9 +238,19 @@ def _items_content(value: Any) -> Content:
 
 
 def _items_put(value: Any, seen: Content) -> None:
-    plain: Any = next(each for each in (list, deque, set, bytearray) if isinstance(value, each))
+    plain: Any = list if isinstance(value, list) else deque
     plain.clear(value)
-    (set.update if plain is set else plain.extend)(value, seen.items)
+    plain.extend(value, seen.items)
+    put_attributes(value, seen.attributes)
+
+
+def _set_content(value: Any) -> Content:
+    return Content("set", (order.layout(value), *value), flat(attributes(value)))
+
+
+def _set_put(value: Any, seen: Content) -> None:
+    layout, *members = seen.items
+    order.fill(value, tuple(members), layout)
     put_attributes(value, seen.attributes)
 
 
@@ -256,92 +281,13 @@ def _weak_set_put(value: Any, seen: Content) -> None:
     value.update(seen.items)
 
 
-def _of_function(value: Any) -> Children:
-    compiled = vars(value).get("_torchdynamo_orig_callable")
-    if compiled is not None:
-        yield ".%s", "__wrapped__", compiled
-        return
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        yield ".<%s>", name, cell
-    yield ".%s", "__defaults__", value.__defaults__
-    yield ".%s", "__kwdefaults__", value.__kwdefaults__
-    yield from _attributes_of(value)
-
-
-def _function_content(value: Any) -> Content | None:
-    if "_torchdynamo_orig_callable" in vars(value):
-        return None
-    return Content("object", (), flat(attributes(value)))
-
-
-def _of_cell(value: Any) -> Children:
-    with contextlib.suppress(ValueError):
-        yield "%s", "", value.cell_contents
-
-
-def _cell_content(value: Any) -> Content:
-    try:
-        return Content("cell", (value.cell_contents,))
-    except ValueError:
-        return Content("cell", ())
-
-
-def _cell_put(value: Any, seen: Content) -> None:
-    if seen.items:
-        value.cell_contents = seen.items[0]
-    else:
-        with contextlib.suppress(ValueError):
-            del value.cell_contents
-
-
-def _of_class(value: Any) -> Children:
-    for name, each in vars(value).items():
-        special = name.startswith("__") and name.endswith("__")
-        if type(each) not in PLAIN_ATOMS and (not special or isinstance(each, types.FunctionType)):
-            yield ".%s", name, each
-
-
-def _class_content(value: Any) -> Content:
-    return Content("class", (), flat(_class_variables(value)))
-
-
-def _class_variables(value: Any) -> dict[str, Any]:
-    return {
-        name: each
-        for name, each in vars(value).items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and not isinstance(each, _DESCRIPTORS)
-    }
-
-
-def _class_put(value: Any, seen: Content) -> None:
-    others, now = dict(pairs(seen.attributes)), _class_variables(value)
-    for name in now:
-        if name not in others:
-            type.__delattr__(value, name)
-    for name, each in others.items():
-        if now.get(name) is not each:
-            type.__setattr__(value, name, each)
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-def _of_wrapper(value: Any) -> Children:
-    yield ".%s", "__func__", value.__func__
-
-
-def _of_property(value: Any) -> Children:
-    yield from ((".%s", name, getattr(value, name)) for name in ("fget", "fset", "fdel"))
-
-
 def _of_method(value: Any) -> Children:
     yield from ((".%s", name, getattr(value, name)) for name in ("__self__", "__func__"))
 
 
 def _of_partial(value: Any) -> Children:
     yield from ((".%s", name, getattr(value, name)) for name in ("func", "args", "keywords"))
-    yield from _attributes_of(value)
+    yield from code.of_attributes(value)
 
 
 def _partial_content(value: Any) -> Content:
@@ -382,27 +328,41 @@ def _object_put(value: Any, seen: Content) -> None:
     put_attributes(value, seen.attributes)
 
 
-_OBJECT = Kind(Role.NAMED, _attributes_of, _object_content, _object_put)
-_FUNCTION = Kind(Role.NAMED, _of_function, _function_content, _object_put)
+def _hidden(
+    content: Callable[[Any], Content | None],
+    put: Callable[[Any, Content], None],
+    children: Callable[[Any], Children] = _no_children,
+) -> Kind:
+    return Kind(Role.NAMED, children, content, put, of_program=True)
+
+
+_OBJECT = Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)
+_FUNCTION = Kind(Role.NAMED, code.of_function, code.function_content, _object_put)
 _WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
-    (type, Kind(Role.NAMED, _of_class, _class_content, _class_put)),
+    (type, Kind(Role.NAMED, code.of_class, code.class_content, code.class_put)),
     (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
     (np.ndarray, Kind(Role.NAMED, of_array, array_content, array_put)),
     (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
     ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
-    (set, Kind(Role.NAMED, _attributes_of, _items_content, _items_put)),
+    (set, Kind(Role.NAMED, code.of_attributes, _set_content, _set_put)),
     (tuple, Kind(Role.VALUE, _of_items)),
     (frozenset, Kind(Role.VALUE)),
     (bytearray, Kind(Role.NAMED, content=_bytes_content, put=_bytes_put)),
+    (array.array, _hidden(hidden.array_bytes, hidden.array_bytes_put)),
+    (hidden.STREAMS, _hidden(hidden.stream_content, hidden.stream_put)),
+    (hidden.C_DATA, _hidden(hidden.c_data_content, hidden.c_data_put)),
+    (hidden.EVENTS, _hidden(hidden.event_content, hidden.event_put)),
+    (hidden.QUEUES, _hidden(hidden.queue_content, hidden.queue_put, hidden.of_queue)),
+    (SynchronizedBase, Kind(Role.NAMED, hidden.of_shared, of_program=True)),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _WEAK_MAPPING),
     (weakref.WeakSet, _WEAK_SET),
     (types.FunctionType, _FUNCTION),
-    (types.CellType, Kind(Role.NAMED, _of_cell, _cell_content, _cell_put)),
+    (types.CellType, Kind(Role.NAMED, code.of_cell, code.cell_content, code.cell_put)),
     (types.MethodType, Kind(Role.VALUE, _of_method)),
     (types.MethodWrapperType, Kind(Role.VALUE)),
-    ((staticmethod, classmethod), Kind(Role.NAMED, _of_wrapper)),
-    (property, Kind(Role.NAMED, _of_property)),
+    ((staticmethod, classmethod), Kind(Role.NAMED, code.of_wrapper)),
+    (property, Kind(Role.NAMED, code.of_property)),
     (functools.partial, Kind(Role.NAMED, _of_partial, _partial_content, _partial_put)),
 )

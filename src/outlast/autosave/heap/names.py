@@ -18,12 +18,16 @@ from torch import nn
 from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_of_process
 from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
 from outlast.autosave.heap.content import Content, flat, pairs, same
+from outlast.autosave.heap.hidden import hidden_digest
 from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
+from outlast.autosave.heap.order import keeps_order
 from outlast.autosave.heap.plain import digest_if_plain
+from outlast.autosave.heap.refusal import HIDDEN_ADVICE, ORDER_ADVICE, Unsaveable
+from outlast.autosave.heap.tensors import HOOKS
 from outlast.autosave.heap.undisturbed import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 _SIMPLE = (
     dict, list, deque, set, bytearray, types.CellType, types.SimpleNamespace, argparse.Namespace,
@@ -70,6 +74,7 @@ class Names:
         self._own: set[str] = set()
         self._paths: dict[int, str] = {}
         self._digests: dict[str, bytes] = {}
+        self._hidden: dict[str, bytes] = {}
         self.types: dict[str, type] = {}
         self._before: dict[str, Content | None] = {}
         self._always: set[str] = set()
@@ -85,18 +90,31 @@ class Names:
         """The name of an object; None for one that came later."""
         return self._paths.get(id(value))
 
+    def path_at(self, address: int) -> str | None:
+        """The name of the object with this `id()`; None for any other number."""
+        return self._paths.get(address)
+
     def held(self, path: str) -> Content | None:
         """What a named object holds now, if that is to be written down.
 
         That of the program's own objects is, since what their set-up does may depend on the time of
         day; that of libraries' objects and of large containers is when it is not what it was.
+
+        Raises:
+            Unsaveable: When what it holds has changed and cannot be seen.
         """
         value = self.objects[path]
+        if path in self._hidden and hidden_digest(value) != self._hidden[path]:
+            raise Unsaveable(value, HIDDEN_ADVICE, root=path)
+        if self._is_of_library(path):
+            return None
         if path in self._digests:
             if digest_if_plain(value) == self._digests[path]:
                 return None
             return self.kinds.of(value).content(value)
         now = self.kinds.of(value).content(value)
+        if isinstance(value, set) and path in self._own and not keeps_order(value):
+            raise Unsaveable(value, ORDER_ADVICE, root=path)
         if path in self._always:
             return now
         if now is not None and now.kind == "dict" and not same(self._before[path], now):
@@ -109,7 +127,7 @@ class Names:
 
     def led_to(self, path: str) -> Iterator[str]:
         """Names of the objects that an object leads to."""
-        if path not in self._digests:
+        if path not in self._digests and not self._is_of_library(path):
             yield from self._named(self.objects[path])
 
     def touched(self, path: str) -> bool:
@@ -120,6 +138,8 @@ class Names:
         """
         if path in self._versions:
             return self._versions[path] != _version(self.objects[path])
+        if path in self._hidden:
+            return hidden_digest(self.objects[path]) != self._hidden[path]
         return path in self._own and not same(
             self._before[path], self.kinds.of(self.objects[path]).content(self.objects[path])
         )
@@ -156,8 +176,10 @@ class Names:
         """Keep what the named objects hold now."""
         for path, each in self.objects.items():
             self.types[path] = type(each)
-            plain = path in self._digests
-            self._before[path] = None if plain else self.kinds.of(each).content(each)
+            left = path in self._digests or self._is_of_library(path)
+            self._before[path] = None if left else self.kinds.of(each).content(each)
+            if self.kinds.is_opaque(each) and (digest := hidden_digest(each)) is not None:
+                self._hidden[path] = digest
             if lies_in_block(each):
                 self.geometry[path] = geometry(each)
                 self.blocks.setdefault(self.geometry[path].block, f"={path}")
@@ -190,12 +212,22 @@ class Names:
     def _beyond(
         self, path: str, value: Any, kind: Kind, own: bool
     ) -> Iterator[tuple[str, Any, bool]]:
+        if kind.of_program and not own:
+            return
         own = own and not (isinstance(value, (list, dict, tuple, deque)) and len(value) > _MANY)
-        module = isinstance(value, nn.Module)
+        internals: Collection[str] = ()
+        if isinstance(value, nn.Module):
+            internals = _MODULE_INTERNALS
+        elif isinstance(value, torch.Tensor):
+            internals = HOOKS
         for form, key, each in kind.children(value):
-            yield path + form % (key,), each, own and not (module and key in _MODULE_INTERNALS)
+            yield path + form % (key,), each, own and key not in internals
         if type(value).__module__ in self._modules:
             yield f"{path}.__class__", type(value), True
+
+    def _is_of_library(self, path: str) -> bool:
+        """Whether an object concerns the process, since a library keeps something there."""
+        return path not in self._own and self.kinds.of(self.objects[path]).of_program
 
     def _is_plain(self, path: str, value: Any) -> bool:
         if type(value) not in (list, dict) or len(value) <= _MANY:
@@ -209,7 +241,7 @@ class Names:
         return isinstance(value, type) and value.__module__ not in self._modules
 
     def _is_own(self, value: Any) -> bool:
-        if isinstance(value, (*_SIMPLE, torch.Tensor)):
+        if isinstance(value, (*_SIMPLE, torch.Tensor)) or self.kinds.of(value).of_program:
             return True
         if isinstance(value, types.FunctionType):
             return value.__module__ in self._modules

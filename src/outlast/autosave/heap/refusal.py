@@ -68,6 +68,18 @@ def advice_for(value: Any) -> str:
 
 
 CHAIN_ADVICE = "it is a chain of too many links for Python to follow; keep its links in a list"
+CLASS_ADVICE = (
+    "it was given another class after set-up, which cannot be found by its name; do so before the "
+    "training loop, so that set-up does it, or define the class at the top of its file"
+)
+HIDDEN_ADVICE = (
+    "it has changed since set-up, and what it holds cannot be seen; keep that in a list, a "
+    "dictionary or an attribute"
+)
+ORDER_ADVICE = (
+    "the order of its members comes from what it held before, and cannot be made again; keep "
+    "them as the keys of a dictionary, or go through `sorted(...)` of it"
+)
 _LINKS = 6
 """Steps of a path that are said of a chain."""
 

@@ -18,6 +18,10 @@ _GRADIENT: Any = torch._C.TensorBase.grad
 """The attribute itself, whoever watches it on `torch.Tensor`."""
 
 
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of leaves, each a dictionary of hooks or None."""
+
+
 class Gradient(enum.Enum):
     """Stands for a gradient that is not saved, since the program loses it before it reads it.
 
@@ -50,6 +54,18 @@ def set_gradient(value: torch.Tensor, grad: torch.Tensor | None) -> None:
     value.data = numbers
 
 
+def hooks_of(value: Any) -> tuple[Any, ...]:
+    """The dictionaries of a leaf's hooks, None for each that there is not; nothing of others."""
+    return tuple(getattr(value, each) for each in HOOKS) if value.is_leaf else ()
+
+
+def set_hooks(value: Any, hooks: tuple[Any, ...]) -> None:
+    """Give a leaf the dictionaries of hooks that `hooks_of` gave."""
+    for name, each in zip(HOOKS, hooks, strict=False):
+        if getattr(value, name) is not each:
+            setattr(value, name, each)
+
+
 def is_composed(value: torch.Tensor) -> bool:
     """Whether a tensor is made of others, as a `DTensor` is of its local part."""
     return hasattr(value, "__tensor_flatten__")
@@ -66,6 +82,9 @@ def of_tensor(value: Any) -> Iterator[tuple[str, Any, Any]]:
     grad = gradient(value)
     if grad is not None:
         yield ".%s", "grad", grad
+    for name, hooks in zip(HOOKS, hooks_of(value), strict=False):
+        if hooks is not None:
+            yield ".%s", name, hooks
     if is_composed(value):
         names, context = value.__tensor_flatten__()
         yield from ((".%s", name, getattr(value, name)) for name in names)
@@ -79,13 +98,15 @@ def tensor_content(value: Any) -> Content:
     if value.layout != torch.strided and not is_composed(value):
         whole = value.detach()
     return Content(
-        "tensor", (value.requires_grad, gradient(value), whole), flat(own_attributes(value))
+        "tensor",
+        (value.requires_grad, gradient(value), whole, *hooks_of(value)),
+        flat(own_attributes(value)),
     )
 
 
 def tensor_put(value: Any, seen: Content) -> None:
     """Put back what a tensor held; a gradient that was not saved is None or zero."""
-    requires_grad, grad, whole = seen.items
+    requires_grad, grad, whole, *hooks = seen.items
     if whole is not None:
         value.data = whole
     if value.is_leaf:
@@ -93,6 +114,7 @@ def tensor_put(value: Any, seen: Content) -> None:
         if grad is Gradient.ZEROED:
             grad = torch.zeros_like(value, requires_grad=False)
         set_gradient(value, None if grad is Gradient.DROPPED else grad)
+        set_hooks(value, tuple(hooks))
     put_own_attributes(value, dict(pairs(seen.attributes)))
 
 

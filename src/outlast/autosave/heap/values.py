@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from outlast.autosave.heap.atoms import PLAIN_ATOMS
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.content import flat, own_attributes, put_attributes
+from outlast.autosave.heap.parametrized import ParametrizedClass, class_from, class_of
 from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable
-from outlast.autosave.heap.tensors import gradient, is_composed, set_gradient
+from outlast.autosave.heap.tensors import (
+    gradient,
+    hooks_of,
+    is_composed,
+    set_gradient,
+    set_hooks,
+)
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -28,6 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from outlast.autosave.heap.names import Names
+
+
+_LOWEST_ADDRESS = 1 << 40
+"""Numbers from here on may be addresses of objects: what `id()` gives."""
 
 
 class _TheBlocks:
@@ -63,25 +75,32 @@ class Writer(pickle.Pickler):
         known: Further such objects.
         blocks: The blocks of memory of the capture.
         reach: Told the name of each named object that is referred to.
+        ask: Asked whether a function may be written by value; raises an error where not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (what a pickle is made with)
         self,
         file: io.BytesIO,
         names: Names,
         known: Mapping[str, Any],
         blocks: Blocks,
         reach: Callable[[str], None],
+        ask: Callable[[types.FunctionType], None] | None = None,
     ) -> None:
         super().__init__(file, protocol=5)
+        self._ask = ask
         self._names = names
         self._known = {id(each): name for name, each in known.items()}
         self._blocks = blocks
         self._reach = reach
         self._stand_in = _TheBlocks()
+        self._addresses: set[int] = set()
+        self._written: set[int] = set()
 
     def persistent_id(self, value: Any) -> Any:
-        """What stands for a named object."""
+        """What stands for a named object, and for the `id()` of one."""
+        if type(value) is int:
+            return self._address(value) if value >= _LOWEST_ADDRESS else None
         path = self._names.path_of(value)
         if path is not None:
             self._reach(path)
@@ -89,7 +108,32 @@ class Writer(pickle.Pickler):
         name = self._known.get(id(value))
         if name is not None:
             return ("known", name)
-        return ("blocks", "") if value is self._stand_in else None
+        if value is self._stand_in:
+            return ("blocks", "")
+        if type(value) not in PLAIN_ATOMS:
+            self._written.add(id(value))
+        return None
+
+    def refuse_addresses(self) -> None:
+        """At the end: refuse what refers by `id()` to objects that another process makes anew.
+
+        Raises:
+            AutosaveError: When there is such a number.
+        """
+        if not self._addresses.isdisjoint(self._written):
+            raise AutosaveError(
+                "a collection of the program has the `id()` of an object that was made after "
+                "set-up, and which is another one in every process; use the object itself as a "
+                "key, or a name for it"
+            )
+
+    def _address(self, value: int) -> Any:
+        path = self._names.path_at(value)
+        if path is None:
+            self._addresses.add(value)
+            return None
+        self._reach(path)
+        return ("address", path)
 
     def reducer_override(self, value: Any) -> Any:  # noqa: PLR0912 (one case for each kind)
         """How to write down what pickle cannot, or not so that it is the same afterwards."""
@@ -105,7 +149,11 @@ class Writer(pickle.Pickler):
             case np.memmap():
                 return _memory_map(value)
             case types.FunctionType():
-                return NotImplemented if _is_importable(value) else _reduced_function(value)
+                if _is_importable(value):
+                    return NotImplemented
+                if self._ask is not None:
+                    self._ask(value)
+                return _reduced_function(value)
             case type() if "<locals>" in value.__qualname__:
                 raise Unsaveable(value, "define this class at the top of its file")
             case types.CellType():
@@ -130,6 +178,9 @@ class Writer(pickle.Pickler):
                 return _reference, (value(),)
             case torch.Generator():
                 return _generator, (str(value.device), value.get_state())
+            case torch.nn.Module() if isinstance(kind := class_of(value), ParametrizedClass):
+                state = flat(own_attributes(value))
+                return _bare, (kind,), state, None, None, put_attributes
             case torch.optim.Optimizer():
                 state = flat(own_attributes(value))
                 made = (type(value),)
@@ -155,8 +206,8 @@ class Writer(pickle.Pickler):
             value.is_conj(),
             value.is_neg(),
         )
-        beside = (gradient(value), own_attributes(value))
-        if beside == (None, {}):
+        beside = (gradient(value), own_attributes(value), hooks_of(value))
+        if beside[:2] == (None, {}) and not any(beside[2]):
             return _tensor, (self._stand_in, placed)
         return _tensor, (self._stand_in, placed), beside, None, None, _set_beside
 
@@ -188,7 +239,8 @@ class Reader(pickle.Unpickler):
             return self._known[name]
         if name not in self._names.objects:
             raise SetupDiffersError(name, "was there when the program was saved, and is not now")
-        return self._names.objects[name]
+        found = self._names.objects[name]
+        return id(found) if kind == "address" else found
 
 
 class _Unsaved(torch.autograd.Function):
@@ -223,12 +275,14 @@ def _tensor(blocks: RestoredBlocks, placed: Placed) -> torch.Tensor:
     return made if type(made) is placed.kind else made.as_subclass(placed.kind)
 
 
-def _set_beside(made: torch.Tensor, beside: tuple[torch.Tensor | None, dict[str, Any]]) -> None:
-    grad, attributes = beside
+def _set_beside(made: torch.Tensor, beside: tuple[Any, ...]) -> None:
+    grad, attributes, *hooks = beside
     if grad is not None:
         set_gradient(made, grad)
     if attributes:
         made.__dict__.update(attributes)
+    if hooks:
+        set_hooks(made, hooks[0])
 
 
 def _composed(made: Any, parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -239,8 +293,8 @@ def _composed(made: Any, parameter: bool, requires_grad: bool) -> torch.Tensor:
     return found
 
 
-def _bare(kind: type) -> Any:
-    return object.__new__(kind)
+def _bare(kind: type | ParametrizedClass) -> Any:
+    return object.__new__(class_from(kind))
 
 
 def _array(blocks: RestoredBlocks, where: Geometry) -> np.ndarray:

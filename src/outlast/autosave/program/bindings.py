@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from outlast.autosave.program.scopes import nodes_outside_scopes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outlast.autosave.program.source import Body
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def binding_line(body: Body, name: str, before: int) -> int | None:
@@ -25,7 +25,7 @@ def binding_line(body: Body, name: str, before: int) -> int | None:
     Returns:
         Its number in the file; None where `body` does not bind the name.
     """
-    lines = list(_bindings(body, name))
+    lines = list(bindings_of(body, name))
     above = [line for line in lines if line <= before]
     return max(above or lines, default=None)
 
@@ -40,15 +40,14 @@ def attribute_line(tree: ast.Module, name: str) -> int | None:
     return min(lines, default=None)
 
 
-def _bindings(body: Body, name: str) -> Iterator[int]:
+def bindings_of(body: Body, name: str) -> Iterator[int]:
+    """The lines in which a body binds a name, once for each binding."""
     if not isinstance(body, ast.Module):
         arguments = body.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         others = [each for each in (arguments.vararg, arguments.kwarg) if each]
         yield from (each.lineno for each in (*named, *others) if each.arg == name)
-    waiting: list[ast.AST] = list(body.body)
-    while waiting:
-        node = waiting.pop()
+    for node in nodes_outside_scopes(body.body):
         match node:
             case ast.Name(id=found, ctx=ast.Store()) if found == name:
                 yield node.lineno
@@ -59,5 +58,3 @@ def _bindings(body: Body, name: str) -> Iterator[int]:
                 yield from (node.lineno for each in bound if each == name)
             case ast.MatchAs(name=found) | ast.MatchStar(name=found) if found == name:
                 yield node.lineno
-        if not isinstance(node, _SCOPES):
-            waiting.extend(ast.iter_child_nodes(node))

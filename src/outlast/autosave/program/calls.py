@@ -52,6 +52,8 @@ class Calls:
         self._classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
         self._aliases: dict[str, set[str]] = defaultdict(set)
         self._values: dict[str, set[Target]] = defaultdict(set)
+        self._items: dict[str, set[Function]] = defaultdict(set)
+        self._applied: dict[ast.Call, set[Function]] = defaultdict(set)
         self._around: dict[ast.AST, ast.ClassDef] = {}
         trees = [each.tree for each in files]
         for tree in trees:
@@ -64,7 +66,11 @@ class Calls:
     def of(self, call: ast.Call) -> frozenset[Function]:
         """Functions of the program that `call` may run, those among its arguments included."""
         if call not in self._known:
-            found = set(self._called(call))
+            found = {*self._called(call), *self._applied[call]}
+            if called_name(call) == "partial":
+                # It makes a function of its arguments, and calls none of them.
+                self._known[call] = frozenset(found)
+                return self._known[call]
             for each in [*call.args, *(word.value for word in call.keywords)]:
                 found |= self.named(each)
             self._known[call] = frozenset(found)
@@ -108,6 +114,10 @@ class Calls:
                     self._give(node.target, node.value)
                 case ast.withitem(optional_vars=ast.expr() as target):
                     self._give(target, node.context_expr)
+                case ast.For():
+                    self._go_through(node)
+                case ast.FunctionDef() if node.decorator_list:
+                    self._decorate(node)
                 case ast.Call():
                     self._pass_on(node)
                 case ast.arg(annotation=ast.expr() as annotation):
@@ -125,12 +135,52 @@ class Calls:
                 if isinstance(value, ast.Name | ast.Attribute):
                     self._values[name] |= self._value(value)
 
+    def _decorate(self, function: Function) -> None:
+        """Let the calls within a function's decorators lead to that function."""
+        for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Call):
+                made = [each for one in self._called(decorator) for each in _returned_inner(one)]
+            else:
+                made = [each for each in self.named(decorator) if isinstance(each, Function)]
+            for each in made:
+                names = [one.arg for one in (*each.args.posonlyargs, *each.args.args)][:1]
+                self._apply(each, frozenset(names), {function})
+            for owner in self._class_named(last_name(decorator)):
+                for each in self._method(owner, "__init__"):
+                    names = [one.arg for one in each.args.args][1:2]
+                    self._apply(owner, _attributes_from(each, names), {function})
+
+    def _apply(self, place: ast.AST, names: frozenset[str], functions: set[Function]) -> None:
+        """Let calls of `names` within `place` lead to `functions`."""
+        for call in ast.walk(place):
+            if isinstance(call, ast.Call) and last_name(call.func) in names:
+                self._applied[call] |= functions
+
+    def _go_through(self, loop: ast.For) -> None:
+        """Let the calls of a loop's variables lead to the functions among the loop's items."""
+        source = loop.iter
+        if isinstance(source, ast.Call) and called_name(source) in ("items", "values"):
+            source = source.func.value if isinstance(source.func, ast.Attribute) else source
+        found = self._functions_in(source) | self._items[last_name(source)]
+        targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+        if found:
+            self._apply(loop, frozenset(map(last_name, targets)) - {""}, found)
+
+    def _functions_in(self, node: ast.expr) -> set[Function]:
+        """The functions of the program that a list or dictionary as it is written holds."""
+        if not isinstance(node, ast.List | ast.Tuple | ast.Dict):
+            return set()
+        parts = node.values if isinstance(node, ast.Dict) else node.elts
+        found = {value for each in parts for value in self._value(each)}
+        return {each for each in found if isinstance(each, Function)}
+
     def _give(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for one, other in zip(target.elts, value.elts, strict=False):
                 self._give(one, other)
         elif name := last_name(target):
             self._values[name] |= self._value(value)
+            self._items[name] |= self._functions_in(value)
 
     def _value(self, node: ast.expr) -> set[Target]:
         """Classes whose objects, and functions that, an expression may give."""
@@ -178,6 +228,8 @@ class Calls:
                         yield from self._method(value, special)
         elif isinstance(call.func, ast.Attribute):
             yield from self._of_receiver(call.func, call)
+        elif isinstance(call.func, ast.Subscript):
+            yield from self._items[last_name(call.func.value)]
 
     def _of_receiver(self, node: ast.Attribute, call: ast.Call | None) -> Iterator[Function]:
         """Methods and functions that ``receiver.name`` may be."""
@@ -233,6 +285,27 @@ class Calls:
             for other in self._class_named(last_name(base))
             for each in self._method(other, name, seen | {node.name})
         ]
+
+
+def _returned_inner(function: Function) -> list[Function]:
+    """The functions defined in a function that it returns."""
+    names = {
+        each.value.id
+        for each in nodes_here(function)
+        if isinstance(each, ast.Return) and isinstance(each.value, ast.Name)
+    }
+    return [each for each in function.body if isinstance(each, Function) and each.name in names]
+
+
+def _attributes_from(method: Function, names: list[str]) -> frozenset[str]:
+    """The attributes that a method sets to the values of `names`."""
+    return frozenset(
+        last_name(target)
+        for each in nodes_here(method)
+        if isinstance(each, ast.Assign) and last_name(each.value) in names
+        for target in each.targets
+        if isinstance(target, ast.Attribute)
+    )
 
 
 def _required(method: Function) -> int:

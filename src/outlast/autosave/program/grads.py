@@ -59,7 +59,14 @@ def _by_condition(node: ast.AST, training: Training) -> bool:
     inner = list(ast.walk(node))
     if any(each in training.step_loops for each in inner):
         return False
-    return any(_reads(each) or _mentioned(each) in _USES for each in inner)
+    return any(_reads(each) or _uses(each) for each in inner)
+
+
+def _uses(node: ast.AST) -> bool:
+    """Whether `node` may do something with gradients; a variable called `step` is a number."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in _USES
+    return isinstance(node, ast.Attribute) and node.attr in _USES
 
 
 def _between_steps(body: ast.AST, training: Training) -> Iterator[ast.AST]:

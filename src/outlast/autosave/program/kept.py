@@ -2,7 +2,9 @@
 
 On the way back the statement is executed again. What it read from names it reads again; what it
 computed by calls is kept in hidden variables and not computed twice, since a call may do things:
-``train(model, next(batches))`` must not take another batch.
+``train(model, next(batches))`` must not take another batch. Items, as in ``train(todo[0])``, are
+kept, too, and so are attributes beside the call, as in ``self.total + self.train()``: what trains
+may change them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from outlast.autosave.program.templates import made_expression
 
 _DOES_THINGS = (
     ast.Call, ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom,
-    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Subscript,
 )  # fmt: skip
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -56,26 +58,29 @@ class _Keeper:
             for field, value in ast.iter_fields(node):
                 if field == "annotation" or (following is None and not inside):
                     continue
+                beside = following is not None and field != "func"
                 if isinstance(value, list):
                     for place, each in enumerate(value):
                         if each is not following:
-                            value[place] = self._instead(each)
+                            value[place] = self._instead(each, beside)
                 elif value is not following:
-                    setattr(node, field, self._instead(value))
+                    setattr(node, field, self._instead(value, beside))
         return self._names
 
-    def _instead(self, node: object) -> object:
-        """What stands for a node that is not on the way."""
+    def _instead(self, node: object, beside: bool) -> object:
+        """What stands for a node that is not on the way; `beside`: nor a part of the target."""
         if isinstance(node, ast.Starred | ast.keyword | ast.FormattedValue):
-            node.value = self._expression(node.value)
+            node.value = self._expression(node.value, beside)
             return node
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            node.value = self._expression(node.value)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not beside:
+            node.value = self._expression(node.value, beside)
             return node
-        return self._expression(node) if isinstance(node, ast.expr) else node
+        return self._expression(node, beside) if isinstance(node, ast.expr) else node
 
-    def _expression(self, node: ast.expr) -> ast.expr:
-        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) or not _does_things(node):
+    def _expression(self, node: ast.expr, beside: bool) -> ast.expr:
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            return node
+        if not _does_things(node) and not (beside and _has_attributes(node)):
             return node
         name = kept_name(self._number, len(self._names))
         self._names.append(name)
@@ -83,6 +88,10 @@ class _Keeper:
             f"({name} := VALUE) if {self._runtime}.live else {name}", self._statement, VALUE=node
         )
         return ast.copy_location(made, node)
+
+
+def _has_attributes(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) for each in ast.walk(node))
 
 
 def _does_things(node: ast.AST) -> bool:

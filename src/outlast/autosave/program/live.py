@@ -11,6 +11,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from outlast.autosave.program.scopes import SCOPES, nodes_outside_scopes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 Names = frozenset[str]
 _NOTHING: Names = frozenset()
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 @dataclass
@@ -51,8 +52,8 @@ def liveness(body: Body) -> Liveness:
     """Analyse one body; names of enclosing scopes are listed like its own."""
     found = Liveness()
     inner: set[str] = set()
-    for node in _nodes_here(body.body):
-        if isinstance(node, _SCOPES):
+    for node in nodes_outside_scopes(body.body):
+        if isinstance(node, SCOPES):
             inner |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     if any(_reads_all(node, body) for node in ast.walk(body)):
         inner |= {each.id for each in ast.walk(body) if isinstance(each, ast.Name)}
@@ -69,15 +70,6 @@ def _reads_all(node: ast.AST, body: Body) -> bool:
         isinstance(body, ast.Module) and node.func.id == "globals"
     )
     return anywhere or (node.func.id in ("locals", "vars", "dir") and not node.args)
-
-
-def _nodes_here(statements: Iterable[ast.stmt]) -> Iterable[ast.AST]:
-    waiting: list[ast.AST] = list(statements)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, _SCOPES):
-            waiting.extend(ast.iter_child_nodes(node))
 
 
 def _block(statements: list[ast.stmt], after: Names, jumps: _Jumps, found: Liveness) -> Names:
@@ -181,7 +173,7 @@ def read_names(*nodes: ast.AST | None) -> Names:
     """Names read in expressions; all that a nested scope mentions counts."""
     found: set[str] = set()
     for node in nodes:
-        if isinstance(node, _SCOPES):
+        if isinstance(node, SCOPES):
             found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         elif node is not None:
             _reads(node, _NOTHING, found)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from outlast.autosave.program.source import Body
 
@@ -18,6 +18,19 @@ DEFINITIONS = (
     ast.Import,
     ast.ImportFrom,
 )
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+"""What has names of its own."""
+
+
+def nodes_outside_scopes(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes of `statements`; of a scope within, only the node that it begins with."""
+    waiting = list(statements)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, SCOPES):
+            waiting.extend(ast.iter_child_nodes(node))
 
 
 def nodes_here(node: ast.AST) -> list[ast.AST]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import types
@@ -33,6 +34,28 @@ class Entered:
         traceback: TracebackType | None,
     ) -> Any:
         return self._value.__exit__(kind, error, traceback)
+
+
+class EnteredStack(Entered):
+    """Stands for an `ExitStack` that has come back, with what is to be done at its end.
+
+    What it has entered and concerns the process, as `torch.autocast`, is entered anew.
+    """
+
+    def __init__(self, value: contextlib.ExitStack, files: frozenset[str]) -> None:
+        super().__init__(value)
+        self._contexts: list[Any] = [
+            context
+            for _, leave in value._exit_callbacks  # type: ignore[attr-defined]
+            if hasattr(context := getattr(leave, "__self__", None), "__enter__")
+            and not isinstance(context, io.IOBase)
+            and not is_own(context, files)
+        ]
+
+    def __enter__(self) -> Any:
+        for each in self._contexts:
+            each.__enter__()
+        return super().__enter__()
 
 
 class Held:
@@ -123,3 +146,15 @@ def entered(
     if isinstance(value, io.IOBase) or is_bar or is_own(value, files):
         return Entered(value)
     return None
+
+
+def stack(values: Mapping[str, Any], name: str, files: frozenset[str]) -> EnteredStack | None:
+    """The value of `name`, if it is an `ExitStack` that came back.
+
+    Args:
+        values: Local names of the frame.
+        name: What the `with` statement binds.
+        files: Of the program.
+    """
+    value = values.get(name)
+    return EnteredStack(value, files) if isinstance(value, contextlib.ExitStack) else None

@@ -44,11 +44,13 @@ class Place(NamedTuple):
         closed: Whether it is closed.
         position: As `tell` gives it; None for what has no places, as pipes and terminals.
         size: Bytes; None for a file that is only read.
+        path: Of what is written; None for a file that is only read.
     """
 
     closed: bool
     position: int | None = None
     size: int | None = None
+    path: str | None = None
 
 
 class _Opened(NamedTuple):
@@ -66,11 +68,14 @@ class Logs:
         resuming: Whether there is a run to go on with, whose logs set-up must not empty.
         root: The program's folder. Files below it are written down relative to it, so that it may
             be moved.
+
+    Attributes:
+        root: The program's folder.
     """
 
     def __init__(self, resuming: bool, root: Path | None = None) -> None:
         self._resuming = resuming
-        self._root = root
+        self.root = root
         self._appended: set[str] = set()
         self._kept: set[str] = set()
         self._open: dict[int, _Opened] = {}
@@ -137,9 +142,24 @@ class Logs:
         position = seen.position
         if seen.size is not None:
             file.flush()
+            if seen.path is not None:
+                self._move(file, self.read(seen.path))
             position = min(position, self.cut(self.path(file), seen.size))
         file.seek(position)
         self._placed.add(file)
+
+    def _move(self, file: Any, path: str) -> None:
+        """Have an open file write where it did, if set-up has given it another name this time."""
+        opened = self._open.get(id(file))
+        if opened is None or opened.path == path or not Path(path).is_file():
+            return
+        # It was opened for this: what it had is what it goes on with.
+        flags = os.O_RDWR if file.readable() else os.O_WRONLY
+        appends = os.O_APPEND if "a" in getattr(file, "mode", "") else 0
+        number = os.open(path, flags | appends)
+        os.dup2(number, file.fileno(), inheritable=False)
+        os.close(number)
+        self._open[id(file)] = opened._replace(path=path)
 
     def options(self, file: Any) -> dict[str, Any]:
         """What `open` was told of a file and the file itself does not tell."""
@@ -209,13 +229,13 @@ class Logs:
 
     def written(self, path: str) -> str:
         """An absolute path as it is written down."""
-        if self._root is not None and Path(path).is_relative_to(self._root):
-            return str(Path(path).relative_to(self._root))
+        if self.root is not None and Path(path).is_relative_to(self.root):
+            return str(Path(path).relative_to(self.root))
         return path
 
     def read(self, path: str) -> str:
         """The absolute path that was written down so."""
-        return path if self._root is None else str(self._root / path)
+        return path if self.root is None else str(self.root / path)
 
 
 _logs = Logs(False)
@@ -240,6 +260,11 @@ def reopened_logs(resuming: bool, root: Path | None = None) -> Iterator[Logs]:
         _logs = before
 
 
+def program_folder() -> Path | None:
+    """The folder of the program that runs, which may have been moved since it was saved."""
+    return _logs.root
+
+
 def place(file: Any) -> Place:
     """Where `file` stands; what was written to it is durable afterwards.
 
@@ -255,7 +280,8 @@ def place(file: Any) -> Place:
             return Place(False, file.tell())
         file.flush()
         os.fsync(file.fileno())
-        return Place(False, file.tell(), os.fstat(file.fileno()).st_size)
+        path = _logs.written(_logs.path(file))
+        return Place(False, file.tell(), os.fstat(file.fileno()).st_size, path)
     except OSError as error:
         raise AutosaveError(
             f"the place in the file {file.name} cannot be saved: {error}; read its lines by "

@@ -14,7 +14,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, cast
 
-from outlast.autosave.resume.entered import entered
+from outlast.autosave.resume.entered import entered, stack
 from outlast.autosave.resume.frames import name_of
 from outlast.autosave.resume.iterators import resumable
 from outlast.errors import AutosaveError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from outlast.autosave.program.sites import Rewritten, Site
     from outlast.autosave.resume.frames import Frames
     from outlast.autosave.resume.session import Session
-
-_UNSET = object()
 
 
 class Generators:
@@ -93,7 +91,8 @@ class Generators:
         """What stands for the expression of a `with`; None if it is to be evaluated."""
         if self.live:
             return None
-        found = entered(sys._getframe(1).f_locals, name, self._files)
+        values = sys._getframe(1).f_locals
+        found = entered(values, name, self._files) or stack(values, name, self._files)
         if found is None:
             # What the expression calls does its work.
             self.paused = self.live = True

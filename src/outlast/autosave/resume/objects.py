@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from outlast.autosave.resume import files, iterators, loaders
+from outlast.autosave.resume import files, handlers, iterators, loaders, paths, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,6 +14,9 @@ REDUCERS: Mapping[type, Callable[[Any], Any]] = {
     **files.REDUCERS,
     **iterators.REDUCERS,
     **loaders.REDUCERS,
+    **paths.REDUCERS,
+    **tables.REDUCERS,
+    logging.FileHandler: handlers.reduced_handler,
 }
 """Type to how its objects, and those of types derived from it, are pickled."""
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-import sysconfig
 import types
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.refusal import Unsaveable
 from outlast.autosave.resume.digests import STEPS, difference, digest
-from outlast.autosave.resume.entered import Held, entered, is_own
+from outlast.autosave.resume.entered import Held, entered, is_own, stack
+from outlast.autosave.resume.entries import Entries
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
+from outlast.autosave.resume.handlers import Handlers, add_handlers, file_handlers, later_handlers
 from outlast.autosave.resume.iterators import resumable
 from outlast.autosave.resume.located import located
+from outlast.autosave.resume.modules import ProgramModules, globals_of, own_names
 from outlast.autosave.resume.objects import IN_PLACE, REDUCERS
 from outlast.autosave.resume.randomness import random_states, set_random_states
+from outlast.autosave.resume.shared import refuse_shared
+from outlast.autosave.resume.switches import changed, set_switches, switches
+from outlast.autosave.resume.threads import refuse_fed_queues
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -29,9 +32,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from outlast.autosave.program.sites import Rewritten, Site
-
-_LIBRARY = sysconfig.get_path("stdlib")
-"""Where Python's own modules lie."""
 
 
 class Keeper(Protocol):
@@ -51,24 +51,9 @@ class Keeper(Protocol):
         nothing is to be compared (a first life, changes that were accepted).
         """
 
-    def left(self, step: int) -> None:
-        """A step loop has come to its end after `step` steps; another one may follow."""
-
 
 class Passed(BaseException):
     """Leaves a call that set-up had begun, and that is not on the way back."""
-
-
-class _Entries(NamedTuple):
-    """How often a body was entered from one place.
-
-    Attributes:
-        by: The body, the calling frame, its statement, and the how manieth time that was executed.
-        times: How often.
-    """
-
-    by: tuple[int, int, int | None, int]
-    times: int
 
 
 class Session:
@@ -106,6 +91,7 @@ class Session:
         self._frames = Frames(files)
         self.generators = Generators(self, self._frames, files)
         self._files = frozenset(str(each.source.path) for each in files)
+        self._modules = ProgramModules([each.source.path for each in files])
         self._sources = [each.source for each in files]
         self._script = files[0].source.name()
         self._keeper = keeper
@@ -113,14 +99,16 @@ class Session:
         self._names: Names | None = None
         self._target: list[Place] = []
         self._random: Any = None
+        self._switches: dict[str, Any] = {}
+        self._at_setup: dict[str, Any] = {}
+        self._handlers: Handlers = {}
         self._reached: set[int] = set()
         self._frame_values: dict[str, Any] = {}
         self._passed: set[tuple[int, int]] = set()
-        self._module_files: dict[str, bool] = {}
         self._asked = -1
         self._watched_until = -1
         self._visits: Counter[int] = Counter()
-        self._entries: dict[int, _Entries] = {}
+        self._entries = Entries(self._frames, self._files)
         # Elsewhere than in its steps, the program may read what its next step would drop.
         learns = not any(each.reads_gradients for each in files)
         self._gradients = GradientUse() if learns else None
@@ -151,15 +139,9 @@ class Session:
     def enter(self) -> None:
         """A function that leads to training begins."""
         frames = self._frames.of(sys._getframe(1))
-        depth, body = len(frames) - 1, self._frames.body_of(frames[-1])
-        caller, site = 0, None
-        if depth:
-            caller, site = id(frames[-2]), self._frames.number_of(self._frames.leading(frames[-2]))
-        by = (body, caller, site, 0 if site is None else self._visits[site])
-        before = self._entries.get(depth)
-        times = before.times + 1 if before is not None and before.by == by else 1
-        self._entries = {place: each for place, each in self._entries.items() if place < depth}
-        self._entries[depth] = _Entries(by, times)
+        site = self._frames.leading(frames[-2]) if len(frames) > 1 else None
+        visit = 0 if site is None else self._visits[site.number]
+        self._entries.entered(frames, visit, in_setup=self._names is None)
 
     def values(self, names: list[str]) -> list[Any]:
         """Values of local names of the frame that asks."""
@@ -192,7 +174,7 @@ class Session:
         if self.live:
             return None
         values = sys._getframe(1).f_locals
-        return values.get(context) or entered(values, name)
+        return values.get(context) or entered(values, name) or stack(values, name, self._files)
 
     def held(self, context: Any) -> Held:
         """What stands for a context that is entered, and ends it when the program does its work."""
@@ -223,6 +205,7 @@ class Session:
             self._passed.add((number, depth))
             return False
         set_random_states(self._random)
+        set_switches(self._switches)
         self._random = None
         self.late = {
             place
@@ -250,10 +233,6 @@ class Session:
         if self._keeper.due(step):
             self._keeper.save(step, self._capture(number, frame))
             self._watched_until = step + STEPS
-
-    def left(self) -> None:
-        """A step loop has no more items."""
-        self._keeper.left(self.step)
 
     def finish(self) -> None:
         """At the end of the program.
@@ -286,27 +265,29 @@ class Session:
         """The first training loop is reached: set-up is done."""
         roots = {
             f"{module}.{name}": value
-            for module, values in self._globals().items()
+            for module, values in self._modules.globals().items()
             for name, value in values.items()
         }
         for depth, each in enumerate(self._frames.of(frame)):
             if each.f_code.co_name != MODULE:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
-        self._names = Names(roots, list(self._globals()), reducers, IN_PLACE)
+        self._names = Names(roots, list(self._modules.globals()), reducers, IN_PLACE)
+        self._at_setup, self._handlers = switches(), file_handlers()
         if self._saved is not None:
             self._go_back(self._saved, self._names)
             self._saved = None
 
     def _go_back(self, saved: Captured, names: Names) -> None:
         found = restore(saved, names, self._known, self._gradients)
-        self.step, self._target, values, self._random = found
+        self.step, self._target, values, self._random, self._switches, handlers = found
+        add_handlers(handlers)
         self._asked = self.step
         self._watched_until = self.step + STEPS
         dead = self._dead(self._target[0].site)
         for module, found in values.items():
-            own = vars(importlib.import_module(module))
-            for name in self._own_names(own):
+            own = globals_of(module)
+            for name in own_names(own):
                 if name not in found and name not in dead:
                     del own[name]
             own.update(found)
@@ -314,37 +295,28 @@ class Session:
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
-        self._refuse_unseen_calls(self._frames.of(frame))
+        frames = self._frames.of(frame)
+        self._entries.refuse_unseen(frames)
+        refuse_fed_queues(self._names.objects, self._files)
         places = self._frames.places(frame, number, self.kept)
         dead = {
             each.f_globals["__name__"]: self._dead(place.site)
-            for each, place in zip(self._frames.of(frame), places, strict=True)
+            for each, place in zip(frames, places, strict=True)
             if each.f_code.co_name == MODULE
         }
         values = {
             module: {
                 name: each for name, each in values.items() if name not in dead.get(module, ())
             }
-            for module, values in self._globals().items()
+            for module, values in self._modules.globals().items()
         }
-        state = (self.step, places, values, random_states())
+        set_later = (changed(self._at_setup), later_handlers(self._handlers))
+        state = (self.step, places, values, random_states(), *set_later)
+        ask = refuse_shared(frames, self._sources)
         try:
-            return capture(self._names, state, self._known, self._gradients)
+            return capture(self._names, state, self._known, self._gradients, ask)
         except Unsaveable as error:
-            raise located(error, self._sources, self._frames.of(frame)) from None
-
-    def _refuse_unseen_calls(self, frames: list[FrameType]) -> None:
-        """A call that was made more than once by one statement cannot be told from its others."""
-        for depth, each in enumerate(frames):
-            entries = self._entries.get(depth)
-            if entries is not None and entries.times > 1:
-                code = each.f_code
-                raise AutosaveError(
-                    f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` trains, and "
-                    "was called several times in a way that is not seen in the program's text (by "
-                    "a library, through a list or a wrapper), so that it cannot be resumed in its "
-                    f"call number {entries.times}; call it by its name, in a loop of its own"
-                )
+            raise located(error, self._sources, frames) from None
 
     def _dead(self, site: int | None) -> frozenset[str]:
         return frozenset() if site is None else self._frames.sites[site].dead
@@ -362,35 +334,6 @@ class Session:
                 "saved, or its computations are not the same each time "
                 "(torch.use_deterministic_algorithms(True) tells)"
             )
-
-    def _globals(self) -> dict[str, dict[str, Any]]:
-        """Name of each module of the program to its global names and their values."""
-        found = {}
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and self._is_own(file):
-                own = vars(module)
-                found[name] = {each: own[each] for each in self._own_names(own)}
-        return found
-
-    def _is_own(self, file: str) -> bool:
-        if file not in self._module_files:
-            # Of thousands of modules, the file system is asked only of those not installed.
-            self._module_files[file] = file in self._files or (
-                not file.startswith(_LIBRARY)
-                and "site-packages" not in file
-                and os.path.realpath(file) in self._files
-            )
-        return self._module_files[file]
-
-    @staticmethod
-    def _own_names(values: dict[str, Any]) -> list[str]:
-        return [
-            each
-            for each in values
-            if not (each.startswith("__") and each.endswith("__")) or each[:10] == "__outlast_"
-            if each != "__outlast__"
-        ]
 
 
 class LoopIterator:
@@ -414,12 +357,7 @@ class LoopIterator:
                 return None
         elif self._step:
             session.boundary(self._number, sys._getframe(1))
-        try:
-            item = next(self._inner)
-        except StopIteration:
-            if self._step:
-                session.left()
-            raise
+        item = next(self._inner)
         if self._step:
             session.step += 1
         return item

@@ -1,0 +1,109 @@
+"""What functions, the variables they share, and classes lead to and hold."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from outlast.autosave.heap.atoms import PLAIN_ATOMS
+from outlast.autosave.heap.content import Content, attributes, flat, pairs
+
+Children = Iterable[tuple[str, Any, Any]]
+"""The end of a name as a format, what to put into it, and the object."""
+
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def of_attributes(value: Any) -> Children:
+    """What the attributes of an object lead to."""
+    for name, each in attributes(value).items():
+        if type(each) not in PLAIN_ATOMS:
+            yield ".%s", name, each
+
+
+def of_function(value: Any) -> Children:
+    """What a function leads to: what it encloses, its default arguments, its attributes."""
+    compiled = vars(value).get("_torchdynamo_orig_callable")
+    if compiled is not None:
+        yield ".%s", "__wrapped__", compiled
+        return
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        yield ".<%s>", name, cell
+    yield ".%s", "__defaults__", value.__defaults__
+    yield ".%s", "__kwdefaults__", value.__kwdefaults__
+    yield from of_attributes(value)
+
+
+def function_content(value: Any) -> Content | None:
+    """The attributes of a function; None of one that torch.compile has wrapped."""
+    if "_torchdynamo_orig_callable" in vars(value):
+        return None
+    return Content("object", (), flat(attributes(value)))
+
+
+def of_cell(value: Any) -> Children:
+    """What a variable that functions share holds."""
+    with contextlib.suppress(ValueError):
+        yield "%s", "", value.cell_contents
+
+
+def cell_content(value: Any) -> Content:
+    """What such a variable holds, if anything."""
+    try:
+        return Content("cell", (value.cell_contents,))
+    except ValueError:
+        return Content("cell", ())
+
+
+def cell_put(value: Any, seen: Content) -> None:
+    """Give such a variable what it held."""
+    if seen.items:
+        value.cell_contents = seen.items[0]
+    else:
+        with contextlib.suppress(ValueError):
+            del value.cell_contents
+
+
+def of_class(value: Any) -> Children:
+    """What a class leads to."""
+    for name, each in vars(value).items():
+        special = name.startswith("__") and name.endswith("__")
+        if type(each) not in PLAIN_ATOMS and (not special or isinstance(each, types.FunctionType)):
+            yield ".%s", name, each
+
+
+def class_content(value: Any) -> Content:
+    """The variables of a class."""
+    return Content("class", (), flat(_class_variables(value)))
+
+
+def _class_variables(value: Any) -> dict[str, Any]:
+    return {
+        name: each
+        for name, each in vars(value).items()
+        if not (name.startswith("__") and name.endswith("__"))
+        and not isinstance(each, _DESCRIPTORS)
+    }
+
+
+def class_put(value: Any, seen: Content) -> None:
+    """Give a class its variables."""
+    others, now = dict(pairs(seen.attributes)), _class_variables(value)
+    for name in now:
+        if name not in others:
+            type.__delattr__(value, name)
+    for name, each in others.items():
+        if now.get(name) is not each:
+            type.__setattr__(value, name, each)
+
+
+def of_wrapper(value: Any) -> Children:
+    """What a static or class method leads to."""
+    yield ".%s", "__func__", value.__func__
+
+
+def of_property(value: Any) -> Children:
+    """What a property leads to."""
+    yield from ((".%s", name, getattr(value, name)) for name in ("fget", "fset", "fdel"))

@@ -1,0 +1,187 @@
+"""What Python's own objects hold where no attribute shows it: queues, arrays, streams, C data.
+
+What is not known here is left as set-up makes it. Of such objects that can be pickled a digest
+tells whether they have changed, and then the program is refused.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import datetime
+import decimal
+import hashlib
+import io
+import multiprocessing.synchronize
+import pickle
+import queue
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outlast.autosave.heap.content import Content
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+C_DATA: Any = ctypes.c_int.__mro__[-2]
+"""What all objects of `ctypes` derive from."""
+
+_POINTERS = frozenset("PzZO")
+_HASHES = frozenset(
+    {"_hashlib", "_blake2", "_md5", "_sha1", "_sha256", "_sha512", "_sha2", "_sha3"}
+)
+_UNCHANGING = frozenset({
+    object, type(type.__call__), type(str.join), datetime.date, datetime.datetime, datetime.time,
+    datetime.timedelta, datetime.timezone, decimal.Decimal, re.Pattern, re.Match,
+})  # fmt: skip
+"""What holds nothing that could change."""
+
+EVENTS = (threading.Event, multiprocessing.synchronize.Event)
+QUEUES = (queue.Queue, queue.SimpleQueue)
+STREAMS = (io.BytesIO, io.StringIO)
+
+
+def of_queue(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a queue leads to."""
+    yield from (("[%d]", place, each) for place, each in enumerate(_waiting(value)))
+
+
+def queue_content(value: Any) -> Content:
+    """What waits in a queue, and how much of it is not done."""
+    return Content("queue", _waiting(value), (getattr(value, "unfinished_tasks", 0),))
+
+
+def queue_put(value: Any, seen: Content) -> None:
+    """Fill a queue with what waited in it."""
+    if isinstance(value, queue.SimpleQueue):
+        _drain(value)
+        for each in seen.items:
+            value.put(each)
+        return
+    with value.mutex:
+        value.queue.clear()
+        value.queue.extend(seen.items)
+        value.unfinished_tasks = seen.attributes[0]
+        value.not_empty.notify_all()
+        value.not_full.notify_all()
+
+
+def _waiting(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, queue.SimpleQueue):
+        # There is no way to look at one but to take its items.
+        found = _drain(value)
+        for each in found:
+            value.put(each)
+        return found
+    with value.mutex:
+        return tuple(value.queue)
+
+
+def _drain(value: Any) -> tuple[Any, ...]:
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(value.get_nowait())
+    return tuple(found)
+
+
+def array_bytes(value: Any) -> Content:
+    """The numbers of an `array.array`."""
+    return Content("numbers", (value.tobytes(),))
+
+
+def array_bytes_put(value: Any, seen: Content) -> None:
+    """Put the numbers of an `array.array` back; in its own memory where they are as many."""
+    found = array.array(value.typecode, seen.items[0])
+    if len(found) == len(value):
+        with memoryview(value) as own:
+            own[:] = found
+    else:
+        value[:] = found
+
+
+def stream_content(value: Any) -> Content:
+    """What a stream in memory holds, and its place; nothing of a closed one."""
+    return Content("stream", () if value.closed else value.__getstate__()[:-1])
+
+
+def stream_put(value: Any, seen: Content) -> None:
+    """Give a stream in memory what it held."""
+    if seen.items:
+        value.__setstate__((*seen.items, None))
+    else:
+        value.close()
+
+
+def of_shared(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The C data in a `multiprocessing.Value` or `Array`."""
+    yield ".%s", "_obj", value._obj
+
+
+def c_data_content(value: Any) -> Content | None:
+    """The bytes of C data; None where they have addresses of this process."""
+    return None if _has_addresses(type(value)) else Content("bytes of C", (bytes(value),))
+
+
+def c_data_put(value: Any, seen: Content) -> None:
+    """Put the bytes of C data back where they lay."""
+    ctypes.memmove(ctypes.addressof(value), seen.items[0], ctypes.sizeof(value))
+
+
+def _has_addresses(kind: Any) -> bool:
+    fields = getattr(kind, "_fields_", None)
+    if fields is not None:
+        return any(_has_addresses(each[1]) for each in fields)
+    inner = getattr(kind, "_type_", None)
+    if isinstance(inner, str):
+        return inner in _POINTERS
+    return not (issubclass(kind, ctypes.Array) and not _has_addresses(inner))
+
+
+def event_content(value: Any) -> Content:
+    """Whether an event has come."""
+    return Content("event", (value.is_set(),))
+
+
+def event_put(value: Any, seen: Content) -> None:
+    """Set an event, or take it back."""
+    if seen.items[0] != value.is_set():
+        (value.set if seen.items[0] else value.clear)()
+
+
+def children_drawn(value: Any) -> int:
+    """How many children the seed of a NumPy generator, or a seed itself, has given so far."""
+    seed = value if isinstance(value, np.random.SeedSequence) else _seed_of(value)
+    return int(getattr(seed, "n_children_spawned", 0))
+
+
+def draw_children(value: Any, count: int) -> None:
+    """Have a seed give the children that it had given, so that the next ones are others."""
+    seed: Any = value if isinstance(value, np.random.SeedSequence) else _seed_of(value)
+    missing = count - children_drawn(value)
+    if missing > 0:
+        seed.spawn(missing)
+
+
+def _seed_of(value: Any) -> Any:
+    return getattr(getattr(value, "bit_generator", value), "seed_seq", None)
+
+
+def hidden_digest(value: Any) -> bytes | None:
+    """A digest of what an object without attributes holds; None where none can be had."""
+    module = type(value).__module__.partition(".")[0]
+    # Of other libraries, objects may be tables of many gigabytes.
+    if type(value) in _UNCHANGING or module not in sys.stdlib_module_names:
+        return None
+    try:
+        if module in _HASHES:
+            return bytes(value.digest())
+        return hashlib.blake2b(pickle.dumps(value, protocol=5), digest_size=16).digest()
+    except Exception:
+        # Whatever the pickling of a class of somebody else's raises.
+        return None

@@ -1,0 +1,88 @@
+"""The modules of a program: its files, and others of its folder that it finds while it runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LIBRARY = sysconfig.get_path("stdlib")
+"""Where Python's own modules lie."""
+
+_INSTALLED = ("site-packages", "dist-packages")
+_ITSELF = "outlast"
+
+
+class ProgramModules:
+    """Looks at the modules of a program.
+
+    Args:
+        files: The files whose text was read, the script first.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = frozenset(map(str, files))
+        self._folder = f"{files[0].parent}{os.sep}"
+        self._search = frozenset(map(os.path.realpath, sys.path))
+        self._known: dict[str, bool] = {}
+
+    def globals(self) -> dict[str, dict[str, Any]]:
+        """Name of each module of the program to its global names and their values."""
+        found = {}
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and self._is_own(name, file):
+                own = vars(module)
+                found[name] = {each: own[each] for each in own_names(own)}
+        return found
+
+    def _is_own(self, name: str, file: str) -> bool:
+        if file not in self._known:
+            # Of thousands of modules, the file system is asked only of those not installed.
+            self._known[file] = file in self._files or (
+                not file.startswith(_LIBRARY)
+                and not any(each in file for each in _INSTALLED)
+                and name.partition(".")[0] != _ITSELF
+                and file.endswith(".py")
+                and self._is_found(os.path.realpath(file))
+            )
+        return self._known[file]
+
+    def _is_found(self, file: str) -> bool:
+        """Whether a file belongs to the program: it lies beside it, or where it has searched."""
+        if file in self._files or file.startswith(self._folder):
+            return True
+        added = frozenset(map(os.path.realpath, sys.path)) - self._search
+        return any(file.startswith(f"{each}{os.sep}") for each in added)
+
+
+def own_names(values: dict[str, Any]) -> list[str]:
+    """The global names of a module that are the program's."""
+    return [
+        each
+        for each in values
+        if not (each.startswith("__") and each.endswith("__")) or each[:10] == "__outlast_"
+        if each != "__outlast__"
+    ]
+
+
+def globals_of(module: str) -> dict[str, Any]:
+    """The global names of a module, which is imported if set-up has not done so.
+
+    Raises:
+        AutosaveError: When it cannot be found by its name.
+    """
+    try:
+        return vars(importlib.import_module(module))
+    except ImportError as error:
+        raise AutosaveError(
+            f"the module `{module}` was there when the program was saved, and cannot be imported "
+            f"now ({error}); import it before the training loop, so that set-up does it"
+        ) from None
