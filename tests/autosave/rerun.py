@@ -59,6 +59,9 @@ class DictKeeper:
         self.digests[step] = text
         return None
 
+    def left(self, step: int) -> None:
+        """Nothing waits for the end of a loop."""
+
 
 def run_plain(script: Path) -> str:
     """What a program prints under plain Python."""

@@ -16,15 +16,17 @@ from outlast.autosave.resume.files import Logs, reopened_logs
 from outlast.autosave.resume.iterators import resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
 from outlast.autosave.resume.session import Session
-from outlast.errors import EXIT_CRASHED, OutlastError
+from outlast.errors import EXIT_CRASHED, AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import ast
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import FrameType
 
     from outlast.autosave.heap.capture import Captured
     from outlast.autosave.program.sites import Rewritten
+    from outlast.autosave.program.source import SourceFile
 
 _INTERRUPTED = 130
 """What a shell sees of a process that Ctrl-C has ended."""
@@ -57,6 +59,12 @@ class ScriptKeeper(Protocol):
     def saved(self) -> SavedState | None:
         """What to go back to, asked when set-up is done; None starts from the beginning."""
 
+    def left(self, step: int) -> None:
+        """A training loop has come to its end after `step` steps."""
+
+    def failed(self, error: OutlastError) -> None:
+        """Remember why the program must not go on; its script may catch the error itself."""
+
 
 class _KeeperWithLogs:
     """Saves the places of the program's logs with its memory."""
@@ -64,6 +72,7 @@ class _KeeperWithLogs:
     def __init__(self, keeper: ScriptKeeper, logs: Logs) -> None:
         self.due = keeper.due
         self.digest = keeper.digest
+        self.left = keeper.left
         self._keeper = keeper
         self._logs = logs
 
@@ -86,15 +95,38 @@ class _LateSession(Session):
 
     def _begin(self, frame: FrameType) -> None:
         self._sharded = ShardedModules()
-        saved = self._resuming.saved()
-        self._saved = None if saved is None else saved.captured
-        super()._begin(frame)
-        self._logs.cut_back({} if saved is None else saved.logs)
+        with self._noted("the program's state could not be brought back"):
+            saved = self._resuming.saved()
+            self._saved = None if saved is None else saved.captured
+            super()._begin(frame)
+            self._logs.cut_back({} if saved is None else saved.logs)
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         if self._sharded is not None:
             self._sharded.reshard()
-        return super()._capture(number, frame)
+        with self._noted("the program's state could not be captured"):
+            return super()._capture(number, frame)
+
+    def _compare(self, step: int) -> None:
+        with self._noted("a step of the program could not be compared"):
+            super()._compare(step)
+
+    def _lost(self) -> AutosaveError:
+        error = super()._lost()
+        self._resuming.failed(error)
+        return error
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Tell the keeper of an error, since the script may catch it."""
+        try:
+            yield
+        except OutlastError as error:
+            self._resuming.failed(error)
+            raise
+        except Exception as error:
+            self._resuming.failed(AutosaveError(f"{what} ({type(error).__name__}: {error})"))
+            raise
 
 
 def execute(
@@ -124,28 +156,40 @@ def execute(
     Raises:
         OutlastError: Raised on the way, or when the way back to where it was saved is not found.
     """
-    with reopened_logs(resuming) as logs, resumable_loaders(), resumable_bars():
+    root = files[0].source.path.parent
+    with reopened_logs(resuming, root) as logs, resumable_loaders(), resumable_bars():
         session = _LateSession(files, keeper, logs)
         own = frozenset(str(each.source.path) for each in files)
         imports = rewritten_imports(files[1:], session)
         with imports, visible_caches(own), contextlib.closing(session):
-            return _execute(script, files[0], arguments, session)
+            return _execute(script, files[0].source, files[0].tree, arguments, session)
 
 
-def _execute(script: Path, file: Rewritten, arguments: Sequence[str], session: Session) -> int:
-    real = file.source.path
+def execute_plainly(script: Path, source: SourceFile, arguments: Sequence[str]) -> int:
+    """As `execute`, for a script as it is, which somebody else saves and resumes."""
+    return _execute(script, source, source.tree, arguments, None)
+
+
+def _execute(
+    script: Path,
+    source: SourceFile,
+    tree: ast.Module,
+    arguments: Sequence[str],
+    session: Session | None,
+) -> int:
+    real = source.path
     module = _main_module(script, session)
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:
         # Python has put the folder there of the program that runs the script.
         sys.path[0] = str(real.parent)
-    code = compile(file.tree, str(real), "exec", dont_inherit=True)
+    code = compile(tree, str(real), "exec", dont_inherit=True)
     try:
         exec(code, module.__dict__)
     except SystemExit as ended:
         status = _status(ended)
-        if status == 0:
+        if status == 0 and session is not None:
             session.finish()
         return status
     except OutlastError:
@@ -153,18 +197,20 @@ def _execute(script: Path, file: Rewritten, arguments: Sequence[str], session: S
     except BaseException as error:
         _show(error)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
-    session.finish()
+    if session is not None:
+        session.finish()
     return 0
 
 
-def _main_module(script: Path, session: Session) -> types.ModuleType:
+def _main_module(script: Path, session: Session | None) -> types.ModuleType:
     """The script's `__main__`, as Python makes it."""
     module = types.ModuleType("__main__")
     module.__file__ = str(script.absolute())
     module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
     module.__dict__["__cached__"] = None
     module.__dict__["__builtins__"] = sys.modules["builtins"]
-    module.__dict__[RUNTIME] = session
+    if session is not None:
+        module.__dict__[RUNTIME] = session
     return module
 
 

@@ -51,6 +51,9 @@ class Keeper(Protocol):
         nothing is to be compared (a first life, changes that were accepted).
         """
 
+    def left(self, step: int) -> None:
+        """A step loop has come to its end after `step` steps; another one may follow."""
+
 
 class Passed(BaseException):
     """Leaves a call that set-up had begun, and that is not on the way back."""
@@ -234,6 +237,10 @@ class Session:
             self._keeper.save(step, self._capture(number, frame))
             self._watched_until = step + STEPS
 
+    def left(self) -> None:
+        """A step loop has no more items."""
+        self._keeper.left(self.step)
+
     def finish(self) -> None:
         """At the end of the program.
 
@@ -357,7 +364,12 @@ class LoopIterator:
                 return None
         elif self._step:
             session.boundary(self._number, sys._getframe(1))
-        item = next(self._inner)
+        try:
+            item = next(self._inner)
+        except StopIteration:
+            if self._step:
+                session.left()
+            raise
         if self._step:
             session.step += 1
         return item
