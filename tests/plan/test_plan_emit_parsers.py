@@ -245,6 +245,7 @@ TITAN = {
 }
 
 
+@pytest.mark.supports("torchtitan", "plan")
 @pytest.mark.parametrize("case", TITAN)
 def test_torchtitan_builds_the_configuration(case, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")

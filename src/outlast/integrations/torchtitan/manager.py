@@ -1,0 +1,307 @@
+"""torchtitan's checkpoints in a store: `OutlastCheckpointManager`.
+
+Its trainer calls `load` before the first step, `save` after every step and
+`maybe_wait_for_staging` before every update, which is all that a store needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    CheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import filesystem
+from torchtitan.tools.utils import GarbageCollection
+
+from outlast.checkpoint import CheckpointStore, Reduction, Retention
+from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, IntegrationError
+from outlast.integrations.agreement import Agreement
+from outlast.integrations.stop import Stop
+from outlast.integrations.torchtitan.sources import Source, check_data_keys
+from outlast.integrations.torchtitan.state import Entries, module_of
+from outlast.train.ranks import together
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from outlast.checkpoint import SaveHandle
+
+MODEL_FOLDER = "model"
+"""Below the folder: what holds the model alone, a last save or a seed."""
+
+_STEP_WEIGHT = 0.1
+_logger = logging.getLogger(__name__)
+
+
+class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+    """Saves and restores a training of torchtitan as versions of a `CheckpointStore`.
+
+    It takes what torchtitan's own managers take. Of its settings, ``async_mode`` means:
+    ``disabled``: `save` returns when the version is published; ``async``: when the state is
+    copied; ``async_with_pinned_mem``: at once, and the copy is made until the next update.
+
+    A save in the background that fails is logged, and the training goes on; the last save, and one
+    before a stop, raise. At SIGTERM, SIGUSR1 and SIGINT, and before a Slurm job's time is up, all
+    ranks save after the same step and end with exit code 3: the same command goes on from there.
+
+    Raises:
+        IntegrationError: When a setting cannot be followed.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """The settings of torchtitan's own manager, and what only a store has."""
+
+        delta_chain: int = 0
+        """Versions in a row that are stored as differences; 0: none."""
+
+        stop_in_time: bool = True
+        """Whether signals and the end of a Slurm job's time end the training after a save."""
+
+        timeout_seconds: float = 1800.0
+        """Longest wait for the storage or another rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future: SaveHandle | None = None
+        if not self.enable:
+            return
+        if config.last_save_in_hf and sd_adapter is None:
+            raise IntegrationError(
+                "checkpoint.last_save_in_hf = True needs a model with a state_dict_adapter; set it "
+                "to False"
+            )
+        self.config = config
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.sd_adapter = sd_adapter
+        self.states = states
+        states |= {
+            MODEL: ModelWrapper(model_parts),
+            OPTIMIZER: optimizers,
+            DATALOADER: dataloader,
+            LR_SCHEDULER: lr_schedulers,
+        }
+        self.entries = Entries(states, model_parts)
+        self._store = together(lambda: self._opened(self.folder))
+        self._handle: SaveHandle | None = None
+        self._saved_step = -1
+        self._boundary = time.monotonic()
+        self._step_seconds = 0.0
+        self._agreement: Agreement | None = None
+        self._stop = Stop() if config.stop_in_time and not config.load_only else None
+        if self._stop is not None:
+            self._stop.__enter__()
+
+    def _load(self, step: int = -1) -> bool:
+        """Restore the newest version or that of `step`, or what the run is to begin with.
+
+        Raises:
+            IntegrationError: When what there is cannot be gone on from.
+            CheckpointError: When there is nothing of `step`, or it is damaged or does not fit.
+        """
+        with torch.no_grad():
+            found = self._restored(step)
+        if self._stop is not None:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self._agreement = Agreement(max(self._saved_step, 0))
+            self._stop.training_begins()
+        self._boundary = time.monotonic()
+        return found
+
+    def _restored(self, step: int) -> bool:
+        wanted = self._wanted()
+        if step != 0:
+            check_data_keys(self._store, wanted, None if step == -1 else step)
+            restored = self._store.restore(wanted, step=None if step == -1 else step)
+            if restored is not None:
+                for sentence in restored.skipped:
+                    _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
+                self.entries.loaded(wanted)
+                self._saved_step = restored.step
+                return True
+        if self._restored_seed():
+            return True
+        if step == 0:
+            raise CheckpointError(f"checkpoint.load_step = 0, and {self.folder} holds no seed")
+        source = Source.of(self.config, self.sd_adapter)
+        if source is None:
+            return False
+        source.load(self, None if self.config.initial_load_model_only else wanted)
+        return True
+
+    def _restored_seed(self) -> bool:
+        """Whether the weights of a seed checkpoint are there, which are restored then."""
+        with self._opened(filesystem.join(self.folder, MODEL_FOLDER)) as store:
+            newest = store.newest()
+            if newest is None:
+                return False
+            if newest.step != 0:
+                raise IntegrationError(
+                    f"{self.folder} holds the model of step {newest.step} alone, whose training "
+                    "was complete; train on from it with checkpoint.initial_load_path = "
+                    f'"{filesystem.join(self.folder, MODEL_FOLDER)}" and another '
+                    "checkpoint.folder"
+                )
+            return self.entries.restore_model(store, 0)
+
+    def _wanted(self) -> dict[str, Any]:
+        """Entries of all states but those that are not to be loaded."""
+        excluded = self.config.exclude_from_loading
+        if unknown := [name for name in excluded if name not in self.states]:
+            raise IntegrationError(
+                f'checkpoint.exclude_from_loading names "{unknown[0]}"; there are '
+                f"{', '.join(self.states)}"
+            )
+        return self.entries.of(name for name in self.states if name not in excluded)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save after step `curr_step`, if that is due.
+
+        Raises:
+            CheckpointError: When the last save fails, or one before a stop.
+            SystemExit: With code 3, when the run is to stop and is saved.
+        """
+        if self.config.load_only:
+            return False
+        now = time.monotonic()
+        self._observe_step(now - self._boundary)
+        why = "" if last_step else self._why_to_stop(curr_step)
+        due = (
+            last_step
+            or curr_step % self.config.interval == 0
+            or (curr_step == 1 and self.config.enable_first_step_checkpoint)
+        )
+        if due or why:
+            self.maybe_wait_for_saving()
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+            with torch.no_grad():
+                # A seed, which is saved as the last step of none, is the weights alone.
+                if last_step and (self.config.last_save_model_only or curr_step == 0):
+                    self._save_model(curr_step)
+                elif self._saved_step != curr_step:
+                    self._save_all(curr_step, wait=bool(why) or last_step)
+        if why:
+            _logger.warning("stopped after step %d (%s): run the same again", curr_step, why)
+            raise SystemExit(EXIT_TO_BE_CONTINUED)
+        self._boundary = time.monotonic()
+        return due
+
+    def _save_all(self, step: int, *, wait: bool) -> None:
+        mode = self.config.async_mode
+        handle = self._store.save_async(
+            step,
+            self.entries.of(self.states),
+            late=self.entries.is_still if mode == "async_with_pinned_mem" and not wait else (),
+        )
+        self._handle = self.save_future = handle
+        if wait:
+            self._handle = self.save_future = None
+            self._published(handle.wait().step)
+        elif mode == "disabled":
+            self._wait_for_saving()
+
+    def _save_model(self, step: int) -> None:
+        """Save the model alone, as the last save or a seed."""
+        dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
+        weights = {
+            name: each.to(dtype) if each.is_floating_point() else each
+            for name, each in self.states[MODEL].state_dict().items()
+            if isinstance(each, torch.Tensor)
+        }
+        if self.config.last_save_in_hf:
+            from torchtitan.components.checkpointer import AsyncMode
+
+            CheckpointManager.dcp_save(
+                self,
+                weights,
+                checkpoint_id=filesystem.join(self.folder, f"step-{step}"),
+                async_mode=AsyncMode.DISABLED,
+                to_hf=True,
+            )
+            return
+        with self._opened(filesystem.join(self.folder, MODEL_FOLDER)) as store:
+            store.save(step, {MODEL: module_of(weights)})
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Finish the copies of the save under way: the next update writes to the weights."""
+        if self._handle is not None:
+            self._handle.copied()
+
+    def _wait_for_saving(self) -> None:
+        """Wait for the save under way; a failure is logged."""
+        assert self._handle is not None
+        handle, self._handle, self.save_future = self._handle, None, None
+        result = handle.result()
+        if result.error is not None:
+            _logger.error("step %d was not saved: %s", result.step, result.error)
+        else:
+            self._published(result.step, result.seconds)
+
+    def _published(self, step: int, seconds: float = 0.0) -> None:
+        self._saved_step = step
+        if self._stop is not None:
+            self._stop.observe_save(seconds)
+
+    def _close(self) -> None:
+        """Give up the store; after an error, without waiting for other ranks."""
+        error = sys.exception()
+        failed = error is not None and not isinstance(error, SystemExit)
+        if not failed:
+            self.maybe_wait_for_saving()
+        if self._stop is not None:
+            self._stop.__exit__()
+            self._stop = None
+        self._store.close(drain=not failed, failed=failed)
+
+    def _observe_step(self, seconds: float) -> None:
+        weight = _STEP_WEIGHT if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
+        if self._stop is not None:
+            self._stop.observe_step(seconds)
+
+    def _why_to_stop(self, step: int) -> str:
+        """Why all ranks stop after this step; empty to go on."""
+        if self._stop is None:
+            return ""
+        if self._agreement is None:
+            return self._stop()
+        if not self._agreement.is_due(step):
+            return ""
+        why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
+        agreed = self._agreement.exchange(step, bool(why), False, self._step_seconds)
+        return (why or "a signal to another rank") if agreed.stop else ""
+
+    def _opened(self, place: str) -> CheckpointStore:
+        """A store with the run's settings; `keep_latest_k` = 0 keeps everything."""
+        keep = self.config.keep_latest_k
+        return CheckpointStore(
+            place,
+            keep=keep or Retention(1, every=1),
+            reduction=Reduction(chain=self.config.delta_chain),
+            timeout_seconds=self.config.timeout_seconds,
+        )
