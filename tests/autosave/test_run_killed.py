@@ -158,7 +158,8 @@ def test_folder_that_was_moved_and_script_with_other_lines_go_on(script, tmp_pat
         "    losses = []", "    losses = []\n    log = open(HERE / 'log.txt', 'w')"
     )
     text = text.replace(
-        "        best = min(best", "        log.write(f'{losses[-1]}\\n')\n        best = min(best"
+        "        best = min(best",
+        "        log.write(f'{losses[-1]}\\n'); log.flush()\n        best = min(best",
     )
     script.write_text(text)
     expected = undisturbed(script)
