@@ -135,6 +135,9 @@ def test_parts_are_added_once_each_and_none_is_left_out() -> None:
         sums.sum(lambda flat: None)
     sums.add(1, 1.0)
     assert sums.used == [1.0, 0.0, 0.0]
+    sums.begin((0, 2), idle=True)
+    with pytest.raises(RecoverError, match="part 0 is not to be added: this group adds none"):
+        sums.add(0, 1.0)
 
 
 def test_running_statistics_are_refused() -> None:

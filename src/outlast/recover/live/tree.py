@@ -96,10 +96,13 @@ class PartSums:
             RecoverError: For a part that is not this group's, or was added already.
         """
         if part not in self.own or part in self._added:
-            raise RecoverError(
-                f"part {part} is not to be added: this group adds each of the parts "
-                f"{self._own[0]} to {self._own[1] - 1} once"
+            whose = (
+                f"this group adds each of the parts {self._own[0]} to {self._own[1] - 1} once"
+                if self.own
+                else "this group adds none in this step: others do its part, or there are more "
+                "groups than parts"
             )
+            raise RecoverError(f"part {part} is not to be added: {whose}")
         self._added.add(part)
         flat, used = self._buckets.packed()
         self._buckets.drop()
