@@ -1,0 +1,104 @@
+"""Locks that a killed build of a torch extension has left: every later start waits for them.
+
+DeepSpeed compiles its operators when they are first used. torch.utils.cpp_extension holds a file
+``lock`` in the extension's folder while it does, and removes it afterwards. Where the build was
+killed the file stays, and whoever needs the extension waits for its end without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils import cpp_extension
+
+from outlast.errors import IntegrationError
+from outlast.hardware.filesystem import MOUNTS, NETWORK_TYPES, mount_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PROCESSES = Path("/proc")
+_LONGEST_BUILD_SECONDS = 3600.0
+"""Where the processes that may build cannot all be seen."""
+
+
+def extensions_folder() -> Path:
+    """Where torch builds extensions: ``TORCH_EXTENSIONS_DIR``, or a folder of the user's cache."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    kind = "cpu"
+    if torch.version.hip is not None:
+        kind = f"rocm{torch.version.hip.replace('.', '')}"
+    elif torch.version.cuda is not None:
+        kind = f"cu{torch.version.cuda.replace('.', '')}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(cpp_extension.get_default_build_root()) / f"{python}_{kind}"
+
+
+def stale_locks(folder: Path) -> list[Path]:
+    """Locks in the folders of extensions below `folder` that no live build holds.
+
+    A build keeps its lock open. On a file system of this machine's own, a lock that no process has
+    open is stale; on one that other machines share, where it is an hour old as well.
+    """
+    locks = {each: _identity(each) for each in folder.glob("*/lock")}
+    if not locks:
+        return []
+    # After the locks were listed: whoever holds one of them has it open by now.
+    held = set(_open_files("lock"))
+    free = [lock for lock, identity in locks.items() if identity not in held]
+    if not _sees_all_builds(folder):
+        free = [each for each in free if _age_seconds(each) > _LONGEST_BUILD_SECONDS]
+    # Those that were given back meanwhile are gone.
+    return sorted(each for each in free if each.exists())
+
+
+def refuse_stale_locks() -> None:
+    """Refuse to go on where the next build of an extension would wait for ever.
+
+    Raises:
+        IntegrationError: Naming the lock and what to do.
+    """
+    if locks := stale_locks(extensions_folder()):
+        names = " ".join(map(str, locks))
+        raise IntegrationError(
+            "a build of a torch extension was killed, and every start would wait without end for "
+            f"the lock that it has left; no process builds it now, so delete it: rm {names}"
+        )
+
+
+def _sees_all_builds(folder: Path) -> bool:
+    try:
+        mounts = MOUNTS.read_text(encoding="latin-1")
+    except OSError:
+        return False
+    return mount_of(folder.resolve(), mounts)[1] not in NETWORK_TYPES
+
+
+def _age_seconds(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return -1, -1
+
+
+def _open_files(name: str) -> Iterator[tuple[int, int]]:
+    """Device and inode of every file called `name` that a process of this machine has open."""
+    for link in _PROCESSES.glob("[0-9]*/fd/*"):
+        # Processes end, and those of others are not to be looked into.
+        with contextlib.suppress(OSError):
+            if link.readlink().name == name:
+                found = link.stat()
+                yield found.st_dev, found.st_ino

@@ -1,0 +1,203 @@
+"""All of Outlast beside a training loop of DeepSpeed's.
+
+engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
+with Run("job.toml", engine=engine, loader=loader, epochs=3) as run:
+    for batch in run:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        run.log(loss)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+
+from outlast.checkpoint import list_versions, load, storage_of
+from outlast.errors import CheckpointError, IntegrationError, WrongNumbersError
+from outlast.integrations import run as plain
+from outlast.integrations.deepspeed.state import RANK, EngineState
+from outlast.integrations.recording import directory_of
+from outlast.records import Warned
+from outlast.train.guarding import RunGuard
+from outlast.train.ranks import shared
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from outlast.job import LoopJob
+    from outlast.records import Predicted
+
+
+class Run(plain.Run):
+    """`outlast.Run` for a DeepSpeed engine of ZeRO 0 to 2.
+
+    It goes through the loader, restores the engine before the first batch and saves it on the way,
+    guards the passes, measures energy, writes the records that `outlast report` shows, and stops in
+    time with exit code 3. ``engine.save_checkpoint`` is not needed.
+
+    The state may be restored on another number of ranks. The guard checks the passes, and not the
+    optimizer's own numbers. Nothing is kept in memory for a restart: `recover.mode` is off.
+
+    All processes make it together, after `deepspeed.initialize`.
+
+    Args:
+        job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
+        engine: What `deepspeed.initialize` gave.
+        loader: What the loop goes through, once per epoch.
+        state: What else is to be saved: name -> object with `state_dict` and `load_state_dict`.
+        epochs: How often to go through the loader.
+        steps: Iterations after which the run is complete, whatever the epoch; None: not limited.
+        settings: Overrides of the form ``"section.key=value"``.
+        tokens_per_step: Of one iteration, over all processes; 0: not known.
+        fresh: Move a run aside that is in the directory already.
+        prediction: What the run is expected to need, to be shown beside what it needed.
+
+    Raises:
+        JobError: When a setting is wrong, or is one that the script decides.
+        IntegrationError: When the engine is of another kind, or a setting cannot be combined.
+        OutlastError: When the directory is in use or belongs to another run; when what was saved
+            does not fit.
+    """
+
+    def __init__(
+        self,
+        job: str | os.PathLike[str] | LoopJob | None = None,
+        *,
+        engine: deepspeed.DeepSpeedEngine,
+        loader: Iterable[Any],
+        state: Mapping[str, Any] | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        settings: Sequence[str] = (),
+        tokens_per_step: int = 0,
+        fresh: bool = False,
+        prediction: Predicted | None = None,
+    ) -> None:
+        _refuse(engine)
+        self._engine = engine
+        self._judged = -1
+        super().__init__(
+            job,
+            model=engine.module,
+            optimizer=engine.basic_optimizer,
+            loader=loader,
+            state=state,
+            epochs=epochs,
+            steps=steps,
+            settings=settings,
+            tokens_per_step=tokens_per_step,
+            fresh=fresh,
+            prediction=prediction,
+        )
+        recover = self.job.recover.model_copy(update={"mode": "off"})
+        self.job = self.job.model_copy(update={"recover": recover})
+        ranks = self._ranks.world_size
+        self._facts = dataclasses.replace(
+            self._facts,
+            framework="deepspeed",
+            samples_per_step=engine.train_micro_batch_size_per_gpu() * ranks,
+            parallel={"data": ranks},
+            versions={"deepspeed": deepspeed.__version__},
+        )
+        # The engine's own state in place of the module's and the optimizer's.
+        del self._state["model"], self._state["optimizer"]
+        self._engine_state = EngineState(engine, self._saved_ranks())
+        self._state.update(self._engine_state.entries)
+
+    def __enter__(self) -> Run:
+        super().__enter__()
+        for name in self._engine_state.of_others:
+            del self._state[name]
+        self._state.update(self._engine_state.settle())
+        return self
+
+    def _saved_ranks(self) -> int:
+        """How many ranks have saved the newest checkpoint; as many as there are for none."""
+        found = self._ranks.world_size
+        storage = storage_of(directory_of(self.job).checkpoints)
+        for version in list_versions(storage)[::-1]:
+            with contextlib.suppress(CheckpointError):
+                names = load(storage, version).catalogue.values
+                found = sum(name.startswith(RANK) for name in names) or found
+                break
+        return shared(found)[0]
+
+    def _installed_guard(self) -> RunGuard | None:
+        """A guard of the passes, without the optimizer."""
+        settings = self.job.guard
+        if settings.policy == "off":
+            return None
+        if settings.policy == "light" and not settings.modules:
+            self._recording.write(
+                Warned(
+                    'guard.policy = "light" checks the optimizer alone, whose numbers DeepSpeed '
+                    'keeps in parts that the guard does not know: nothing is checked; "linear" and '
+                    '"full" check the passes'
+                )
+            )
+            return None
+        guard = RunGuard(settings, self.job.run.seed, self._engine.module, [])
+        for message in guard.warnings:
+            self._recording.write(Warned(message))
+        return guard
+
+    def _before_update(self, *_: Any) -> None:
+        """Before the optimizer's step of a parameter group: are the passes' numbers right?
+
+        Raises:
+            WrongNumbersError: On all ranks, when those of some rank are not.
+        """
+        super()._before_update()
+        if self._guard is None or self._judged == self._engine.global_steps:
+            return
+        self._judged = self._engine.global_steps
+        guard = self._guard.guard
+        verdict = guard.verdict()
+        if not verdict.clean:
+            raise WrongNumbersError(
+                f"step {self.step + 1}: the numbers of rank "
+                f"{', '.join(map(str, verdict.bad_ranks))} are wrong and stay so; take the device "
+                "out of service and go on from the newest checkpoint"
+            )
+        guard.watch.advance()
+        guard.watch.begin()
+
+    def _note(self) -> None:
+        super()._note()
+        self._engine_state.note()
+
+
+def _refuse(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Refuse engines whose state is kept in other ways.
+
+    Raises:
+        IntegrationError: With what would do.
+    """
+    if not isinstance(engine, deepspeed.DeepSpeedEngine):
+        raise IntegrationError(
+            f"engine is a {type(engine).__name__}: give the first thing that "
+            "deepspeed.initialize(...) returns"
+        )
+    stage = engine.zero_optimization_stage()
+    if stage > 2:
+        raise IntegrationError(
+            f"zero_optimization.stage = {int(stage)} partitions the weights, of which this Run "
+            "knows nothing; set 2 or less"
+        )
+    if isinstance(engine, deepspeed.PipelineEngine) or engine.mp_world_size > 1:
+        raise IntegrationError(
+            "this Run keeps engines of data parallelism alone; leave pipeline and tensor "
+            "parallelism out"
+        )
+    if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+        raise IntegrationError(
+            "the engine has no optimizer: name one in DeepSpeed's config, or give one to "
+            "deepspeed.initialize(...)"
+        )

@@ -1,0 +1,163 @@
+"""What `engine.save_checkpoint` saves, as entries of a state that Outlast keeps."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from outlast.errors import CheckpointError
+from outlast.integrations.deepspeed.contents import plain, rebuilt
+from outlast.integrations.deepspeed.partitions import adapt_ranks, elements_of, repartitioned
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+_SHARED = "deepspeed.shared"
+RANK = "deepspeed.rank"
+_TAG = "state"
+
+
+class EngineState:
+    """A DeepSpeed engine's state: module, ZeRO's partitions, schedule and counters.
+
+    Args:
+        engine: Of ZeRO 0 to 2, without pipeline and model parallelism.
+        saved_ranks: How many ranks have saved what is to be restored.
+
+    Attributes:
+        entries: What is saved and restored, by name. The last one loads the engine.
+        of_others: Names of entries that only a restore needs.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, saved_ranks: int) -> None:
+        self._engine = engine
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._shared, self._own = _Part(), _Part(self._load)
+        self._parts = {rank: _Part() for rank in range(saved_ranks)}
+        self.of_others: list[str] = []
+        if saved_ranks == self._ranks:
+            self._parts = {self._rank: self._own}
+            self.entries = {_SHARED: self._shared, f"{RANK}{self._rank}": self._own}
+            return
+        self._parts[saved_ranks - 1] = self._own
+        self.entries = {
+            _SHARED: self._shared,
+            **{f"{RANK}{rank}": part for rank, part in self._parts.items()},
+        }
+        self.of_others = [name for name in self.entries if name != _SHARED]
+
+    def settle(self) -> dict[str, Any]:
+        """The entries from now on: only those that this rank saves."""
+        self._own = _Part()
+        self.of_others = []
+        self.entries = {_SHARED: self._shared, f"{RANK}{self._rank}": self._own}
+        return self.entries
+
+    def note(self) -> None:
+        """Bring the entries up to date; all ranks call it together between two steps."""
+        taken = _Taking()
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, taken
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                self._engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = before
+        partitions = {name: each for name, each in taken.files.items() if "optim_states" in name}
+        self._own.content = partitions
+        # Of the first rank's: the others have the same, and what they lack it has.
+        first = {name: each for name, each in taken.files.items() if name not in partitions}
+        self._shared.content = first if self._rank == 0 else {}
+
+    def _load(self) -> None:
+        """Let the engine take what was restored."""
+        shared = rebuilt(self._shared.content)
+        for states in shared.values():
+            adapt_ranks(states, self._ranks)
+        files = {**shared, **self._partition(shared)}
+        giving = _Giving(files)
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, giving
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                # DeepSpeed looks for the files before it asks for their content.
+                for name in shared:
+                    (Path(folder) / _TAG).mkdir(exist_ok=True)
+                    (Path(folder) / _TAG / name).touch()
+                self._engine.load_checkpoint(folder, tag=_TAG)
+        finally:
+            self._engine.checkpoint_engine = before
+        for part in (self._shared, *self._parts.values()):
+            part.content = {}
+
+    def _partition(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's file of ZeRO's partitions, if there are any."""
+        saved = [rebuilt(self._parts[rank].content) for rank in sorted(self._parts)]
+        if len(saved) == 1 and not self.of_others:
+            return dict(saved[0])
+        elements = next((elements_of(each) for each in shared.values()), [])
+        if not elements:
+            return {}
+        files = [next(iter(each.values())) for each in saved]
+        states = [each["optimizer_state_dict"] for each in files]
+        name = next(iter(saved[0])).replace("pp_rank_0_", f"pp_rank_{self._rank}_")
+        own = repartitioned(states, elements, self._rank, self._ranks)
+        return {name: {**files[0], "optimizer_state_dict": own}}
+
+
+class _Part:
+    """Some files' content, as an entry of a state."""
+
+    def __init__(self, loaded: Any = None) -> None:
+        self.content: dict[str, Any] = {}
+        self._loaded = loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """The content, by file."""
+        return self.content
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.content = state
+        if self._loaded is not None:
+            self._loaded()
+
+
+class _Taking(CheckpointEngine):  # type: ignore[misc]
+    """Takes what is saved instead of writing it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.files: dict[str, Any] = {}
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing is made."""
+
+    def save(self, state_dict: Mapping[str, Any], path: str) -> None:
+        """Take a file's content."""
+        self.files[Path(path).name] = plain(state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Nothing can be loaded from here."""
+        raise CheckpointError(f"{path} cannot be read while the state is taken")
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Everything is taken."""
+        return True
+
+
+class _Giving(_Taking):
+    """Gives what was restored in place of files."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._given = files
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The content of the file of this name."""
+        return self._given[Path(path).name]

@@ -1,0 +1,148 @@
+"""A small training with DeepSpeed on the CPU, whose losses are written down before it is killed."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
+
+from outlast.integrations.deepspeed import OutlastCheckpointEngine, Run
+
+BATCH, STEPS, EVERY = 12, 12, 4
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built():
+    """DeepSpeed's operator for the CPU, before any rank would have to wait for its build."""
+    if shutil.which("g++") is None:
+        pytest.skip("DeepSpeed compiles its operators with g++, which is not installed")
+    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+
+
+def begin():
+    torch.set_num_threads(1)
+    deepspeed.logger.setLevel("ERROR")
+    dist.init_process_group("gloo")
+    deepspeed.init_distributed("gloo")
+
+
+def engine_of(stage, dropout=0.0, **settings):
+    """ZeRO of a model whose parameters do not divide by the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3))
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
+        "zero_optimization": {"stage": stage},
+        **settings,
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def data():
+    samples = BATCH * STEPS
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 5, generator=drawn)
+    return inputs, torch.stack([inputs.sum(1), inputs.prod(1), inputs.amax(1)], 1)
+
+
+def learn(engine, inputs, targets):
+    """One step; the loss over all ranks."""
+    half = next(engine.module.parameters()).dtype
+    loss = nn.functional.mse_loss(engine(inputs.to(half)), targets.to(half))
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().float() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def write_down(place, step, loss):
+    if dist.get_rank() == 0:
+        with (Path(place) / "losses").open("a") as file:
+            file.write(f"{step} {loss.hex()}\n")
+
+
+def losses(place):
+    """Step to loss; a step that was done twice must have given the same."""
+    found = {}
+    for line in (Path(place) / "losses").read_text().splitlines():
+        step, loss = line.split()
+        assert found.setdefault(int(step), float.fromhex(loss)) == float.fromhex(loss), step
+    return found
+
+
+def train(place, stage, until=STEPS, die_after=0, keep=True):
+    """A loop that saves and loads by DeepSpeed's calls; how many steps were restored."""
+    begin()
+    engine = engine_of(stage)
+    if keep:
+        engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    _, client = engine.load_checkpoint(place)
+    step = restored = client["step"] if client else 0
+    inputs, targets = (each.split(BATCH) for each in data())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    while step < until:
+        mine = (each[step].chunk(ranks)[rank] for each in (inputs, targets))
+        loss = learn(engine, *mine)
+        step += 1
+        write_down(place, step, loss)
+        if step % EVERY == 0:
+            engine.save_checkpoint(place, client_state={"step": step})
+            if keep and step == EVERY:
+                engine.checkpoint_engine.wait()
+        if step == die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if keep:
+        engine.checkpoint_engine.cleanup()
+    dist.barrier()
+    return restored
+
+
+def run(place, stage, settings=(), stop_after=0, die_after=0, during=None):
+    """A loop under `Run`; the exit code."""
+    begin()
+    engine = engine_of(stage, dropout=0.2)
+    dataset = TensorDataset(*data())
+    sampler = DistributedSampler(dataset, shuffle=True)
+    loader = DataLoader(dataset, BATCH // dist.get_world_size(), sampler=sampler)
+    keeping = (f"run.directory={place}", "run.name=r", f"checkpoint.every_steps={EVERY}", *settings)
+    try:
+        with Run(engine=engine, loader=loader, epochs=2, settings=keeping) as outlast:
+            for batch in outlast:
+                if during is not None:
+                    during(outlast, engine)
+                loss = learn(engine, *batch)
+                outlast.log(loss)
+                step = outlast.step + 1
+                write_down(place, step, loss)
+                if step == die_after:
+                    await_version(place)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step == stop_after and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def await_version(place):
+    """Until some version of the run is whole: there is something to go on from."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not any((Path(place) / "r" / "checkpoints").glob("*/version.json")):
+        assert time.monotonic() < deadline, "no version was published"
+        time.sleep(0.02)

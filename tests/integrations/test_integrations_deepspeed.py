@@ -1,0 +1,184 @@
+"""DeepSpeed's engine with Outlast's checkpoints: ZeRO on the CPU, killed and gone on with."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="deepspeed (the extra integrations) is not installed")
+
+import deepspeed_training as training
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed_training import built  # noqa: F401  (a fixture)
+from forked import run_ranks
+from torch import nn
+
+from outlast.checkpoint import CheckpointStore, list_versions, storage_of
+from outlast.checkpoint.convert import import_checkpoint
+from outlast.errors import CheckpointError, IntegrationError
+from outlast.integrations.deepspeed import OutlastCheckpointEngine
+from outlast.integrations.deepspeed.checkpoints import STORE
+
+pytestmark = pytest.mark.distributed
+
+ALL, NEVER = training.STEPS, 0
+
+
+@pytest.fixture(scope="module")
+def plainly(tmp_path_factory):
+    """Runs of DeepSpeed that saves by itself: stage -> their directory."""
+    places = {}
+    for stage in (1, 2):
+        places[stage] = tmp_path_factory.mktemp(f"plain-{stage}")
+        run_ranks(2, training.train, str(places[stage]), stage, ALL, NEVER, False)
+    return places
+
+
+def steps_in(place):
+    return [each.step for each in list_versions(storage_of(place / STORE))]
+
+
+@pytest.mark.supports("deepspeed", "checkpoint", "resume")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_killed_training_goes_on_as_if_it_had_not_been(stage, plainly, tmp_path):
+    # The save of step 8 may be under way.
+    run_ranks(2, training.train, str(tmp_path), stage, ALL, 9, may_die=(0, 1))
+    assert max(training.losses(tmp_path)) == 9
+    restored = run_ranks(2, training.train, str(tmp_path), stage)
+    assert restored in ([4, 4], [8, 8])
+    assert training.losses(tmp_path) == training.losses(plainly[stage])
+    assert steps_in(tmp_path)[-1] == 12
+    # DeepSpeed's own names, with nothing but a word in them.
+    files = sorted(each.name for each in (tmp_path / "global_step12").iterdir())
+    assert files == [
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ]
+    assert all(each.stat().st_size < 100 for each in (tmp_path / "global_step12").iterdir())
+
+
+@pytest.mark.supports("deepspeed", "malleable")
+@pytest.mark.parametrize(("before", "after", "stage"), [(2, 1, 2), (1, 2, 1)])
+def test_another_number_of_ranks_goes_on(before, after, stage, plainly, tmp_path):
+    run_ranks(before, training.train, str(tmp_path), stage, 8)
+    assert run_ranks(after, training.train, str(tmp_path), stage) == [8] * after
+    found = training.losses(tmp_path)
+    assert list(found) == list(range(1, 13))
+    # Sums are made in another order; a moment that was lost would show in the first digits.
+    assert found == pytest.approx(training.losses(plainly[stage]), rel=1e-4)
+
+
+def _load_moments(place, stage):
+    training.begin()
+    engine = training.engine_of(stage)
+    engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    engine.load_checkpoint(place)
+    inner = engine.basic_optimizer.state_dict()["state"]
+    return {name: each.tolist() for name, each in inner[0].items() if torch.is_tensor(each)}
+
+
+def test_the_moments_of_other_ranks_are_those_that_were_saved(tmp_path):
+    run_ranks(2, training.train, str(tmp_path), 1, 4)
+    (whole,) = run_ranks(1, _load_moments, str(tmp_path), 1)
+    parts = run_ranks(3, _load_moments, str(tmp_path), 1)
+    elements = 5 * 7 + 7 + 7 * 3 + 3
+    assert any(whole["exp_avg"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        together = [number for each in parts for number in each[name]]
+        assert together[:elements] == whole[name][:elements]
+        assert not any(together[elements:])
+
+
+def _save_and_damage(place):
+    training.begin()
+    engine = training.engine_of(1)
+    keeper = engine.checkpoint_engine = OutlastCheckpointEngine(place, asynchronous=False)
+    inputs, targets = training.data()
+    for _ in range(2):
+        training.learn(engine, inputs, targets)
+        engine.save_checkpoint(place)
+    version = list_versions(keeper._store.storage)[-1]
+    (pack,) = (keeper.directory / STORE / version.folder).glob("*.pack")
+    content = bytearray(pack.read_bytes())
+    for place_in_file in range(len(content) // 4, len(content) // 2):
+        content[place_in_file] ^= 0xFF
+    pack.write_bytes(content)
+    with pytest.raises(CheckpointError) as newest:
+        engine.load_checkpoint(place)
+    engine.load_checkpoint(place, tag="global_step1")
+    with pytest.raises(CheckpointError) as untagged:
+        engine.save_checkpoint(place, tag="best")
+    with pytest.raises(IntegrationError) as elsewhere:
+        engine.save_checkpoint(f"{place}/elsewhere")
+    keeper.cleanup()
+    return str(newest.value), engine.global_steps, str(untagged.value), str(elsewhere.value)
+
+
+def test_what_is_damaged_or_cannot_be_named_is_refused(tmp_path):
+    ((newest, steps, untagged, elsewhere),) = run_ranks(1, _save_and_damage, str(tmp_path))
+    assert "load another with tag=..., there are global_step1, global_step2" in newest
+    assert steps == 1
+    assert "tag = 'best' cannot be saved" in untagged
+    assert "give both the same directory" in elsewhere
+
+
+def _make_engine_again(place):
+    training.begin()
+    engine = training.engine_of(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    engine.load_checkpoint(place)
+    engine.checkpoint_engine.cleanup()
+    told = [str(each.message) for each in caught if "cut short" in str(each.message)]
+    return told, engine.global_steps
+
+
+def test_latest_never_names_a_save_that_was_cut_short(tmp_path):
+    run_ranks(1, training.train, str(tmp_path), 1, 8)
+    assert (tmp_path / "latest").read_text() == "global_step8"
+    newest = list_versions(storage_of(tmp_path / STORE))[-1]
+    for each in (tmp_path / STORE / newest.folder).iterdir():
+        # Manifests and the seal come last.
+        if each.suffix != ".pack":
+            each.unlink()
+    (((warning,), steps),) = run_ranks(1, _make_engine_again, str(tmp_path))
+    assert "the save of global_step8 was cut short: global_step4 is the newest" in warning
+    assert (tmp_path / "latest").read_text() == "global_step4"
+    assert steps == 4
+
+
+def test_checkpoints_from_before_can_be_gone_on_with(plainly, tmp_path):
+    run_ranks(2, training.train, str(tmp_path), 1, 8, NEVER, False)
+    assert run_ranks(2, training.train, str(tmp_path), 1) == [8, 8]
+    assert training.losses(tmp_path) == training.losses(plainly[1])
+    assert steps_in(tmp_path) == [12]
+
+
+def _begin_without_a_group():
+    OutlastCheckpointEngine("nowhere")
+
+
+def test_a_process_group_is_needed():
+    with pytest.raises(IntegrationError, match=r"make it after deepspeed.initialize"):
+        _begin_without_a_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_import_takes_what_deepspeed_writes(stage, plainly, tmp_path):
+    done = import_checkpoint(plainly[stage], tmp_path / "store", prefix="model.")
+    assert (done.step, done.tensors) == (12, 8)
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(plainly[stage]))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Identity(), nn.Linear(7, 3))
+    # Two ranks have saved it, and this is one.
+    with CheckpointStore(tmp_path / "store") as store:
+        assert store.restore({"model": model}).step == 12
+        master = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Identity(), nn.Linear(7, 3))
+        store.restore({"master": master})
+    for found in (model, master):
+        assert {name: each.tolist() for name, each in found.state_dict().items()} == {
+            name: each.tolist() for name, each in expected.items()
+        }

@@ -1,0 +1,160 @@
+"""A loop of DeepSpeed's under `Run`: killed, stopped, guarded, measured, on fewer ranks."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="deepspeed (the extra integrations) is not installed")
+
+import deepspeed_training as training
+import torch.distributed as dist
+from deepspeed_training import built  # noqa: F401  (a fixture)
+from energy_counter import Counter
+from forked import run_ranks
+
+from outlast.errors import IntegrationError, WrongNumbersError
+from outlast.guard.inject import inject, parse_faults
+from outlast.integrations.deepspeed import Run
+from outlast.records import (
+    AttemptStarted,
+    CheckpointRestored,
+    CheckpointSaved,
+    EnergyMeasured,
+    Guarded,
+    StopRequested,
+    Warned,
+    WrongNumbers,
+    read_run,
+)
+from outlast.report import write_report
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 2 * training.STEPS
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Directory of a run that nobody stops."""
+    place = tmp_path_factory.mktemp("whole")
+    assert run_ranks(2, training.run, str(place), 1) == [0, 0]
+    return place
+
+
+def events(place, kind):
+    return [event for _, event in read_run(place / "r").of(kind)]
+
+
+@pytest.mark.supports("deepspeed", "checkpoint", "resume", "records", "chain")
+def test_killed_and_stopped_it_ends_as_if_it_had_not_been(whole, tmp_path):
+    run_ranks(2, training.run, str(tmp_path), 1, (), 0, 7, may_die=(0, 1))
+    assert run_ranks(2, training.run, str(tmp_path), 1, (), 15) == [3, 3]
+    assert run_ranks(2, training.run, str(tmp_path), 1) == [0, 0]
+    assert training.losses(tmp_path) == training.losses(whole)
+    run = read_run(tmp_path / "r")
+    assert [each.outcome for each in run.attempts] == ["died", "to_be_continued", "completed"]
+    started = events(tmp_path, AttemptStarted)[0]
+    assert (started.samples_per_step, started.total_steps) == (training.BATCH, STEPS)
+    assert started.versions["deepspeed"].startswith("0.19.")
+    assert started.data == {"framework": "deepspeed"}
+    assert events(tmp_path, StopRequested)[0].reason == "a signal to another rank"
+    assert events(tmp_path, CheckpointSaved)[-1].step == STEPS
+    write_report([tmp_path / "r"], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.supports("deepspeed", "malleable")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_it_goes_on_with_another_number_of_ranks(before, after, tmp_path):
+    run_ranks(before, training.run, str(tmp_path), 2, (), 0, 7, may_die=(0, 1))
+    assert run_ranks(after, training.run, str(tmp_path), 2) == [0] * after
+    assert events(tmp_path, CheckpointRestored)[0].step == 4
+    # What was saved before by other ranks is not saved any more.
+    assert run_ranks(after, training.run, str(tmp_path), 2) == [0] * after
+    assert events(tmp_path, CheckpointRestored)[1].step == STEPS
+    done = [int(line.split()[0]) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert done[-1] == STEPS
+
+
+def _spoil(fault, run, engine):
+    if run.step == 0:
+        inject(run.guard, parse_faults([fault]), rank=dist.get_rank())
+
+
+GUARD = ("guard.policy=linear",)
+
+
+@pytest.mark.supports("deepspeed", "guard")
+def test_wrong_numbers_are_put_right_and_told(whole, tmp_path):
+    during = functools.partial(_spoil, "linear.output:module=0:bit=27:step=4")
+    assert run_ranks(2, training.run, str(tmp_path), 1, GUARD, 0, 0, during) == [0, 0]
+    assert training.losses(tmp_path) == training.losses(whole)
+    (found,) = events(tmp_path, WrongNumbers)
+    assert (found.step, found.module, found.outcome) == (4, "0", "corrected")
+    assert events(tmp_path, Guarded)[-1].checks > 6 * STEPS
+
+
+def _refused(place):
+    during = functools.partial(_spoil, "linear.output:module=0:bit=27:permanent:step=4:rank=1")
+    with pytest.raises(WrongNumbersError) as error:
+        training.run(place, 1, GUARD, during=during)
+    return str(error.value)
+
+
+@pytest.mark.supports("deepspeed", "guard")
+def test_numbers_that_stay_wrong_end_the_run_on_all_ranks_before_the_update(whole, tmp_path):
+    for sentence in run_ranks(2, _refused, str(tmp_path)):
+        assert sentence.startswith("step 5: the numbers of rank 1 are wrong and stay so")
+    found = training.losses(tmp_path)
+    expected = training.losses(whole)
+    assert {step: found[step] for step in range(1, 5)} == {
+        step: expected[step] for step in range(1, 5)
+    }
+    assert read_run(tmp_path / "r").attempts[0].outcome == "failed"
+
+
+class Meter:
+    """Counts on as the run goes."""
+
+    def __init__(self, path):
+        self.counter = Counter(path)
+
+    def __call__(self, run, engine):
+        if dist.get_rank() == 0:
+            self.counter.add(2.0)
+
+
+@pytest.mark.supports("deepspeed", "energy")
+def test_energy_is_measured_and_the_default_guard_says_what_it_leaves_out(tmp_path):
+    meter = Meter(tmp_path / "joules")
+    settings = (
+        f"energy.sources=['file:{tmp_path / 'joules'}']",
+        "energy.every_steps=1",
+        "log.every_steps=1",
+        "guard.policy=light",
+    )
+    assert run_ranks(1, training.run, str(tmp_path), 2, settings, 0, 0, meter) == [0]
+    joules = [
+        device["joules"]
+        for event in events(tmp_path, EnergyMeasured)
+        for device in event.devices
+        if "joules" in device
+    ]
+    assert sum(joules) == pytest.approx(2.0 * STEPS, rel=0.2)
+    told = [each.message for each in events(tmp_path, Warned)]
+    assert any("nothing is checked" in each for each in told)
+
+
+def _refuse_stage_three(place):
+    training.begin()
+    engine = training.engine_of(3)
+    with pytest.raises(IntegrationError) as error:
+        Run(engine=engine, loader=[])
+    return str(error.value)
+
+
+def test_other_engines_are_refused(tmp_path):
+    (sentence,) = run_ranks(1, _refuse_stage_three, str(tmp_path))
+    assert sentence.startswith("zero_optimization.stage = 3 partitions the weights")
+    with pytest.raises(IntegrationError, match="give the first thing that"):
+        Run(engine=object(), loader=[])
