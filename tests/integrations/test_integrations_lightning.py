@@ -206,3 +206,18 @@ def test_a_training_of_plain_lightning_changes_over_in_its_middle(tmp_path: Path
     assert all(found[batch] == whole[batch] for batch in range(12))
     [(_, last)] = records(folder).of(AttemptEnded)
     assert (last.outcome, last.step) == ("completed", 36)
+
+
+@pytest.mark.supports("lightning", "resume")
+def test_each_of_several_loaders_goes_on_where_it_was(tmp_path: Path) -> None:
+    # The short one begins anew after five batches; validation comes in the middle of an epoch.
+    how: dict[str, Any] = {"several": True, "validate": True, "validate_every": 6}
+    settings = ["checkpoint.every_steps=4", "checkpoint.asynchronous=false"]
+    other = undisturbed(tmp_path, without=True, **how)
+    folder = tmp_path / "killed"
+    for step in (5, 9, 22):
+        assert start(folder, *settings, plan=f"{step} SIGKILL", **how) == [None]
+    finish(folder, *settings, **how)
+    assert_same(folder, other)
+    restored = [event.step for _, event in records(folder).of(CheckpointRestored)]
+    assert restored == [4, 8, 20]
