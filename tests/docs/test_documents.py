@@ -21,7 +21,7 @@ from outlast.job import Job, job_from_text
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "integrations").glob("*.md")])
 DOCUMENTS = FRONT + PAGES
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".json", ".txt", ".html", ".css", ".js", ".sh"}
 

@@ -185,6 +185,7 @@ def test_accelerate_takes_every_run_that_it_can_express(model, run):
         assert run.tensor == run.context == 1
 
 
+@pytest.mark.supports("accelerate", "plan")
 def test_accelerate_launch_reads_the_file(tmp_path, monkeypatch):
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -207,6 +208,8 @@ def test_accelerate_launch_reads_the_file(tmp_path, monkeypatch):
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
+@pytest.mark.supports("deepspeed", "plan")
+@pytest.mark.supports("deepspeed", "plan")
 def test_deepspeed_takes_the_config(tmp_path, monkeypatch):
     config = pytest.importorskip("deepspeed.runtime.config")
     model, run = RUNS["deepspeed"]
