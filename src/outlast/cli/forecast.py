@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.plan.cluster import Cluster
     from outlast.plan.entry import Training
-    from outlast.plan.prediction import Estimate
     from outlast.records import Predicted
 
 HOME = "OUTLAST_PLAN_HOME"
@@ -35,6 +34,7 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
     """
     from outlast.cli.plan_place import HERE, place_of
     from outlast.plan.entry import predict, training_of
+    from outlast.plan.record import as_record
 
     home = calibration_home()
     try:
@@ -63,32 +63,6 @@ def prediction_for(job: Job, processes: int) -> Predicted | None:
         print(f"no prediction: {found}", flush=True)
         return None
     return found
-
-
-def as_record(estimate: Estimate, calibration: str) -> Predicted:
-    """An estimate as plain numbers, for the run's records."""
-    from outlast.hardware import Unavailable
-    from outlast.records import Predicted
-
-    step, memory, rate = estimate.step_seconds, estimate.memory.figure, estimate.tokens_per_s
-    tokens = rate.middle * step.figure.middle
-    joules = None if isinstance(estimate.joules, Unavailable) else estimate.joules.figure
-    return Predicted(
-        step_seconds=step.figure.middle,
-        step_seconds_low=step.figure.low,
-        step_seconds_high=step.figure.high,
-        memory_bytes=memory.middle,
-        memory_bytes_low=memory.low,
-        memory_bytes_high=memory.high,
-        tokens_per_s=rate.middle,
-        joules_per_token=None if joules is None else joules.middle / tokens,
-        joules_per_token_low=None if joules is None else joules.low / tokens,
-        joules_per_token_high=None if joules is None else joules.high / tokens,
-        terms={term.name: term.value for term in step.terms},
-        coverage=step.figure.coverage,
-        extrapolated=list(step.figure.extrapolated),
-        calibration=calibration,
-    )
 
 
 def _resident(
