@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from forked import run_ranks
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from outlast.integrations.hf_trainer import (
     add_checkpoints,
@@ -45,6 +52,7 @@ class Plan:
         waits: Whether the save under way is waited for before that.
         signals_at: Steps done when `signals_rank` sends itself SIGTERM; 0: it does not.
         form: Of the tensorized layers; empty: none are.
+        patience: Of an `EarlyStoppingCallback`, which has a state; 0: there is none.
         options: Of TrainingArguments.
     """
 
@@ -61,6 +69,7 @@ class Plan:
     signals_at: int = 0
     signals_rank: int = 0
     form: str = ""
+    patience: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -173,6 +182,8 @@ def train(plan: Plan) -> Outcome:
         saving = _add(plan, trainer)
         kept.append(trainer)
         trainer.add_callback(Fate(plan, saving))
+        if plan.patience:
+            trainer.add_callback(EarlyStoppingCallback(plan.patience))
         resume = plan.resume
         if resume == "if any":
             resume = saving.has_checkpoint()

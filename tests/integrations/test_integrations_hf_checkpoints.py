@@ -129,3 +129,36 @@ def test_only_the_model(tmp_path: Path) -> None:
     resumed = done(alone(Plan(str(output), steps=6, resume=True, options=options)))
     assert resumed.first == 4
     assert any("only the model was saved" in each for each in resumed.said)
+
+
+def test_a_folder_whose_save_was_cut_short_leads_to_the_version_before(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    whole = done(alone(Plan(str(output), steps=6)))
+    shutil.rmtree(next((output / "checkpoints").glob("step-00000006-*")))
+    last = str(output / "checkpoint-6")
+    resumed = done(alone(Plan(str(output), resume=last, steps=6)))
+    assert resumed.first == 4
+    assert any("checkpoint-6 was never published" in each for each in resumed.said)
+    assert resumed.digest == whole.digest
+    shutil.rmtree(output / "checkpoints")
+    anew = done(alone(Plan(str(output), resume=last, steps=6)))
+    assert anew.first == 0
+    assert any("the training begins anew" in each for each in anew.said)
+    assert anew.digest == whole.digest
+
+
+def test_callbacks_get_their_states_back_and_data_begins_anew_where_asked(tmp_path: Path) -> None:
+    options = {
+        "restore_callback_states_from_checkpoint": True, "ignore_data_skip": True,
+        "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    found = {}
+    for name, add in (("plain", ()), ("ours", ("checkpoints",))):
+        output = str(tmp_path / name)
+        plan = Plan(output, add, steps=6, patience=4, options=options)
+        done(alone(plan))
+        plan.resume, plan.steps = True, 10
+        found[name] = done(alone(plan))
+    assert found["ours"].first == 6
+    assert found["ours"].losses == found["plain"].losses
+    assert found["ours"].digest == found["plain"].digest

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from hf_training import Plan, alone, together, trainer_of
+from hf_training import LENGTH, Plan, alone, together, trainer_of
 
 from outlast.errors import IntegrationError, JobError
 from outlast.integrations.hf_trainer import (
@@ -17,11 +17,13 @@ from outlast.integrations.hf_trainer import (
     add_outlast,
     add_records,
     add_stop,
+    predicted,
 )
 from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
+    EnergyMeasured,
     Guarded,
     Predicted,
     StopRequested,
@@ -132,12 +134,13 @@ def test_tensorized_layers_train_and_come_back(tmp_path: Path) -> None:
 def test_measured_energy_and_the_prediction_are_in_the_records(tmp_path: Path) -> None:
     meter = tmp_path / "joules"
     meter.write_text("10.0\n")
-    prediction = Predicted(0.1, 0.05, 0.2, 1e6, 5e5, 2e6, 100.0)
     job = load_loop_job(
         None, [f'energy.sources=["file:{meter}"]', "log.every_steps=1", "energy.every_steps=1"]
     )
     plan = Plan(str(tmp_path / "out"), add=(), steps=3, options={"save_strategy": "no"})
     trainer = trainer_of(plan)
+    prediction = predicted(trainer, LENGTH, "h100x64")
+    assert 0.0 < prediction.step_seconds_low < prediction.step_seconds_high
     own = trainer.training_step
 
     def step(*arguments: Any, **options: Any) -> Any:
@@ -149,8 +152,6 @@ def test_measured_energy_and_the_prediction_are_in_the_records(tmp_path: Path) -
     trainer.train()
     run = read_run(tmp_path / "out")
     assert run.of(Predicted)[0][1] == prediction
-    from outlast.records import EnergyMeasured
-
     assert run.of(EnergyMeasured)
     assert run.attempts[0].outcome == "completed"
 

@@ -6,7 +6,11 @@ add_records(accelerator, "job.toml", saving=saving)         # accelerator.log wr
 stop = add_stop(accelerator)                                # if stop(step): leave with exit code 3
 """
 
-from outlast.integrations.accelerate.add import (
+from outlast.integrations.installed import require
+
+require("accelerate", "1.15", "2")
+
+from outlast.integrations.accelerate.add import (  # noqa: E402
     AskStop,
     add_checkpoints,
     add_energy,
@@ -14,8 +18,8 @@ from outlast.integrations.accelerate.add import (
     add_records,
     add_stop,
 )
-from outlast.integrations.accelerate.saving import Saving
-from outlast.integrations.accelerate.tracking import OutlastTracker
+from outlast.integrations.accelerate.saving import Saving  # noqa: E402
+from outlast.integrations.accelerate.tracking import OutlastTracker  # noqa: E402
 
 __all__ = [
     "AskStop",

@@ -5,14 +5,20 @@ add_outlast(trainer, "job.toml")       # or one by one: add_checkpoints, add_gua
 trainer.train(resume_from_checkpoint=True)
 """
 
-from outlast.integrations.hf_trainer.add import (
+from outlast.integrations.installed import require
+
+require("transformers", "5.23", "6")
+require("accelerate", "1.15", "2")
+
+from outlast.integrations.hf_trainer.add import (  # noqa: E402
     add_checkpoints,
     add_guard,
     add_outlast,
     add_records,
     add_stop,
 )
-from outlast.integrations.hf_trainer.energy import EnergyCallback, add_energy
+from outlast.integrations.hf_trainer.energy import EnergyCallback, add_energy  # noqa: E402
+from outlast.integrations.hf_trainer.prediction import predicted  # noqa: E402
 
 __all__ = [
     "EnergyCallback",
@@ -22,4 +28,5 @@ __all__ = [
     "add_outlast",
     "add_records",
     "add_stop",
+    "predicted",
 ]
