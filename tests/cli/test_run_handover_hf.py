@@ -1,10 +1,13 @@
 """Unmodified scripts of Hugging Face's Trainer under `outlast run`, killed and started again."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from running import outlast, plain
+from running import TORCHRUN, outlast, plain
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.distributed, pytest.mark.supports("transformers", "checkpoint", "resume")]
@@ -35,7 +38,7 @@ class Reached(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         plan = HERE / "plan"
-        if plan.exists():
+        if plan.exists() and args.process_index == 0:
             at, what = plan.read_text().split()
             if state.global_step == int(at):
                 plan.unlink()
@@ -114,3 +117,37 @@ def test_explain_says_who_trains(script):
     ended = outlast("autosave", "check", script)
     assert ended.code == 2, ended.said
     assert "there is no state of the script's own to look at" in ended.said
+
+
+def on_two_ranks(*command):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240.0,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout
+
+
+def test_ranks_stop_together_and_go_on(script):
+    text = SCRIPT.replace('HERE / "result.pt"', 'HERE / f"result{arguments.process_index}.pt"')
+    script.write_text(text)
+    results = [script.parent / f"result{rank}.pt" for rank in (0, 1)]
+    code, said = on_two_ranks(*TORCHRUN, script)
+    assert code == 0, said
+    expected = [torch.load(each)["model"] for each in results]
+    for each in results:
+        each.unlink()
+    (script.parent / "plan").write_text("3 SIGTERM")
+    command = ("-m", "outlast", "run", "--nproc=2", "--every=90s", script)
+    code, said = on_two_ranks(*command)
+    assert code == 3, said
+    code, said = on_two_ranks(*command)
+    assert code == 0, said
+    assert "finished after 8 steps" in said
+    for each, model in zip(results, expected, strict=True):
+        found = torch.load(each)["model"]
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.items())

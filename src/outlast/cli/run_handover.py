@@ -24,7 +24,7 @@ class Library(NamedTuple):
     Attributes:
         name: Of its trainer, for people.
         method: Of the trainer, which trains.
-        modules: Those that define the trainer; whichever is imported.
+        modules: With the trainer; the adapter is called when one of them has been imported.
         adapter: Our module with `take_over`.
     """
 
@@ -43,7 +43,7 @@ _TRANSFORMERS = Library(
 _LIGHTNING = Library(
     "Lightning's Trainer",
     "fit",
-    ("lightning.pytorch.trainer.trainer",),
+    ("lightning.pytorch",),
     "outlast.integrations.lightning.unmodified",
 )
 LIBRARIES = {
