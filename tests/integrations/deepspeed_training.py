@@ -38,12 +38,17 @@ def begin():
     deepspeed.init_distributed("gloo")
 
 
-def engine_of(stage, dropout=0.0, **settings):
-    """ZeRO of a model whose parameters do not divide by the ranks."""
+def model_of(dropout=0.0):
+    """A model whose parameters do not divide by the ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3))
+
+
+def engine_of(stage, model=None, **settings):
+    """ZeRO of a model."""
+    model = model_of() if model is None else model
     config = {
-        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
@@ -113,10 +118,10 @@ def train(place, stage, until=STEPS, die_after=0, keep=True):
     return restored
 
 
-def run(place, stage, settings=(), stop_after=0, die_after=0, during=None):
+def run(place, stage, settings=(), stop_after=0, die_after=0, during=None, accumulate=1):
     """A loop under `Run`; the exit code."""
     begin()
-    engine = engine_of(stage, dropout=0.2)
+    engine = engine_of(stage, model_of(dropout=0.2), gradient_accumulation_steps=accumulate)
     dataset = TensorDataset(*data())
     sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, BATCH // dist.get_world_size(), sampler=sampler)

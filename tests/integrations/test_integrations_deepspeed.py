@@ -19,6 +19,7 @@ from outlast.checkpoint.convert import import_checkpoint
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.deepspeed import OutlastCheckpointEngine
 from outlast.integrations.deepspeed.checkpoints import STORE
+from outlast.tensorize import tensorize
 
 pytestmark = pytest.mark.distributed
 
@@ -122,6 +123,37 @@ def test_what_is_damaged_or_cannot_be_named_is_refused(tmp_path):
     assert steps == 1
     assert "tag = 'best' cannot be saved" in untagged
     assert "give both the same directory" in elsewhere
+
+
+def _tensorized(place):
+    training.begin()
+    inputs, targets = (each.split(training.BATCH // 2) for each in training.data())
+    engines = []
+    for _ in range(2):
+        model = training.model_of()
+        tensorize(model, form="low_rank", rank=2, match="0", force=True)
+        engine = training.engine_of(1, model)
+        engine.checkpoint_engine = OutlastCheckpointEngine(place, asynchronous=False)
+        engines.append(engine)
+        if len(engines) == 1:
+            for step in range(3):
+                training.learn(engine, inputs[step], targets[step])
+            engine.save_checkpoint(place)
+            engine.checkpoint_engine.cleanup()
+        else:
+            engine.load_checkpoint(place)
+    found = [
+        [training.learn(engine, inputs[4], targets[4]) for _ in range(3)] for engine in engines
+    ]
+    return found, sum(each.numel() for each in engines[0].module.parameters())
+
+
+@pytest.mark.supports("deepspeed", "tensorize")
+def test_a_tensorized_model_is_trained_and_restored(tmp_path):
+    for (first, restored), parameters in run_ranks(2, _tensorized, str(tmp_path)):
+        assert first == restored
+        assert first[2] < first[0]
+        assert parameters == 2 * (5 + 7) + 7 + 7 * 3 + 3
 
 
 def _make_engine_again(place):

@@ -76,6 +76,15 @@ def test_it_goes_on_with_another_number_of_ranks(before, after, tmp_path):
     assert done[-1] == STEPS
 
 
+def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path):
+    every = ("checkpoint.every_steps=3",)
+    assert run_ranks(2, training.run, str(tmp_path), 1, every, 0, 0, None, 2) == [0, 0]
+    saved = [each.step for each in events(tmp_path, CheckpointSaved)]
+    assert saved[-1] == STEPS
+    assert len(saved) > 4
+    assert all(step % 2 == 0 for step in saved)
+
+
 def _spoil(fault, run, engine):
     if run.step == 0:
         inject(run.guard, parse_faults([fault]), rank=dist.get_rank())
