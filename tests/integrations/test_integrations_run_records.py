@@ -1,5 +1,6 @@
 """What `outlast.Run` records, what it guards, and what it refuses."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import outlast
 from outlast.errors import CheckpointError, IntegrationError, JobError
 from outlast.guard.findings import HARMFUL
 from outlast.integrations.progress import entries_of
-from outlast.job import LoopJob
+from outlast.job import LoopJob, load_job, to_toml
 from outlast.records import (
     CheckpointRestored,
     Guarded,
@@ -25,6 +26,7 @@ from outlast.records import (
 from outlast.report import write_report
 from outlast.report.overview import load
 from outlast.report.summary import KeyFigure, Unavailable, key_figures
+from outlast.report.tables import job_table
 
 
 def figures(folder: Path) -> dict[str, KeyFigure]:
@@ -231,3 +233,19 @@ def test_a_last_save_that_fails_is_an_error(
             folder.rename(folder.with_name("gone"))
         folder.write_text("")
     assert read_run(run.directory).attempts[-1].outcome == "failed"
+
+
+@pytest.mark.distributed
+def test_a_loop_stands_beside_other_runs_with_the_settings_that_it_has(tmp_path: Path) -> None:
+    finish(tmp_path, "checkpoint.keep=5", steps=3)
+    trained = RunDirectory(tmp_path / "runs" / "trained")
+    trained.create(to_toml(load_job(None, ["train.steps=700"])))
+    found = job_table(load([tmp_path / "runs" / "it", trained.path]))
+    rows = re.findall(
+        r"<tr><th[^>]*>([\w.]+)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", found
+    )
+    settings = {name: (one, other, decides) for name, one, other, decides in rows}
+    assert settings["checkpoint.keep"] == ("5", "3", "no")
+    # What the script decides is no setting of its run.
+    assert settings["train.steps"] == ("the script&#x27;s", "700", "yes")
+    assert "run.seed" not in settings
