@@ -60,10 +60,7 @@ NOT_YET: dict[str, dict[str, str]] = {
     "transformers": {"recover": _FROM_DISK},
     "accelerate": {"recover": _FROM_DISK},
     "lightning": {"recover": _FROM_DISK},
-    "deepspeed": {
-        "recover": _FROM_DISK,
-        "tensorize": "`tensorize(model)` before `deepspeed.initialize`; not tested with it",
-    },
+    "deepspeed": {"recover": _FROM_DISK},
     "torchtitan": {
         **dict.fromkeys(
             ("guard", "energy", "records"), "its Trainer needs CUDA; nothing of it was tried"
