@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -135,3 +137,27 @@ def _sharded(folder: Path) -> str:
 def test_a_strategy_with_files_of_its_own_is_refused(tmp_path: Path) -> None:
     [sentence] = run_ranks(1, _sharded, tmp_path)
     assert "strategy = ModelParallelStrategy writes its checkpoints by itself" in sentence
+
+
+def _imported(folder: Path, version: str) -> list[str]:
+    """What the adapters say where the Lightning of another version is found first."""
+    information = folder / f"lightning-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Name: lightning\nVersion: {version}\n")
+    sys.path.insert(0, str(folder))
+    sentences = []
+    for name in ("fabric", "lightning"):
+        with pytest.raises(IntegrationError) as refused:
+            importlib.reload(importlib.import_module(f"outlast.integrations.{name}"))
+        sentences.append(str(refused.value))
+    return sentences
+
+
+@pytest.mark.parametrize("version", ["2.5.6", "2.7.0", "3.0"])
+def test_another_version_is_refused_with_those_that_work(tmp_path: Path, version: str) -> None:
+    [sentences] = run_ranks(1, _imported, tmp_path, version)
+    wanted = (
+        f"lightning {version} is installed; this adapter works with lightning from 2.6 to "
+        'below 2.7: pip install "lightning>=2.6,<2.7"'
+    )
+    assert sentences == [wanted, wanted]

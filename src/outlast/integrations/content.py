@@ -150,7 +150,7 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     facts = (tensor.dtype, tuple(tensor.shape))
     size = tensor.numel() * tensor.element_size()
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or size > _COMPARED_BYTES:
-        return (*facts, id(tensor.device), tensor.data_ptr(), tensor._version)
+        return (*facts, str(tensor.device), tensor.data_ptr(), tensor._version)
     memory = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return (*facts, _digest(memory.numpy().tobytes()))
 

@@ -4,8 +4,12 @@ trainer = Trainer(max_steps=1000, **with_outlast("job.toml"))
 trainer.fit(model, loader, ckpt_path="last")
 """
 
-from outlast.integrations.lightning.arguments import with_outlast
-from outlast.integrations.lightning.callback import OutlastCallback
-from outlast.integrations.lightning.energy import EnergyCallback
+from outlast.integrations.installed import require
+
+require("lightning", "2.6", "2.7")
+
+from outlast.integrations.lightning.arguments import with_outlast  # noqa: E402
+from outlast.integrations.lightning.callback import OutlastCallback  # noqa: E402
+from outlast.integrations.lightning.energy import EnergyCallback  # noqa: E402
 
 __all__ = ["EnergyCallback", "OutlastCallback", "with_outlast"]
