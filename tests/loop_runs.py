@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import outlast
 from outlast.guard.inject import inject, parse_faults
 from outlast.records import Predicted
+from outlast.tensorize import tensorize
 
 HERE = Path(__file__).parent
 HOW = json.loads(sys.argv[1])
@@ -57,6 +58,8 @@ torch.manual_seed(7)
 model = nn.Sequential(
     nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
 )
+if "form" in HOW:
+    tensorize(model, form=HOW["form"], rank=2, force=True)
 average = torch.optim.swa_utils.AveragedModel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from loop_runs import assert_same, finish, saved_steps, start, undisturbed
 
 pytestmark = pytest.mark.distributed
@@ -35,3 +36,14 @@ def test_a_stream_without_a_length_goes_on_in_its_middle(tmp_path: Path) -> None
     assert start(tmp_path, EVERY_5, plan="19 SIGKILL", stream=True).code == -9
     finish(tmp_path, EVERY_5, stream=True)
     assert_same(tmp_path, other)
+
+
+@pytest.mark.supports("pytorch", "tensorize", "resume")
+def test_a_tensorized_model_is_saved_in_its_factors(tmp_path: Path) -> None:
+    how = {"form": "low_rank", "steps": 9}
+    other = undisturbed(tmp_path, EVERY_5, **how)
+    assert start(tmp_path, EVERY_5, plan="7 SIGKILL", **how).code == -9
+    finish(tmp_path, EVERY_5, **how)
+    assert_same(tmp_path, other)
+    weights = torch.load(tmp_path / "result.pt", weights_only=True)["model"]
+    assert sum(each.numel() for name, each in weights.items() if name.startswith("0.")) < 8 * 16
