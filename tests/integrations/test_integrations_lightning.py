@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import EVERY_5, assert_same, finish, losses, records, start
 
 from outlast.errors import IntegrationError
+from outlast.guard.findings import HARMFUL
 from outlast.integrations.lightning import with_outlast
 from outlast.records import (
     AttemptEnded,
@@ -221,3 +222,20 @@ def test_each_of_several_loaders_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_same(folder, other)
     restored = [event.step for _, event in records(folder).of(CheckpointRestored)]
     assert restored == [4, 8, 20]
+
+
+@pytest.mark.supports("lightning", "guard")
+def test_numbers_that_stay_wrong_end_the_training_before_they_are_used(tmp_path: Path) -> None:
+    other = undisturbed(tmp_path)
+    folder = tmp_path / "faulty"
+    settings = ["guard.policy=linear", EVERY_5]
+    with pytest.raises(RanksFailedError, match="WrongNumbersError"):
+        start(folder, *settings, fault="linear.output:bit=29:step=13:permanent")
+    run = records(folder)
+    assert {each.outcome for _, each in run.of(WrongNumbers)} <= set(HARMFUL)
+    assert run.of(WrongNumbers)
+    assert run.attempts[-1].outcome == "failed"
+    finish(folder, *settings)
+    [(_, restored)] = records(folder).of(CheckpointRestored)
+    assert restored.step == 10
+    assert_same(folder, other)

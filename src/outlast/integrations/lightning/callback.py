@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
+from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.lightning.closures import closures_first
 from outlast.integrations.lightning.loader import Place, PlacedLoader
 from outlast.integrations.place import ranks_here
@@ -199,6 +199,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             # Lightning ends with 0 when it was told to stop in a sanity check.
             exception.code = EXIT_TO_BE_CONTINUED
         if self._recording is not None:
+            if isinstance(exception, WrongNumbersError) or trainer.world_size == 1:
+                # Wrong numbers are an error on all ranks.
+                self._tell_findings()
             self._recording.close("failed", f"{type(exception).__name__}: {exception}")
         self._signals.close()
         self._close()
