@@ -22,7 +22,7 @@ from outlast.checkpoint import list_versions, load, storage_of
 from outlast.checkpoint.format.version import is_published
 from outlast.checkpoint.tiers.place import Place
 from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, IntegrationError
-from outlast.integrations.torchtitan import OutlastCheckpointManager
+from outlast.integrations.torchtitan import OutlastCheckpointManager, manager
 from outlast.integrations.torchtitan.state import joined
 
 pytestmark = [
@@ -161,6 +161,36 @@ def test_a_signal_to_one_rank_ends_all_after_a_save_of_the_same_step(tmp_path: P
     assert code == EXIT_TO_BE_CONTINUED
     assert 3 <= step < 5000
     assert steps_in(tmp_path) == [step]
+
+
+def with_a_full_disk(folder: Path) -> tuple[list[str], int, str]:
+    """What is logged of saves that fail, and what the last one raises."""
+    messages: list[str] = []
+    monkey = pytest.MonkeyPatch()
+    seal = Place.seal
+
+    def full(place: Place, version: Any) -> None:
+        if version.step in (2, STEPS):
+            raise OSError(28, "No space left on device")
+        seal(place, version)
+
+    monkey.setattr(Place, "seal", full)
+    monkey.setattr(manager._logger, "error", lambda text, *args: messages.append(text % args))
+    titan = Titan(settings(async_mode="async"), folder, steps=STEPS)
+    try:
+        titan.train()
+    except CheckpointError as error:
+        return messages, titan.step, str(error)
+    return messages, titan.step, ""
+
+
+def test_a_save_that_fails_is_told_and_the_last_one_raises(tmp_path: Path) -> None:
+    [(messages, step, raised)] = run_ranks(1, with_a_full_disk, tmp_path)
+    assert [each.partition(":")[0] for each in messages] == ["step 2 was not saved"]
+    assert step == STEPS
+    assert "No space left on device" in raised
+    # Its parts are whole, and were synced: it counts, although the run could not be told so.
+    assert steps_in(tmp_path)[-3:] == [4, 6, 8]
 
 
 def weights_of(titan: Titan) -> dict[str, torch.Tensor]:

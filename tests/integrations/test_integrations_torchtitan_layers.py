@@ -47,30 +47,32 @@ def built(**given: Any) -> Any:
     return model
 
 
-def train_twice(folder: Path) -> tuple[dict[int, float], dict[int, float], int]:
-    """Losses of a run of the tensorized model, and those after its checkpoint of step 3."""
+def train(folder: Path, backend: str, **given: Any) -> tuple[dict[int, float], int]:
+    """Losses of a run of the tensorized model, and how many layers of it have factors."""
+    config = OutlastCheckpointManager.Config(
+        enable=True, interval=3, last_save_model_only=False, **given
+    )
     layers = [TensorizeConverter.Config(form="cola", rank=32)]
+    titan = Titan(config, folder, layers, steps=STEPS, backend=backend)
+    factors = [each for each in titan.model.modules() if isinstance(each, TwoFactorLinear)]
+    return titan.train(), len(factors)
 
-    def run(**given: Any) -> dict[int, float]:
-        config = OutlastCheckpointManager.Config(
-            enable=True, interval=3, last_save_model_only=False, **given
-        )
-        titan = Titan(config, folder, layers, steps=STEPS)
-        factors = [each for each in titan.model.modules() if isinstance(each, TwoFactorLinear)]
-        counts.append(len(factors))
-        return titan.train()
 
-    counts: list[int] = []
-    return run(), run(load_step=3, load_only=True), counts[0]
+def train_the_rest(folder: Path, backend: str) -> tuple[dict[int, float], int]:
+    return train(folder, backend, load_step=3, load_only=True)
 
 
 @pytest.mark.distributed
 @pytest.mark.supports("torchtitan", "tensorize")
-def test_a_tensorized_model_trains_sharded_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    whole, rest, factors = run_ranks(2, train_twice, tmp_path)[0]
+@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
+def test_a_tensorized_model_trains_sharded_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, backend: str
+) -> None:
+    (whole, factors), _ = run_ranks(2, train, tmp_path, backend)
     assert factors == 6
     assert whole[STEPS] < whole[1]
-    assert rest == {step: loss for step, loss in whole.items() if step > 3}
+    rest = {step: loss for step, loss in whole.items() if step > 3}
+    assert run_ranks(2, train_the_rest, tmp_path, backend) == [(rest, factors)] * 2
 
 
 @pytest.mark.parametrize("form", ["low_rank", "cola"])

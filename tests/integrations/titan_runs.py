@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed import ParallelDims, full_dtensor, parallel_dims
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 SAMPLES, LENGTH, SYMBOLS = 4, 16, 64
 
@@ -62,10 +65,16 @@ class Titan:
         folder: Where the run's files go.
         converters: Of the model.
         steps: Of the schedule.
+        backend: How parameters and activations are distributed; ``spmd_types`` needs a newer torch.
     """
 
     def __init__(
-        self, manager: Any, folder: Path, converters: list[Any] | None = None, steps: int = 8
+        self,
+        manager: Any,
+        folder: Path,
+        converters: list[Any] | None = None,
+        steps: int = 8,
+        backend: str = "partial_dtensor",
     ) -> None:
         logging.disable(logging.WARNING)
         if not dist.is_initialized():
@@ -76,16 +85,18 @@ class Titan:
         self.steps = steps
         self.load_step = manager.load_step
         spec = small_model(converters)
+        parallelism = ParallelismConfig(data_parallel_shard_degree=size, spmd_backend=backend)
+        training = TrainingConfig(
+            mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=LENGTH
+        )
+        config = llama3_debugmodel()
+        config.model_spec, config.parallelism, config.training = spec, parallelism, training
+        spec.model.update_from_config(config=config)
+        set_spmd_backend(backend)
         torch.manual_seed(0)
         with torch.device("meta"):
             model = spec.model.build()
         model.verify_module_protocol()
-        parallelism = ParallelismConfig(
-            data_parallel_shard_degree=size, spmd_backend="partial_dtensor"
-        )
-        training = TrainingConfig(
-            mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=LENGTH
-        )
         self.dims = ParallelDims.from_config(parallelism, size)
         self.model = spec.parallelize_fn(
             model,
@@ -156,16 +167,21 @@ class Titan:
 
     def train_step(self, tokens: torch.Tensor) -> float:
         self.optimizers.zero_grad()
-        logits = self.model(tokens[:, :-1])
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.dims.spmd_backend == "full_dtensor":
+            inputs, _, _ = full_dtensor.parallelize_inputs(self.dims, inputs, labels, {})
+        logits = self.model(inputs)
+        if isinstance(logits, DTensor):
+            logits = logits.to_local()
         # As in torchtitan: the sum over this rank's tokens, over the tokens of all ranks.
         loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
         ) / (SAMPLES * LENGTH)
         loss.backward()
         self.manager.maybe_wait_for_staging()
         self.optimizers.step()
         self.schedulers.step()
-        self.ntokens_seen += tokens[:, 1:].numel()
+        self.ntokens_seen += labels.numel()
         mean = loss.detach()
         dist.all_reduce(mean)
         return mean.item()
