@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -27,9 +27,8 @@ from outlast.records import (
     RecordWriter,
     RunDirectory,
     StepsDone,
-    TensorBoardSink,
-    WandbSink,
     Warned,
+    open_sinks,
 )
 from outlast.records.process import age_seconds
 from outlast.records.stopwatch import Stopwatch
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveResult
     from outlast.job import LoopJob
-    from outlast.records import Event, OwnerLock, Predicted, Sink
+    from outlast.records import Event, OwnerLock, Predicted
     from outlast.train.guarding import RunGuard
     from outlast.train.metering import RunMeter
     from outlast.train.ranks import Ranks
@@ -281,9 +280,9 @@ class Recording:
         try:
             _refuse_another(self._job, directory)
             directory.create(to_toml(self._job))
-            self._writer = RecordWriter(
-                directory.path, 0, directory.next_attempt(), _sinks(self._job, directory)
-            )
+            job, name = self._job, f"{self._job.run.name}-{directory.identifier}"
+            sinks = open_sinks(job.log, directory, name, job.model_dump())
+            self._writer = RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
         except BaseException:
             lock.release()
             raise
@@ -333,14 +332,3 @@ def _refuse_another(job: LoopJob, directory: RunDirectory) -> None:
             f"the run directory {directory.path} belongs to a run with other settings "
             f"({'; '.join(changed)}); set them back, {remedy}"
         )
-
-
-def _sinks(job: LoopJob, directory: RunDirectory) -> list[Sink]:
-    sinks: list[Sink] = []
-    if job.log.tensorboard:
-        sinks.append(TensorBoardSink(directory.tensorboard))
-    if job.log.wandb_project:
-        name = f"{job.run.name}-{directory.identifier}"
-        config: dict[str, Any] = job.model_dump()
-        sinks.append(WandbSink(job.log.wandb_project, name, config, directory.path))
-    return sinks
