@@ -30,7 +30,7 @@ ALL, NEVER = training.STEPS, 0
 def plainly(tmp_path_factory):
     """Runs of DeepSpeed that saves by itself: stage -> their directory."""
     places = {}
-    for stage in (1, 2):
+    for stage in (0, 1, 2):
         places[stage] = tmp_path_factory.mktemp(f"plain-{stage}")
         run_ranks(2, training.train, str(places[stage]), stage, ALL, NEVER, False)
     return places
@@ -41,7 +41,7 @@ def steps_in(place):
 
 
 @pytest.mark.supports("deepspeed", "checkpoint", "resume")
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_killed_training_goes_on_as_if_it_had_not_been(stage, plainly, tmp_path):
     # The save of step 8 may be under way.
     run_ranks(2, training.train, str(tmp_path), stage, ALL, 9, may_die=(0, 1))
@@ -52,11 +52,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(stage, plainly, tmp_pat
     assert steps_in(tmp_path)[-1] == 12
     # DeepSpeed's own names, with nothing but a word in them.
     files = sorted(each.name for each in (tmp_path / "global_step12").iterdir())
-    assert files == [
-        "mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    ]
+    partitions = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    assert files == ["mp_rank_00_model_states.pt", *(partitions if stage else [])]
     assert all(each.stat().st_size < 100 for each in (tmp_path / "global_step12").iterdir())
 
 
@@ -125,14 +122,16 @@ def test_what_is_damaged_or_cannot_be_named_is_refused(tmp_path):
     assert "give both the same directory" in elsewhere
 
 
-def _tensorized(place):
+def _saved_and_restored(place, low_rank, **settings):
+    """Losses of an engine after a save, and of one that was restored from it."""
     training.begin()
     inputs, targets = (each.split(training.BATCH // 2) for each in training.data())
     engines = []
     for _ in range(2):
         model = training.model_of()
-        tensorize(model, form="low_rank", rank=2, match="0", force=True)
-        engine = training.engine_of(1, model)
+        if low_rank:
+            tensorize(model, form="low_rank", rank=2, match="0", force=True)
+        engine = training.engine_of(1, model, **settings)
         engine.checkpoint_engine = OutlastCheckpointEngine(place, asynchronous=False)
         engines.append(engine)
         if len(engines) == 1:
@@ -150,10 +149,51 @@ def _tensorized(place):
 
 @pytest.mark.supports("deepspeed", "tensorize")
 def test_a_tensorized_model_is_trained_and_restored(tmp_path):
-    for (first, restored), parameters in run_ranks(2, _tensorized, str(tmp_path)):
+    for (first, restored), parameters in run_ranks(2, _saved_and_restored, str(tmp_path), True):
         assert first == restored
         assert first[2] < first[0]
         assert parameters == 2 * (5 + 7) + 7 + 7 * 3 + 3
+
+
+def _in_bfloat16(place):
+    return _saved_and_restored(place, False, bf16={"enabled": True})
+
+
+def test_bfloat16_is_restored_with_its_float32_weights(tmp_path):
+    for (first, restored), _ in run_ranks(2, _in_bfloat16, str(tmp_path)):
+        assert first == restored
+    assert (tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").is_file()
+
+
+def _save_where_nothing_can_be_written(place):
+    training.begin()
+    engine = training.engine_of(1)
+    keeper = engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    inputs, targets = training.data()
+    told = []
+    for step in range(3):
+        training.learn(engine, inputs, targets)
+        if step == 1:
+            keeper.wait()
+            store = keeper.directory / STORE
+            store.rename(keeper.directory / "aside")
+            store.touch()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.save_checkpoint(place)
+        told.append([str(each.message) for each in caught if "was not saved" in str(each.message)])
+        if step == 1:
+            keeper._handle.result()
+            store.unlink()
+            (keeper.directory / "aside").rename(store)
+    keeper.cleanup()
+    return told, [each.step for each in list_versions(keeper._store.storage)]
+
+
+def test_a_save_that_fails_stops_no_training_and_is_told(tmp_path):
+    ((told, steps),) = run_ranks(1, _save_where_nothing_can_be_written, str(tmp_path))
+    assert [len(each) for each in told] == [0, 0, 1]
+    assert steps == [1, 3]
 
 
 def _make_engine_again(place):

@@ -64,13 +64,13 @@ def test_killed_and_stopped_it_ends_as_if_it_had_not_been(whole, tmp_path):
 
 
 @pytest.mark.supports("deepspeed", "malleable")
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_it_goes_on_with_another_number_of_ranks(before, after, tmp_path):
-    run_ranks(before, training.run, str(tmp_path), 2, (), 0, 7, may_die=(0, 1))
-    assert run_ranks(after, training.run, str(tmp_path), 2) == [0] * after
+@pytest.mark.parametrize(("before", "after", "stage"), [(2, 1, 2), (1, 2, 1), (2, 1, 0)])
+def test_it_goes_on_with_another_number_of_ranks(before, after, stage, tmp_path):
+    run_ranks(before, training.run, str(tmp_path), stage, (), 0, 7, may_die=(0, 1))
+    assert run_ranks(after, training.run, str(tmp_path), stage) == [0] * after
     assert events(tmp_path, CheckpointRestored)[0].step == 4
     # What was saved before by other ranks is not saved any more.
-    assert run_ranks(after, training.run, str(tmp_path), 2) == [0] * after
+    assert run_ranks(after, training.run, str(tmp_path), stage) == [0] * after
     assert events(tmp_path, CheckpointRestored)[1].step == STEPS
     done = [int(line.split()[0]) for line in (tmp_path / "losses").read_text().splitlines()]
     assert done[-1] == STEPS
