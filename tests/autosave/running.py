@@ -226,6 +226,8 @@ def _child(
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(environment)
+    # A script forks its workers; the server's way names semaphores, which a kill leaves behind.
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
     code = 1
     try:
