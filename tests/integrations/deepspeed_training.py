@@ -44,8 +44,8 @@ def model_of(dropout=0.0):
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3))
 
 
-def engine_of(stage, model=None, **settings):
-    """ZeRO of a model."""
+def engine_of(stage, model=None, dataset=None, **settings):
+    """ZeRO of a model; with a loader of its own, where it is given a dataset."""
     model = model_of() if model is None else model
     config = {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
@@ -55,7 +55,7 @@ def engine_of(stage, model=None, **settings):
         "zero_optimization": {"stage": stage},
         **settings,
     }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config, training_data=dataset)[0]
 
 
 def data():
@@ -118,13 +118,25 @@ def train(place, stage, until=STEPS, die_after=0, keep=True):
     return restored
 
 
-def run(place, stage, settings=(), stop_after=0, die_after=0, during=None, accumulate=1):
+def run(
+    place,
+    stage,
+    settings=(),
+    stop_after=0,
+    die_after=0,
+    during=None,
+    accumulate=1,
+    own_loader=False,
+):
     """A loop under `Run`; the exit code."""
     begin()
-    engine = engine_of(stage, model_of(dropout=0.2), gradient_accumulation_steps=accumulate)
     dataset = TensorDataset(*data())
+    engine = engine_of(
+        stage, model_of(dropout=0.2), dataset, gradient_accumulation_steps=accumulate
+    )
     sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, BATCH // dist.get_world_size(), sampler=sampler)
+    loader = engine.training_dataloader if own_loader else loader
     keeping = (f"run.directory={place}", "run.name=r", f"checkpoint.every_steps={EVERY}", *settings)
     try:
         with Run(engine=engine, loader=loader, epochs=2, settings=keeping) as outlast:

@@ -76,6 +76,16 @@ def test_it_goes_on_with_another_number_of_ranks(before, after, stage, tmp_path)
     assert done[-1] == STEPS
 
 
+def test_deepspeeds_own_loader_is_gone_on_with(tmp_path):
+    run = functools.partial(training.run, own_loader=True)
+    (tmp_path / "whole").mkdir()
+    assert run_ranks(2, run, str(tmp_path / "whole"), 1) == [0, 0]
+    run_ranks(2, run, str(tmp_path), 1, (), 0, 15, may_die=(0, 1))
+    assert run_ranks(2, run, str(tmp_path), 1) == [0, 0]
+    assert training.losses(tmp_path) == training.losses(tmp_path / "whole")
+    assert max(training.losses(tmp_path)) == STEPS
+
+
 def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path):
     every = ("checkpoint.every_steps=3",)
     assert run_ranks(2, training.run, str(tmp_path), 1, every, 0, 0, None, 2) == [0, 0]
