@@ -110,6 +110,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._store = together(lambda: self._opened(self.folder))
         self._handle: SaveHandle | None = None
         self._saved_step = -1
+        self._closed = False
         self._boundary = time.monotonic()
         self._step_seconds = 0.0
         self._agreement: Agreement | None = None
@@ -207,6 +208,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     self._save_all(curr_step, wait=bool(why) or last_step)
         if why:
             _logger.warning("stopped after step %d (%s): run the same again", curr_step, why)
+            # The trainer closes its manager after errors and at its end, which this is neither.
+            self.close()
             raise SystemExit(EXIT_TO_BE_CONTINUED)
         self._boundary = time.monotonic()
         return due
@@ -269,6 +272,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         """Give up the store; after an error, without waiting for other ranks."""
+        if self._closed:
+            return
+        self._closed = True
         error = sys.exception()
         failed = error is not None and not isinstance(error, SystemExit)
         if not failed:
