@@ -169,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ),
     (
         {},
-        lambda trainer: add_outlast(trainer, load_loop_job(None, ["recover.mode=off"])),
+        lambda trainer: add_outlast(trainer, load_loop_job(None, ["recover.every_steps=5"])),
         r"\[recover\] has no effect",
     ),
 ]

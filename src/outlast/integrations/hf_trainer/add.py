@@ -144,9 +144,11 @@ def add_outlast(
     check_trainer(trainer)
     settings = _job_of(job)
     in_output_directory(settings, trainer.args.output_dir)
-    if settings.recover != LoopJob().recover:
+    plain = LoopJob().recover
+    if settings.recover not in (plain, plain.model_copy(update={"mode": "off"})):
         raise IntegrationError(
-            "[recover] has no effect in a Trainer, whose state is not kept in memory; remove it"
+            "[recover] has no effect in a Trainer, whose state is not kept in memory; remove it, "
+            'or set recover.mode = "off"'
         )
     check_checkpoints(trainer, settings.checkpoint)
     check_stop(trainer)
