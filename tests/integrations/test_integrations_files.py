@@ -140,3 +140,18 @@ def test_a_file_of_another_kind_is_not_taken_for_one(tmp_path: Path) -> None:
     files.close()
     with pytest.raises(IntegrationError, match=r"checkpoint\.keep = 9 cannot be followed"):
         CheckpointFiles(tmp_path / "store", CheckpointSection(keep=9))
+
+
+def test_a_store_that_is_moved_with_its_paths_loses_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    files = CheckpointFiles(first / "store", QUICK)
+    files.save(first / "names" / "best", content(1.0), 1)
+    files.save(first / "names" / "last", content(2.0), 2)
+    files.close()
+    first.rename(second)
+    moved = CheckpointFiles(second / "store", QUICK)
+    for step in (3, 4):
+        moved.save(second / "names" / "last", content(step), step)
+    moved.close()
+    assert versions(second / "store") == [1, 3, 4]
+    assert moved.load(second / "names" / "best")["optimizer"] == {0: 1.0}

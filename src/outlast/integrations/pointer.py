@@ -90,11 +90,14 @@ class PointerList:
 
     @property
     def paths(self) -> list[Path]:
-        """All of them, the oldest first."""
+        """All of them, the oldest first; also where the store was moved or copied with them."""
         if self._paths is None:
-            self._paths = []
-            with contextlib.suppress(OSError, ValueError):
-                self._paths = [Path(each) for each in json.loads(self._file.read_bytes())]
+            found: dict[Path, None] = {}
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                for each in json.loads(self._file.read_bytes()):
+                    near = os.path.normpath(self._storage.root / each["relative"])
+                    found |= dict.fromkeys((Path(each["path"]), Path(near)))
+            self._paths = [each for each in found if self._leads_here(each)]
         return self._paths
 
     def point(self, path: Path, entry: Entry) -> None:
@@ -181,6 +184,17 @@ class PointerList:
             and is_published(self._storage, versions[each.version])
         ]
 
+    def _leads_here(self, path: Path) -> bool:
+        with contextlib.suppress(CheckpointError):
+            return os.path.realpath(read_pointer(path).store) == os.path.realpath(
+                self._storage.root
+            )
+        return False
+
     def _write(self) -> None:
-        self._storage.root.mkdir(parents=True, exist_ok=True)
-        replace_file(self._file, json.dumps([str(each) for each in self.paths]).encode())
+        root = self._storage.root
+        root.mkdir(parents=True, exist_ok=True)
+        listed = [
+            {"path": str(each), "relative": os.path.relpath(each, root)} for each in self.paths
+        ]
+        replace_file(self._file, json.dumps(listed).encode())
