@@ -8,6 +8,7 @@
   lock             owner while it runs
   checkpoints/     the versions
   stores.json      where a library keeps them that trains the script
+  begun.json       under srun, what rank 0 tells the others when they begin
 """
 
 from __future__ import annotations
