@@ -21,7 +21,7 @@ from outlast.errors import IntegrationError
 from outlast.hardware.filesystem import MOUNTS, NETWORK_TYPES, mount_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 _PROCESSES = Path("/proc")
 _LONGEST_BUILD_SECONDS = 3600.0
@@ -41,13 +41,21 @@ def extensions_folder() -> Path:
     return Path(cpp_extension.get_default_build_root()) / f"{python}_{kind}"
 
 
-def stale_locks(folder: Path) -> list[Path]:
-    """Locks in the folders of extensions below `folder` that no live build holds.
+def operators() -> Collection[str]:
+    """Names of the extensions that DeepSpeed builds on this machine's kind of device."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    return [*ALL_OPS]
+
+
+def stale_locks(folder: Path, names: Collection[str]) -> list[Path]:
+    """Locks of the extensions of these names below `folder` that no live build holds.
 
     A build keeps its lock open. On a file system of this machine's own, a lock that no process has
     open is stale; on one that other machines share, where it is an hour old as well.
     """
-    locks = {each: _identity(each) for each in folder.glob("*/lock")}
+    found = [each for name in names if (each := folder / name / "lock").exists()]
+    locks = {each: _identity(each) for each in found}
     if not locks:
         return []
     # After the locks were listed: whoever holds one of them has it open by now.
@@ -65,11 +73,11 @@ def refuse_stale_locks() -> None:
     Raises:
         IntegrationError: Naming the lock and what to do.
     """
-    if locks := stale_locks(extensions_folder()):
+    if locks := stale_locks(extensions_folder(), operators()):
         names = " ".join(map(str, locks))
         raise IntegrationError(
-            "a build of a torch extension was killed, and every start would wait without end for "
-            f"the lock that it has left; no process builds it now, so delete it: rm {names}"
+            "a build of a DeepSpeed operator was killed, and every start would wait without end "
+            f"for the lock that it has left; no process builds it now, so delete it: rm {names}"
         )
 
 
