@@ -25,7 +25,24 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
+from outlast.checkpoint import list_versions, storage_of
+from outlast.checkpoint.format.version import is_published
+from outlast.integrations.torchtitan import OutlastCheckpointManager
+
 SAMPLES, LENGTH, SYMBOLS = 4, 16, 64
+
+
+def settings(**given: Any) -> Any:
+    """Settings of a manager that saves everything, every second step."""
+    return OutlastCheckpointManager.Config(
+        **{"enable": True, "interval": 2, "last_save_model_only": False, **given}
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the versions of a run that count."""
+    storage = storage_of(folder / "checkpoint")
+    return [each.step for each in list_versions(storage) if is_published(storage, each)]
 
 
 class Texts(IterableDataset):
