@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ from fabric_runs import assert_same, finish, losses, records, start, weights
 from outlast.checkpoint import storage_of
 from outlast.checkpoint.format.retention import complete_versions
 from outlast.records import (
-    StateRecovered,
     StopRequested,
     WrongNumbers,
     energy_totals,
@@ -27,16 +22,6 @@ from outlast.records import (
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 EVERY_5 = "checkpoint.every_steps=5"
-
-SCRIPT = """
-import json
-import sys
-from pathlib import Path
-
-from fabric_runs import train
-
-sys.exit(train(Path(sys.argv[1]), [], json.loads(sys.argv[2])))
-"""
 
 
 @pytest.mark.supports("fabric", "checkpoint", "resume", "chain", "records")
@@ -117,36 +102,3 @@ def test_what_two_shards_saved_is_loaded_by_one(tmp_path: Path) -> None:
     finish(folder, ranks=2, strategy="store", steps=8)
     finish(folder, ranks=1, strategy="store")
     assert losses(folder) == pytest.approx(losses(other), rel=1e-4)
-
-
-@pytest.mark.supports("fabric", "recover")
-def test_a_killed_process_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
-    other, folder = tmp_path / "undisturbed", tmp_path / "killed"
-    finish(other, ranks=2, strategy="fsdp")
-    folder.mkdir()
-    (folder / "plan").write_text("9 SIGKILL 1")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=1", str(script), str(folder),
-            json.dumps({"ranks": 2, "strategy": "fsdp"}),
-        ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert_same(folder, other)
-    # Nothing was on disk.
-    [(_, recovered)] = records(folder).of(StateRecovered)
-    assert recovered.source == "memory"
-    assert recovered.step >= 7
