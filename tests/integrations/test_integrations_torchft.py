@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
 
 
+from outlast.checkpoint import CheckpointStore
 from outlast.errors import IntegrationError
 from outlast.guard import guard
 from outlast.integrations.torchft import guarded_commit, kept_state
@@ -77,27 +78,34 @@ def test_a_run_of_two_killed_groups_goes_on_with_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.supports("torchft", "recover", "guard", "checkpoint")
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_group_that_returns_takes_a_peers_state_and_its_guard_finds_nothing(
-    tmp_path: Path,
+    killed: int, tmp_path: Path
 ) -> None:
     stop = tmp_path / "stop"
     plan = Plan(steps=0, kept=tmp_path / "checkpoints", every=3, ends_with=stop)
     with arena(tmp_path) as groups:
-        survivor, dead = groups.start_all(plan, replace(plan, killed_at=5))
+        plans = [replace(plan, killed_at=5) if each == killed else plan for each in (0, 1)]
+        lives = groups.start_all(*plans)
+        survivor, dead = lives[1 - killed], lives[killed]
         assert dead.end() == -signal.SIGKILL
         # Other first weights: whatever it has made itself must not matter.
-        back = groups.start(1, replace(plan, seed=7, returning=True))
-        back.wait_for(lambda life: len(life.steps()) >= 4)
+        back = groups.start(killed, replace(plan, seed=7, returning=True))
+        back.wait_for(lambda life: len(life.steps()) >= 10)
         stop.touch()
         assert survivor.end() == back.end() == 0
     assert survivor.of("error") == back.of("error") == []
     assert survivor.of("findings") == back.of("findings") == [[]]
     both = back.digests()
     assert min(both) >= 5
-    assert len(both) >= 4
     common = survivor.digests()
     assert all(common.get(step, digest) == digest for step, digest in both.items())
-    assert len(both.keys() & common.keys()) >= 3
+    assert len(both.keys() & common.keys()) >= 9
+    # Whoever is the first of the groups has saved on, group 0 again where it has returned.
+    with CheckpointStore(plan.kept) as store:
+        newest = store.newest()
+    assert newest is not None
+    assert newest.step > min(both)
     assert_like_reference(survivor.weights(), survivor.of("reached")[0])
 
 
@@ -137,3 +145,15 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
             guarded_commit(None, guard(model)),
         ):
             pass
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        with (
+            pytest.raises(IntegrationError, match="the model and the optimizer themselves"),
+            guarded_commit(None, guard(wrapped)),
+        ):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
