@@ -1,12 +1,23 @@
 """What `outlast.Run` records, what it guards, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_runs import assert_same, finish, records, saved_steps, start, undisturbed
+from loop_runs import (
+    QUIET,
+    SCRIPT,
+    assert_same,
+    finish,
+    records,
+    saved_steps,
+    start,
+    undisturbed,
+)
+from running import outlast as outlast_command
 from torch import nn
 
 import outlast
@@ -249,3 +260,13 @@ def test_a_loop_stands_beside_other_runs_with_the_settings_that_it_has(tmp_path:
     # What the script decides is no setting of its run.
     assert settings["train.steps"] == ("the script&#x27;s", "700", "yes")
     assert "run.seed" not in settings
+
+
+@pytest.mark.distributed
+def test_a_script_that_outlast_run_saves_already_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ended = outlast_command("run", script, json.dumps({"settings": QUIET}))
+    assert ended.code == 2, ended.said
+    assert "outlast.Run and `outlast run` would both save this script" in ended.said
+    assert "Traceback" not in ended.said

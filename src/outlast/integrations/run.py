@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,22 +24,31 @@ from outlast.autosave.position import Position
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.keeping import StateKeeper
 from outlast.integrations.place import device_of, ranks_here
-from outlast.integrations.progress import Progress, entries_of, facts_of, held, set_epoch
+from outlast.integrations.progress import (
+    Progress,
+    entries_of,
+    facts_of,
+    held,
+    loop_job_of,
+    refuse_two_savers,
+    set_epoch,
+)
 from outlast.integrations.recording import Recording
 from outlast.integrations.stop import Stop
-from outlast.job import LoopJob, load_loop_job
 from outlast.records import Warned
 from outlast.train.guarding import RunGuard
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
     from types import TracebackType
 
     from torch import nn
     from torch.optim import Optimizer
 
     from outlast.guard import Guard
+    from outlast.job import LoopJob
     from outlast.records import Predicted
 
 _PROGRESS, _POSITION = "outlast.progress", "outlast.position"
@@ -106,11 +115,12 @@ class Run:
         fresh: bool = False,
         prediction: Predicted | None = None,
     ) -> None:
+        refuse_two_savers(sys._getframe(1).f_globals)
         if epochs < 1 or (steps is not None and steps < 1):
             raise IntegrationError(
                 f"epochs = {epochs} and steps = {steps} leave nothing to do; give 1 or more"
             )
-        self.job = _job_of(job, settings)
+        self.job = loop_job_of(job, settings)
         self._models = dict(model) if isinstance(model, Mapping) else {"model": model}
         self._optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
         self._loader = loader
@@ -183,7 +193,7 @@ class Run:
                 fresh=self._fresh,
                 prediction=self._prediction,
             )
-            # Gives the directory up when all below is closed: the next start finds files at rest.
+            # Gives up the directory last: the next start finds files at rest.
             stack.push(self._close_records)
             self._keeper = StateKeeper(
                 self.job, self._ranks, self._recording, stop, state=self._state, note=self._note
@@ -377,17 +387,6 @@ class Run:
         for event in self._guard.news():
             self._recording.write(event)
         self._recording.write(self._guard.summary(self.step))
-
-
-def _job_of(job: str | os.PathLike[str] | LoopJob | None, settings: Sequence[str]) -> LoopJob:
-    if not isinstance(job, LoopJob):
-        return load_loop_job(None if job is None else Path(job), [*settings])
-    if settings:
-        raise IntegrationError(
-            f"settings = {[*settings]} change a file's settings, but job is a LoopJob already; "
-            "leave them out"
-        )
-    return job
 
 
 def _no_update(step: int) -> str:
