@@ -48,6 +48,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def trained_part(model: nn.Module) -> nn.Module:
+    """A module of the trained parameters of `model` alone, under the names that they have there.
+
+    They are the same tensors: what is loaded into one is in the other.
+    """
+    root = nn.Module()
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            *parents, name = path.split(".")
+            owner = root
+            for each in parents:
+                if each not in owner._modules:
+                    owner.add_module(each, nn.Module())
+                owner = owner.get_submodule(each)
+            owner.register_parameter(name, parameter)
+    return root
+
+
 def device_of(models: Iterable[nn.Module]) -> torch.device:
     """What the models compute on; the CPU for such without parameters."""
     parameters = (each for model in models for each in model.parameters())

@@ -30,7 +30,7 @@ from outlast.integrations.hf_trainer.folders import (
     stands_for_version,
     step_of,
 )
-from outlast.integrations.place import ranks_here, unwrapped
+from outlast.integrations.place import ranks_here, trained_part, unwrapped
 from outlast.records import CheckpointRestored, RunDirectory, Warned
 from outlast.train.ranks import shared, together
 from outlast.train.saving import open_store
@@ -38,6 +38,7 @@ from outlast.train.saving import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
     from transformers import Trainer
 
     from outlast.checkpoint import SaveHandle, SaveResult
@@ -154,11 +155,7 @@ class Saving:
         return together(self._opened)
 
     def collect(self, *, wait: bool = False) -> None:
-        """See how the save under way went, if it is done.
-
-        Args:
-            wait: Wait for it.
-        """
+        """See how the save under way went, if it is done, or has to be waited for."""
         if self._handle is None or not (wait or self._handle.done()):
             return
         with self.watch("checkpoint"):
@@ -266,7 +263,7 @@ class Saving:
     def _objects(self) -> dict[str, Any]:
         """The live objects that are saved and restored, of all ranks the same."""
         trainer = self._trainer
-        found: dict[str, Any] = {_MODEL: unwrapped(trainer.model)}
+        found: dict[str, Any] = {_MODEL: self._model()}
         if trainer.args.save_only_model and not self._resumed:
             return found
         optimizer = trainer.optimizer
@@ -275,6 +272,11 @@ class Saving:
         if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
             found[_SCALER] = scaler
         return found
+
+    def _model(self) -> nn.Module:
+        """What of the model is saved: of one with adapters, what they train."""
+        model = unwrapped(self._trainer.model)
+        return trained_part(model) if hasattr(model, "peft_config") else model
 
     def _tell(self, sentence: str) -> None:
         self.events.append(Warned(sentence))
@@ -336,7 +338,7 @@ class Saving:
                 own_load_best()
                 return
             self.collect(wait=True)
-            self._store.restore({_MODEL: unwrapped(trainer.model)}, step=step)
+            self._store.restore({_MODEL: self._model()}, step=step)
 
         trainer._save_checkpoint = save_checkpoint
         trainer.save_model = save_model
