@@ -175,6 +175,13 @@ STYLES = {
         variants = {"a": partial(run, "a", 1), "b": partial(run, "b", rate=2)}
         for name, variant in variants.items(): log.append((name, variant()))
         log.append(variants["a"]())
+        def other(number):
+            for step in range(2): weights.backward(); weights.step()
+            return -number
+        def another(number):
+            for step in range(2): weights.backward(); weights.step()
+            return number
+        for phase, number in [(other, 1), (another, 2), (other, 3)]: log.append(phase(number))
         print(log)
         """,
     "sets that lose members": """
@@ -370,6 +377,33 @@ REFUSED = {
         print(log)
         """,
         r"train\.py, line 14: `call` calls `fit`, which trains, in a way that is not seen",
+    ),
+    "a function that is called behind others in a way that is not seen": (
+        """
+        def one():
+            for step in range(2): weights.backward(); weights.step()
+        def two():
+            for step in range(2): weights.backward(); weights.step()
+        table = dict(one=one, two=two)
+        for name in ("one", "two"): log.append(table[name]())
+        print(log)
+        """,
+        r"train\.py, line 13: `two` trains, and was called several times, or after other training",
+    ),
+    "a context of the program around a function": (
+        """
+        import contextlib
+        @contextlib.contextmanager
+        def timer(name):
+            log.append(("in", name))
+            yield
+        @timer("fit")
+        def fit(number):
+            for step in range(2): weights.backward(); weights.step()
+        for number in range(2): fit(number)
+        print(log)
+        """,
+        r"train\.py, line 16: `fit`, which trains, is decorated with a context of the program",
     ),
     "a variable that a later function shares with the loop": (
         """

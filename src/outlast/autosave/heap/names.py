@@ -90,6 +90,10 @@ class Names:
         """The name of an object; None for one that came later."""
         return self._paths.get(id(value))
 
+    def is_later(self, value: types.FunctionType) -> bool:
+        """Whether a function without a name is one that the program has defined after set-up."""
+        return value.__module__ in self._modules
+
     def path_at(self, address: int) -> str | None:
         """The name of the object with this `id()`; None for any other number."""
         return self._paths.get(address)

@@ -149,7 +149,7 @@ class Writer(pickle.Pickler):
             case np.memmap():
                 return _memory_map(value)
             case types.FunctionType():
-                if _is_importable(value):
+                if _is_importable(value) and not self._names.is_later(value):
                     return NotImplemented
                 if self._ask is not None:
                     self._ask(value)
@@ -229,6 +229,16 @@ class Reader(pickle.Unpickler):
         self._names = names
         self._known = known
         self._blocks = blocks
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class or function that is found by its name."""
+        try:
+            return super().find_class(module, name)
+        except AttributeError:
+            raise AutosaveError(
+                f"`{module}.{name}` was there when the program was saved, and set-up does not "
+                "define it; define it at the top of its file, before the training loop"
+            ) from None
 
     def persistent_load(self, identity: Any) -> Any:
         """The object that is referred to."""

@@ -171,7 +171,9 @@ class Calls:
         if not isinstance(node, ast.List | ast.Tuple | ast.Dict):
             return set()
         parts = node.values if isinstance(node, ast.Dict) else node.elts
-        found = {value for each in parts for value in self._value(each)}
+        found: set[Target | Function] = set()
+        for each in parts:
+            found |= {*self._value(each), *self._functions_in(each)} if each is not None else set()
         return {each for each in found if isinstance(each, Function)}
 
     def _give(self, target: ast.expr, value: ast.expr) -> None:
