@@ -11,6 +11,7 @@ from forked import run_ranks
 from megatron.core import dist_checkpointing
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from outlast.checkpoint import CheckpointStore
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
@@ -77,6 +78,8 @@ def _begin():
 def _save(folder):
     _begin()
     dist_checkpointing.save(sharded(whole()), folder)
+    # Its process would outlive this rank, which ends without a word.
+    filesystem_async._results_queue._manager.shutdown()
     dist.barrier()
 
 
