@@ -188,12 +188,14 @@ def test_trackio_has_all_curves_and_notes_in_one_run(
 def test_wandb_has_all_curves_and_notes_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     directory = record(tmp_path, 'wandb_project = "project"')
+    # Its own process writes the files, and has done so when it has ended.
+    wandb.teardown()
     points: dict[tuple[str, int], list[float]] = {}
     words: dict[str, str] = {}
     files = sorted(directory.path.glob("wandb/offline-run-*/run-run-f00d.wandb"))

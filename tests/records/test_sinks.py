@@ -93,13 +93,15 @@ def test_wandb_that_does_not_start_is_said_with_the_remedy(
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     sink = WandbSink("project", "run-1", {"train": {"steps": 5}}, tmp_path)
     sink.write(STEPS)
     sink.write(Warned("no number"))
     sink.close()
+    # Its own process writes the file, and has done so when it has ended.
+    wandb.teardown()
     (log,) = tmp_path.glob("wandb/offline-run-*-run-1/run-run-1.wandb")
     content = log.read_bytes()
     assert all(name.encode() in content for name in scalars(STEPS))
