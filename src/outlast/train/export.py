@@ -47,7 +47,7 @@ def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
     )
     # Ranks may follow from the weights that a model began with.
     begins_anew = not job.model.module and not starts_from_dense(job)
-    model, _ = build_whole_model(scratch if begins_anew else job)
+    model, _ = build_whole_model(scratch if begins_anew else job, collective=False)
     store = CheckpointStore(directory.checkpoints, keep=job.checkpoint.keep, collective=False)
     restored = store.restore({"model": model})
     store.close()

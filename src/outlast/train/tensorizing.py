@@ -50,12 +50,15 @@ _OWN_STREAM = 0x7E4502
 """Added to run.seed, so that factors are not drawn with the numbers of the dense weights."""
 
 
-def build_whole_model(job: Job, *, drawn: bool = True) -> tuple[nn.Module, Tensorized | None]:
+def build_whole_model(
+    job: Job, *, drawn: bool = True, collective: bool = True
+) -> tuple[nn.Module, Tensorized | None]:
     """The job's model on the CPU, tensorized if it says so; its weights depend on run.seed alone.
 
     Args:
         job: Checked.
         drawn: As for `build_model`; layers that are made of others' weights are always drawn.
+        collective: Whether all ranks build it, and are compared in what becomes of each layer.
 
     Returns:
         The model, and what was replaced in it; None without [tensorize].
@@ -68,7 +71,7 @@ def build_whole_model(job: Job, *, drawn: bool = True) -> tuple[nn.Module, Tenso
         return build_model(job, drawn=drawn), None
     model = build_model(job)
     dense = size_of(model, job.data.sequence_length)
-    found = _replace(model, job)
+    found = _replace(model, job, collective=collective)
     kept = {} if settings.force else _without_gain(found)
     if kept:
         if len(kept) == len(found):
@@ -78,14 +81,16 @@ def build_whole_model(job: Job, *, drawn: bool = True) -> tuple[nn.Module, Tenso
                 "rank, or set tensorize.force = true"
             )
         model = build_model(job)
-        found = _replace(model, job, kept)
+        found = _replace(model, job, kept, collective=collective)
     if settings.mup:
         mup_initialize_(model)
     size = size_of(model, job.data.sequence_length)
     return model, _event(job.tensorize, model, found, kept, dense=dense, size=size)
 
 
-def _replace(model: nn.Module, job: Job, kept: Iterable[str] = ()) -> Replacements:
+def _replace(
+    model: nn.Module, job: Job, kept: Iterable[str] = (), *, collective: bool
+) -> Replacements:
     """Replace layers in place, all but `kept`."""
     settings = job.tensorize
     torch.manual_seed(job.run.seed + _OWN_STREAM)
@@ -102,6 +107,7 @@ def _replace(model: nn.Module, job: Job, kept: Iterable[str] = ()) -> Replacemen
         # What is predicted to be slower differs between machines, and the model must not.
         force=True,
         multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
+        collective=collective,
     )
 
 
