@@ -7,9 +7,9 @@ is in it are the settings that Outlast follows, what every step took, each save,
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -263,23 +263,9 @@ class Recording:
     def _open(self, fresh: bool) -> None:
         """Take the directory for this attempt, and write down that it begins."""
         directory = self.directory
-        # A launcher that starts a group again gives it the same arguments.
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if fresh and not again and directory.exists():
-            # Holding the lock for a moment makes sure that no live run is moved aside.
-            lock = directory.lock()
-            lock.acquire()
-            lock.release()
-            directory.move_aside()
+        check = partial(_refuse_another, self._job, directory)
+        lock = directory.claim(to_toml(self._job), check, fresh=fresh)
         try:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"the run directory {directory.path} cannot be made: {error}") from None
-        lock = directory.lock()
-        lock.acquire()
-        try:
-            _refuse_another(self._job, directory)
-            directory.create(to_toml(self._job))
             job, name = self._job, f"{self._job.run.name}-{directory.identifier}"
             sinks = open_sinks(job.log, directory, name, job.model_dump())
             self._writer = RecordWriter(directory.path, 0, directory.next_attempt(), sinks)

@@ -16,9 +16,13 @@ import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.errors import RunError
 from outlast.records.lock import OwnerLock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,42 @@ class RunDirectory:
             subject=f"the run directory {self.path}",
             remedy="wait for it to end or give this run another name (run.name=...)",
         )
+
+    def claim(self, job_text: str, check: Callable[[], None], *, fresh: bool) -> OwnerLock:
+        """Take the directory for one more start of the run, and publish its job.
+
+        Args:
+            job_text: Of the job.
+            check: Raises where the directory holds the run of another job.
+            fresh: Move an earlier run aside first; a launcher that starts a group of processes
+                again gives it the same arguments, and then what is there stays.
+
+        Returns:
+            The lock, held.
+
+        Raises:
+            RunError: When it is in use or cannot be written.
+        """
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if fresh and not restarted and self.exists():
+            # Holding the lock for a moment makes sure that no live run is moved aside.
+            lock = self.lock()
+            lock.acquire()
+            lock.release()
+            self.move_aside()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"the run directory {self.path} cannot be made: {error}") from None
+        lock = self.lock()
+        lock.acquire()
+        try:
+            check()
+            self.create(job_text)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``<name>.old<N>``; nothing is deleted."""

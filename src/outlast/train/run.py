@@ -125,26 +125,8 @@ def claim(start: Start) -> OwnerLock:
         RunError: When it is another job's, in use, or cannot be written.
     """
     directory = run_directory(start.job)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if start.fresh and not restarted and directory.exists():
-        # Holding the lock for a moment makes sure that no live run is moved aside.
-        lock = directory.lock()
-        lock.acquire()
-        lock.release()
-        directory.move_aside()
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"the run directory {directory.path} cannot be made: {error}") from None
-    lock = directory.lock()
-    lock.acquire()
-    try:
-        check_directory(start.job, directory)
-        directory.create(to_toml(start.job))
-    except BaseException:
-        lock.release()
-        raise
-    return lock
+    check = partial(check_directory, start.job, directory)
+    return directory.claim(to_toml(start.job), check, fresh=start.fresh)
 
 
 def work(start: Start, ranks: Ranks) -> int:
