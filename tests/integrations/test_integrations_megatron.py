@@ -105,7 +105,6 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.supports("megatron", "checkpoint")
 def test_a_checkpoint_of_megatron_goes_into_a_store_exactly(saved, tmp_path):
     done = import_checkpoint(saved, tmp_path / "store")
     assert done.step == 120
@@ -118,7 +117,6 @@ def test_a_checkpoint_of_megatron_goes_into_a_store_exactly(saved, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.supports("megatron", "checkpoint")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_megatron_loads_what_a_store_gives_back_on_any_number_of_ranks(saved, ranks, tmp_path):
     import_checkpoint(saved / "iter_0000120", tmp_path / "store")

@@ -68,7 +68,10 @@ NOT_YET: dict[str, dict[str, str]] = {
         "recover": _FROM_DISK,
     },
     "megatron": dict.fromkeys(
-        ("resume", "malleable", "guard", "energy", "recover", "tensorize", "records", "chain"),
+        (
+            *("checkpoint", "resume", "malleable", "guard", "energy"),
+            *("recover", "tensorize", "records", "chain"),
+        ),
         _OF_FORMATS,
     ),
     "torchft": {

@@ -34,9 +34,15 @@ class TrackioSink:
                 "pip install 'outlast[trackio]', or remove log.trackio_project"
             ) from None
         # With one name, all attempts of a run are one curve.
-        self._run: Any = trackio.init(
-            project=project, name=name, config=dict(config), resume="allow"
-        )
+        try:
+            self._run: Any = trackio.init(
+                project=project, name=name, config=dict(config), resume="allow"
+            )
+        except Exception as error:  # of the network, the disk, or trackio's own kinds
+            raise OutlastError(
+                f'log.trackio_project = "{project}" does not work ({error}); set TRACKIO_DIR to a '
+                "folder that can be written, or remove log.trackio_project"
+            ) from None
         self._curves = Curves(counts)
 
     def write(self, event: Event) -> None:

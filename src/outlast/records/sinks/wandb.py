@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import OutlastError
+from outlast.records.events import AttemptEnded
 from outlast.records.sinks.curves import Curves, notes
 
 if TYPE_CHECKING:
@@ -52,9 +53,12 @@ class WandbSink:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._curves = Curves(counts)
+        self._failed = False
 
     def write(self, event: Event) -> None:
         """Log the curves of the event at its step."""
+        if isinstance(event, AttemptEnded):
+            self._failed = event.outcome == "failed"
         if points := self._curves.points(event):
             self._run.log({**points, "step": getattr(event, "step", 0)})
         if words := notes(event):
@@ -62,4 +66,4 @@ class WandbSink:
 
     def close(self) -> None:
         """Finish the remote run."""
-        self._run.finish()
+        self._run.finish(exit_code=int(self._failed))
