@@ -220,6 +220,34 @@ STYLES = {
             print(count, made[0](), log)
         main()
         """,
+    "functions made in each turn of a loop": """
+        import torch
+        def main():
+            rest = 3
+            for fold in range(rest):
+                warmup = 2 + fold
+                parameter = torch.nn.Parameter(torch.ones(2))
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                schedule = torch.optim.lr_scheduler.LambdaLR(
+                    optimizer, lambda epoch: min(1.0, (epoch + 1) / warmup)
+                )
+                hooks = []
+                hooks.append(lambda: fold)
+                for step in range(2):
+                    optimizer.zero_grad()
+                    (parameter.sum() * 2).backward()
+                    optimizer.step()
+                    schedule.step()
+                log.append((parameter.tolist(), schedule.get_last_lr(), hooks[0]()))
+            rest = 7
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / rest)
+            for step in range(2):
+                (parameter.sum() * 2).backward()
+                optimizer.step()
+                schedule.step()
+            print(log, parameter.tolist())
+        main()
+        """,
     "switches of torch": """
         import torch
         torch.set_default_dtype(torch.float32)
@@ -419,6 +447,18 @@ REFUSED = {
         print(log)
         """,
         r"`fit\.<locals>\.<lambda>` was made after set-up and shares the variable `count`",
+    ),
+    "functions of earlier turns that share its variable with the loop": (
+        """
+        def fit(made):
+            for number in range(3):
+                made.append(lambda: number)
+                for step in range(2):
+                    weights.backward(); weights.step()
+            return [each() for each in made]
+        print(fit([]))
+        """,
+        r"`fit\.<locals>\.<lambda>` was made after set-up and shares the variable `number`",
     ),
     "addresses of what was made later": (
         """

@@ -17,9 +17,14 @@ from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import FrameType, FunctionType
+    from types import CodeType, FrameType, FunctionType
 
     from outlast.autosave.program.source import Body, SourceFile
+
+_KEEP = frozenset(
+    {"add", "append", "appendleft", "extend", "insert", "put", "register", "setdefault", "update"}
+)
+"""Methods that keep what they are given."""
 
 
 def refuse_shared(
@@ -49,7 +54,7 @@ def _refuse(function: FunctionType, frame: FrameType, files: Sequence[SourceFile
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         shared = name in frame.f_code.co_cellvars and name in values and _holds(cell, values[name])
         body = _body_of(frame, files) if shared else None
-        if body is not None and _changes(body, name):
+        if body is not None and _changes(body, name, frame, code):
             raise AutosaveError(
                 f"{code.co_filename}, line {code.co_firstlineno}: `{function.__qualname__}` was "
                 f"made after set-up and shares the variable `{name}` with "
@@ -80,14 +85,73 @@ def _body_of(frame: FrameType, files: Sequence[SourceFile]) -> Body | None:
     )
 
 
-def _changes(body: Body, name: str) -> bool:
-    """Whether a variable of a body may get another value while the body runs."""
+def _changes(body: Body, name: str, frame: FrameType, code: CodeType) -> bool:
+    """Whether a variable of a body may get another value while a function has it.
+
+    Args:
+        body: Where the variable is.
+        name: Its name.
+        frame: Executes the body.
+        code: Of a function that was made there.
+    """
     if any(isinstance(each, ast.Nonlocal) and name in each.names for each in ast.walk(body)):
         return True
-    in_loops = any(
-        isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store)
-        for loop in ast.walk(body)
-        if isinstance(loop, Loop)
-        for each in ast.walk(loop)
+    stores, made = list(bindings_of(body, name)), code.co_firstlineno
+    loops = [each for each in ast.walk(body) if isinstance(each, Loop)]
+    if "<locals>" in code.co_qualname.removeprefix(f"{frame.f_code.co_qualname}.<locals>."):
+        # It is made whenever the function within is called.
+        return len(stores) > 1 or any(_has(each, line) for each in loops for line in stores)
+    return any(
+        line > made or _changes_next_turn(body, loops, line, made, frame.f_lineno)
+        for line in stores
     )
-    return in_loops or len(list(bindings_of(body, name))) > 1
+
+
+def _changes_next_turn(body: Body, loops: list[Loop], line: int, made: int, now: int) -> bool:
+    """Whether a value given above the making of a function changes while the function is in use.
+
+    In the next turn of a loop around both it does, but then another function is made.
+    """
+    turn = _innermost([each for each in loops if _has(each, made)], line)
+    if turn is None:
+        return False
+    from_an_earlier_turn = _has(turn, now) and now < made
+    return from_an_earlier_turn or _innermost(loops, line) is not turn or _is_kept(body, made, turn)
+
+
+def _is_kept(body: Body, made: int, turn: Loop) -> bool:
+    """Whether the statement in a line puts something where it stays after a turn of a loop."""
+    statements = (each for each in ast.walk(body) if isinstance(each, ast.stmt) and each != body)
+    match min((each for each in statements if _has(each, made)), key=_lines, default=None):
+        case ast.Assign(targets=targets):
+            places = [each for each in targets if not isinstance(each, ast.Name)]
+        case ast.AugAssign(target=target):
+            places = [target]
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=attr, value=value))) if attr in _KEEP:
+            places = [value]
+        case _:
+            return False
+    fresh = {
+        each.id
+        for each in ast.walk(turn)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
+    return any(_root(each) not in fresh for each in places)
+
+
+def _root(place: ast.expr) -> str | None:
+    while isinstance(place, (ast.Attribute, ast.Subscript)):
+        place = place.value
+    return place.id if isinstance(place, ast.Name) else None
+
+
+def _innermost(loops: list[Loop], line: int) -> Loop | None:
+    return min((each for each in loops if _has(each, line)), key=_lines, default=None)
+
+
+def _has(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
