@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from rerun import DictKeeper, check_every_step, run
+from rerun import DictKeeper, check_every_step, run, run_plain
 
 from outlast.errors import AutosaveError
 
@@ -84,6 +84,18 @@ STYLES = {
             log.append(int(generator.spawn(1)[0].integers(1000)))
             log.append(int(np.random.default_rng(seed.spawn(1)[0]).integers(1000)))
         print(log, remember(9), noise.cache_info(), other.cache_info())
+        """,
+    "caches of what is large, or cannot be saved": """
+        import functools, threading, torch
+        @functools.lru_cache(maxsize=None)
+        def image(number): return torch.full((300_000,), float(number))
+        @functools.cache
+        def lock(number): return threading.Lock()
+        image(9), lock(9)
+        for step in range(5):
+            weights.backward(); weights.step()
+            with lock(step % 2): log.append(image(step % 3).sum().item())
+        print(log)
         """,
     "wrappers that do things before and after": """
         import functools
@@ -356,6 +368,35 @@ def test_modules_that_are_found_at_run_time_are_resumed(script):
             """,
     )
     assert check_every_step(path) == 4
+
+
+def test_large_results_are_computed_again_not_saved(script):
+    keeper = DictKeeper(4)
+    run(script(STYLES["caches of what is large, or cannot be saved"]), keeper)
+    assert keeper.saved is not None
+    assert not any(each.nbytes > 1_000_000 for each in keeper.saved.tensors.values())
+
+
+def test_cached_functions_are_compiled_as_pythons_own(script):
+    path = script(
+        """
+        import functools, torch
+        @functools.lru_cache(maxsize=None)
+        def scale(number): return torch.arange(number).float()
+        graphs = []
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+        @torch.compile(backend=backend, fullgraph=True)
+        def double(values): return values * scale(4)
+        for step in range(4):
+            weights.backward(); weights.step()
+            log.append(double(torch.ones(4)).tolist())
+        print(log, len(graphs))
+        """
+    )
+    assert run(script=path, keeper=DictKeeper()) == run_plain(path)
+    assert run_plain(path).endswith("1\n")
 
 
 REFUSED = {

@@ -31,6 +31,7 @@ from outlast.autosave.heap.refusal import (
     locate,
     name_of,
 )
+from outlast.autosave.heap.results import LARGEST_BYTES, Results
 from outlast.autosave.heap.sizes import NOT_SAVED, sizes_of
 from outlast.autosave.heap.tensors import Gradient, gradient
 from outlast.autosave.heap.undisturbed import undisturbed
@@ -265,11 +266,23 @@ class _Capture:
             assert now is not None
             stand_in = self._gradients.stand_in(value)
             now = now._replace(items=(now.items[0], stand_in, *now.items[2:]))
-        if now is not None:
+        if now is not None and not (isinstance(value, Results) and self._is_large(now)):
             held[path] = now
         for beyond in self._names.led_to(path):
             if dead is None or self._names.objects[beyond] is not dead:
                 self._reach(beyond)
+
+    def _is_large(self, content: Content) -> bool:
+        """Whether content cannot be written, or brings many bytes that have no names."""
+        tensors: dict[str, torch.Tensor] = {}
+        file, blocks = io.BytesIO(), Blocks(tensors, self._names.blocks)
+        try:
+            Writer(file, self._names, self._known, blocks, lambda path: None).dump(content)
+        except Exception:
+            # Whatever the pickling of a class of somebody else's raises.
+            return True
+        later = sum(each.nbytes for name, each in tensors.items() if name.startswith("+"))
+        return file.tell() + later > LARGEST_BYTES
 
     def _dead_gradient(self, value: Any) -> torch.Tensor | None:
         if self._gradients is None or not isinstance(value, torch.Tensor):

@@ -29,6 +29,7 @@ from outlast.autosave.heap.content import (
     pairs,
     put_attributes,
 )
+from outlast.autosave.heap.results import Results, results_content, results_put
 from outlast.autosave.heap.tensors import (
     array_content,
     array_put,
@@ -344,6 +345,8 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (type, Kind(Role.NAMED, code.of_class, code.class_content, code.class_put)),
     (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
     (np.ndarray, Kind(Role.NAMED, of_array, array_content, array_put)),
+    # What is in them has no names of its own, so that it can be left out.
+    (Results, Kind(Role.NAMED, content=results_content, put=results_put)),
     (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
     ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
     (set, Kind(Role.NAMED, code.of_attributes, _set_content, _set_put)),

@@ -1,16 +1,20 @@
 """Caches of `functools.lru_cache` that can be looked into, for functions of the program.
 
 Python's own hides what it holds. A function that is cached may have drawn random numbers or made a
-tensor that was changed since; computed again it would give another.
+tensor that was changed since; computed again it would give another. Of functions whose results are
+many bytes, or cannot be written down, nothing is saved: they are computed again.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outlast.autosave.heap.results import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,11 +52,14 @@ def visible_caches(files: frozenset[str]) -> Iterator[None]:
 
 def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Callable[..., Any]:
     """What Python's `lru_cache` makes of a function, with its results in a variable."""
-    results: OrderedDict[Any, Any] = OrderedDict()
+    results = Results()
     counts = {"hits": 0, "misses": 0}
 
     @functools.wraps(function)
     def wrapper(*args: Any, **words: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # As with Python's own, what is compiled has the function itself.
+            return function(*args, **words)
         key: Any = (args, tuple(words.items()))
         if typed:
             key = (key, *map(type, args), *map(type, words.values()))
