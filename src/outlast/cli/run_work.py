@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outlast.cli.run_keeper import ScriptKeeper
     from outlast.cli.run_meeting import Begun
     from outlast.cli.run_start import Asked
+    from outlast.integrations.handed import HandedOver
     from outlast.train.ranks import Ranks
 
 
@@ -28,6 +29,13 @@ class _Standing:
 
     word: Word = "failed"
     step: int = 0
+
+
+@dataclass
+class _Stepped:
+    """Whether an optimizer has made a step."""
+
+    called: bool = False
 
 
 def work(
@@ -76,7 +84,7 @@ def work_of_library(
         if ranks.is_first:
             _say(f"{library.name} trains this script: it saves to Outlast's store and resumes")
         try:
-            with handing_over(library, handed):
+            with handing_over(library, handed), _watching_steps(library, handed) as stepped:
                 code = execute_plainly(asked.script, files[0].source, asked.arguments)
             if code == EXIT_TO_BE_CONTINUED:
                 standing.word = "stopped"
@@ -85,12 +93,37 @@ def work_of_library(
         finally:
             standing.step = handed.step
     if code == EXIT_DONE and ranks.is_first:
-        _say(
-            f"finished after {handed.step} steps"
-            if handed.trained
-            else f"the script ended without a training by {library.name}, so nothing was saved"
-        )
+        if handed.trained:
+            _say(f"finished after {handed.step} steps")
+        else:
+            kind = "warning: " if stepped.called else ""
+            _say(
+                f"{kind}the script ended without a training by {library.name}, so nothing was saved"
+            )
     return code
+
+
+@contextlib.contextmanager
+def _watching_steps(library: Library, handed: HandedOver) -> Iterator[_Stepped]:
+    """Within, warn at once when the first step of an optimizer is none of the library's."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    stepped = _Stepped()
+
+    def first(*_: object) -> None:
+        watch.remove()
+        stepped.called = True
+        if not handed.trained:
+            _say(
+                f"warning: an optimizer steps before a training by {library.name} has begun; what "
+                "is trained so is not saved, and is done anew at the next start"
+            )
+
+    watch = register_optimizer_step_pre_hook(first)
+    try:
+        yield stepped
+    finally:
+        watch.remove()
 
 
 @contextlib.contextmanager

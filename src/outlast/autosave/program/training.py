@@ -30,6 +30,10 @@ _ELSEWHERE = frozenset({"Process", "Thread", "spawn", "start_processes"})
 """What runs a function in another process or thread."""
 
 
+class NoTrainingLoopError(AutosaveError):
+    """Nothing in the program looks like a training loop."""
+
+
 @dataclass(frozen=True)
 class Training:
     """What leads to training in a program.
@@ -61,7 +65,8 @@ def find_training(files: Sequence[SourceFile], chosen: str | None = None) -> Tra
         chosen: ``FILE:LINE`` of the loop whose iterations are the steps; None finds it.
 
     Raises:
-        AutosaveError: When there is none, when no loop stands at the chosen line, when two loops
+        NoTrainingLoopError: When there is none.
+        AutosaveError: When no loop stands at the chosen line, when two loops
             are steps of each other, or when training runs in other processes or threads.
     """
     return _Search(files).found(chosen)
@@ -103,7 +108,7 @@ class _Search:
         script = self._files[0].name()
         everything = set[str]().union(*(self._contents.of(each.tree) for each in self._files))
         if BACKWARD not in everything:
-            raise AutosaveError(
+            raise NoTrainingLoopError(
                 f"no training loop was found in {script}: nothing in it or in the modules beside "
                 "it calls .backward(); put the iterable of the loop that trains into "
                 "outlast.autosave.loop(...), which marks it"
@@ -117,7 +122,7 @@ class _Search:
             for each in self._outermost(body, training, carriers, wanted)
         }
         if not steps:
-            raise AutosaveError(
+            raise NoTrainingLoopError(
                 f"no training loop was found in {script}: it calls .backward(), but in no `for` or "
                 "`while` loop that also calls .step(); put the iterable of the loop that trains "
                 "into outlast.autosave.loop(...), which marks it"
