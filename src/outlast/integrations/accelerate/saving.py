@@ -7,19 +7,26 @@ accelerator without models, optimizers and other objects, since all of these go 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
+import uuid
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import DistributedType
 from torch import nn
 
 from outlast.autosave.resume.randomness import set_random_states
 from outlast.checkpoint import CheckpointStore, Compression, Reduction
-from outlast.errors import CheckpointError, IntegrationError
+from outlast.checkpoint.format.version import SEAL
+from outlast.errors import CheckpointError
+from outlast.integrations.accelerate.checks import check_savable
+from outlast.integrations.accelerate.folders import (
+    Note,
+    newest_own_folder,
+    read_note,
+    write_note,
+)
 from outlast.integrations.entries import RandomEntry, TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
 from outlast.records import CheckpointRestored, Warned
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from outlast.records import Event
 
 _FACTS, _RANDOM = "accelerator", "random-"
-_MARK = "outlast.json"
 _ALL = 10**9
 _HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 
@@ -51,7 +57,8 @@ class Saving:
         settings: Of the store.
 
     Attributes:
-        steps: Steps that the first optimizer has done in the run: a version's number.
+        steps: Steps that the first optimizer has done in the run: a version's number, but that a
+            second save after the same step counts as of the next one.
         events: What loading had to say.
         results: Of the saves that have ended.
         on_result: Called with each result.
@@ -64,7 +71,7 @@ class Saving:
     def __init__(
         self, accelerator: Accelerator, directory: Path, settings: CheckpointSection
     ) -> None:
-        _check(accelerator)
+        check_savable(accelerator)
         self.steps = 0
         self.events: list[Event] = []
         self.results: list[SaveResult] = []
@@ -76,7 +83,7 @@ class Saving:
         self._directory = directory
         self._ranks = ranks_here()
         self._handle: SaveHandle | None = None
-        self._saved = -1
+        self._saved_steps = self._saved_number = -1
         self._store = together(lambda: self._opened(settings))
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
         self._random: dict[str, Any] | None = None
@@ -108,11 +115,9 @@ class Saving:
         with self.watch("checkpoint"):
             with self._hidden():
                 folder = str(self._own_save(output_dir, *arguments, **options))
+            note = Note(self._next_number(), uuid.uuid4().hex, self._directory)
             if accelerator.is_main_process:
-                self._mark(Path(folder))
-            if self._saved == self.steps:
-                # The folder is another name of what was saved after the same step.
-                return folder
+                write_note(Path(folder), note)
             saved = self._objects()
             entries = [*saved, *(f"{_RANDOM}{rank}" for rank in range(self._ranks.world_size))]
             saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
@@ -121,41 +126,55 @@ class Saving:
                     "entries": entries,
                     "ranks": self._ranks.world_size,
                     "steps": self.steps,
+                    "number": note.version,
+                    "save": note.save,
                     "step": accelerator.step,
                     "iteration": accelerator.project_configuration.iteration,
                 }
                 saved[_FACTS] = TextEntry(content)
-            self._handle = self._store.save_async(self.steps, saved)
-            self._saved = self.steps
+            self._handle = self._store.save_async(note.version, saved)
+            self._saved_steps, self._saved_number = self.steps, note.version
         return folder
 
     def load_state(self, input_dir: str | None = None, *arguments: Any, **options: Any) -> None:
         """As `Accelerator.load_state`; without a folder, the newest state that is whole.
 
-        What Accelerate itself has written, it loads itself.
+        What Accelerate itself has written, it loads itself. A folder of another run is loaded from
+        that run's store.
 
         Raises:
-            CheckpointError: When nothing can be used.
+            OutlastError: When nothing can be used.
         """
         self.collect(wait=True)
-        ours, number = shared(together(lambda: self._chosen(input_dir)))[0]
+        ours, note, folder = shared(together(lambda: self._chosen(input_dir)))[0]
         if not ours:
-            self._own_load(input_dir, *arguments, **options)
-            return
+            self._own_load(folder, *arguments, **options)
+        elif note is None or os.path.realpath(note.store) == os.path.realpath(self._directory):
+            self._load(self._store, note)
+            self._saved_steps = self._saved_number = -1
+        else:
+            other = together(lambda: CheckpointStore(note.store, writer="thread"))
+            try:
+                self._load(other, note)
+            finally:
+                other.close()
+
+    def _load(self, store: CheckpointStore, note: Note | None) -> None:
+        """Load what `note` leads to; None: the newest."""
         begun = time.perf_counter()
-        facts, number = self._facts(number)
+        facts, number = self._facts(store, note)
         while True:
             random = RandomEntry()
             wanted = self._wanted(facts, random)
-            restored = self._store.restore(wanted, step=number)
+            restored = store.restore(wanted, step=number)
             assert restored is not None
             for each in restored.skipped:
                 self._tell(f"{each}; the version of step {restored.step} was loaded")
-            if restored.step == facts["steps"]:
+            if restored.step == facts["number"]:
                 break
             # The newest is damaged, beyond what was read of it first.
-            facts, number = self._facts(restored.step)
-        self.steps, self._saved = facts["steps"], -1
+            facts, number = _read_facts(store, restored.step), restored.step
+        self.steps = facts["steps"]
         self._accelerator.step = facts["step"]
         self._accelerator.project_configuration.iteration = facts["iteration"]
         assert random.states is not None
@@ -183,6 +202,7 @@ class Saving:
         self.results.append(result)
         self.on_result(result)
         if result.error is not None:
+            self._saved_steps = self._saved_number = -1
             warnings.warn(result.error, stacklevel=2)
 
     def finish(self) -> None:
@@ -207,13 +227,14 @@ class Saving:
             self._store.close()
 
     def _opened(self, settings: CheckpointSection) -> CheckpointStore:
-        limit = self._accelerator.project_configuration.total_limit
+        project = self._accelerator.project_configuration
+        # As in Accelerate, folders that the script names are limited by nobody.
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
         return CheckpointStore(
             self._directory,
             keep=limit or _ALL,
             reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
             asynchronous=settings.asynchronous,
-            when_busy=settings.when_busy,
             writer=settings.writer,
             timeout_seconds=settings.timeout_seconds,
         )
@@ -281,41 +302,64 @@ class Saving:
         # A process that was not there draws as one that was.
         return {**found, f"{_RANDOM}{self._ranks.rank % facts['ranks']}": random}
 
-    def _facts(self, number: int | None) -> tuple[dict[str, Any], int | None]:
+    def _facts(
+        self, store: CheckpointStore, note: Note | None
+    ) -> tuple[dict[str, Any], int | None]:
         """What was saved beside the objects, and the version to load; None for the newest."""
-        entry = TextEntry()
+        if note is None:
+            return _read_facts(store, None), None
         try:
-            restored = self._store.restore({_FACTS: entry}, step=number)
+            facts = _read_facts(store, note.version)
         except CheckpointError:
-            newest = self.newest()
-            if number is None or newest is None or newest >= number:
+            newest = store.newest()
+            if newest is None or newest.step >= note.version:
                 raise
             self._tell(
-                f"the state of step {number} was never published, as one that is cut short is "
-                f"not; that of step {newest} is loaded"
+                f"the state of step {note.version} was never published, as one that is cut short "
+                f"is not; that of step {newest.step} is loaded"
             )
-            number = None
-            restored = self._store.restore({_FACTS: entry})
-        if restored is None:
-            raise CheckpointError(f"there is no complete state in {self._directory} to load")
-        return entry.content, number
+            return _read_facts(store, None), None
+        if facts["save"] != note.save:
+            self._tell(
+                f"the folder's own state of step {note.version} was never published, or the run "
+                "went back and saved that step again; the one that was saved last is loaded"
+            )
+        return facts, note.version
 
-    def _chosen(self, input_dir: str | None) -> tuple[bool, int | None]:
-        """Whether a state is ours to load, and its number; None for the newest."""
-        if input_dir is None:
-            return self.newest() is not None, None
-        try:
-            said = json.loads((Path(input_dir).expanduser() / _MARK).read_bytes())
-        except FileNotFoundError:
-            return False, None
-        return True, int(said["steps"])
+    def _chosen(self, input_dir: str | None) -> tuple[bool, Note | None, str | None]:
+        """Whether a state is in a store, and its note or None for the newest; else its folder."""
+        if input_dir is not None:
+            note = read_note(Path(input_dir).expanduser())
+            return note is not None, note, input_dir
+        newest = self._store.newest()
+        if (
+            newest is None
+            or not self._accelerator.project_configuration.automatic_checkpoint_naming
+        ):
+            return newest is not None, None, None
+        own = newest_own_folder(Path(self._accelerator.project_dir) / "checkpoints")
+        published = self._directory / newest.folder
+        seal = published / SEAL
+        if own is None or own.seconds <= (seal if seal.exists() else published).stat().st_mtime:
+            return True, None, None
+        self._tell(
+            f"{own.path}, which Accelerate itself has written, is newer than the newest state in "
+            f"{self._directory}, of step {newest.step}, and is loaded; to load the latter, name "
+            "its folder"
+        )
+        return False, None, str(own.path)
+
+    def _next_number(self) -> int:
+        """Number of the next version: the steps done, or one more than that of the save before.
+
+        No version is overwritten, and a folder leads to the state that it was given.
+        """
+        if self._saved_steps <= self.steps <= self._saved_number:
+            return self._saved_number + 1
+        return self.steps
 
     def _count(self, *_: Any) -> None:
         self.steps += 1
-
-    def _mark(self, folder: Path) -> None:
-        said = {"steps": self.steps, "store": os.path.relpath(self._directory, folder)}
-        (folder / _MARK).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
     def _tell(self, sentence: str) -> None:
         self.events.append(Warned(sentence))
@@ -323,28 +367,10 @@ class Saving:
             warnings.warn(sentence, stacklevel=2)
 
 
-def _check(accelerator: Accelerator) -> None:
-    """Refuse what a store cannot hold."""
-    if not accelerator._optimizers:
-        raise IntegrationError(
-            "add_checkpoints counts the steps of a prepared optimizer, and there is none; call it "
-            "after accelerator.prepare(...)"
-        )
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise IntegrationError(
-            f"add_checkpoints cannot save what {kind.value} holds; of the Accelerator's engines, "
-            "DDP and FSDP2 go with a store"
-        )
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise IntegrationError("FSDP1 hides the parameters; set fsdp_version=2")
-    if accelerator.dataloader_config.use_stateful_dataloader:
-        raise IntegrationError(
-            "DataLoaderConfiguration.use_stateful_dataloader = True is not kept in a store; set it "
-            "to False and go on with accelerator.skip_first_batches"
-        )
-    if accelerator.project_configuration.save_on_each_node:
-        raise IntegrationError(
-            "ProjectConfiguration.save_on_each_node = True has no meaning for a store that all "
-            "nodes write to together; leave it False"
-        )
+def _read_facts(store: CheckpointStore, number: int | None) -> dict[str, Any]:
+    """What was saved beside the objects of a version; None for the newest."""
+    entry = TextEntry()
+    if store.restore({_FACTS: entry}, step=number) is None:
+        raise CheckpointError(f"there is no complete state in {store.storage.location} to load")
+    content: dict[str, Any] = entry.content
+    return content
