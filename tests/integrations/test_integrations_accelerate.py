@@ -20,9 +20,8 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration
 
-from outlast.checkpoint import list_versions, storage_of
 from outlast.errors import IntegrationError
 from outlast.guard.inject import inject, parse_faults
 from outlast.integrations.accelerate import (
@@ -214,31 +213,49 @@ def test_stopped_recorded_and_guarded(tmp_path: Path) -> None:
     assert found.of(EnergyMeasured)
 
 
-def test_automatic_names_and_accelerates_own_folders(tmp_path: Path) -> None:
-    def work(ours: bool, resume: bool) -> tuple[int, list[str], list[int]]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        project = ProjectConfiguration(
-            str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
-        )
-        accelerator = Accelerator(cpu=True, project_config=project)
-        model = nn.Linear(2, 2)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        saving = add_checkpoints(accelerator, tmp_path / "store", writer="thread") if ours else None
-        if resume:
-            accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            accelerator.save_state()
-        accelerator.end_training()
-        folders = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
-        versions = (
-            [each.step for each in list_versions(storage_of(tmp_path / "store"))] if ours else []
-        )
-        return 0 if saving is None else saving.steps, folders, versions
+STEPS_PER_EPOCH = 40
 
-    [first] = run_ranks(1, _plain, work, True, False)
-    assert first == (3, ["checkpoint_1", "checkpoint_2"], [2, 3])
+
+def asked(left_by_stop: bool) -> tuple[tuple[int, int], int, bool]:
+    """Where a loop stopped that counts from 1 in each epoch, the exit code, whether Ctrl-C is back.
+
+    The signal comes to the second process, in the second epoch.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    accelerator = Accelerator(cpu=True)
+    stop = add_stop(accelerator)
+    kept.extend([accelerator, stop])
+    taken = signal.getsignal(signal.SIGTERM) != before[0]
+    code, where = 0, (0, 0)
+    for epoch in range(2):
+        for step, _ in enumerate(range(STEPS_PER_EPOCH), 1):
+            if epoch == 1 and step == 1 and accelerator.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if not where[0] and stop(step):
+                where = (epoch, step)
+    try:
+        if left_by_stop:
+            stop.leave()
+        else:
+            accelerator.end_training()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    return where, code, taken and after == before
+
+
+@pytest.mark.supports("accelerate", "chain")
+def test_a_signal_in_the_second_epoch_stops_all_processes() -> None:
+    [first, second] = run_ranks(2, asked, True)
+    assert first == second
+    (epoch, step), code, restored = first
+    assert epoch == 1
+    assert 1 <= step <= STEPS_PER_EPOCH
+    assert code == 3
+    assert restored
+    assert [each[2] for each in run_ranks(2, asked, False)] == [True, True]
 
 
 def _plain(work: Any, *arguments: Any) -> Any:
@@ -265,6 +282,21 @@ def test_folders_of_accelerate_itself_are_loaded(tmp_path: Path) -> None:
     assert run_ranks(1, _plain, work) == [(True, 0)]
 
 
+WITHOUT_EFFECT = {
+    "mtbf_hours": 5.0,
+    "slowdown_budget": 0.1,
+    "longest_minutes": 5.0,
+    "when_busy": "skip",
+    "fast_private": True,
+    "fast_keep": 2,
+    "drain_every": 2,
+    "drain_megabytes_per_s": 1.0,
+    "mirror_every": 2,
+    "mirror_megabytes_per_s": 1.0,
+}
+"""Settings of [checkpoint] that a script on an Accelerator decides itself."""
+
+
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
@@ -272,6 +304,9 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         add_checkpoints(accelerator, tmp_path)
     with pytest.raises(IntegrationError, match="total_limit how many states are kept"):
         add_checkpoints(accelerator, tmp_path, keep=7)
+    for name, value in WITHOUT_EFFECT.items():
+        with pytest.raises(IntegrationError, match=rf"checkpoint\.{name} = .* has no effect"):
+            add_checkpoints(accelerator, tmp_path, **{name: value})
     with (
         pytest.raises(IntegrationError, match="after accelerator"),
         warnings.catch_warnings(),

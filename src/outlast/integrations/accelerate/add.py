@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from outlast.energy.sources.protocol import Source
     from outlast.records import Predicted
 
+_FOLLOWED = ("asynchronous", "compression", "delta_chain", "timeout_seconds", "writer")
+
 
 def add_checkpoints(
     accelerator: Accelerator, directory: str | os.PathLike[str], **settings: Any
@@ -36,21 +39,23 @@ def add_checkpoints(
     Args:
         accelerator: After `prepare`.
         directory: Of the store.
-        settings: Keys of [checkpoint], such as ``delta_chain=8``; how many states are kept says
-            ``ProjectConfiguration.total_limit``.
+        settings: ``asynchronous``, ``compression``, ``delta_chain``, ``timeout_seconds`` and
+            ``writer`` of [checkpoint]. With ``automatic_checkpoint_naming``,
+            ``ProjectConfiguration.total_limit`` says how many states are kept; else all are.
 
     Raises:
         JobError: When a setting is wrong.
-        IntegrationError: When the accelerator cannot be saved in this way.
+        IntegrationError: When a setting has no effect, or the accelerator cannot be saved so.
     """
     section = _settings("checkpoint", settings).checkpoint
     plain = LoopJob().checkpoint
-    for name in ("every_steps", "keep", "keep_every", "keep_best", "fast", "mirror"):
-        if getattr(section, name) != getattr(plain, name):
+    for name in settings:
+        if name not in _FOLLOWED and getattr(section, name) != getattr(plain, name):
             raise IntegrationError(
                 f"checkpoint.{name} = {toml_value(getattr(section, name))} has no effect on an "
-                "Accelerator: the script decides when and where save_state saves, and "
-                "ProjectConfiguration.total_limit how many states are kept; remove it"
+                "Accelerator: the script decides when and where save_state saves, and with "
+                "automatic_checkpoint_naming ProjectConfiguration.total_limit how many states are "
+                f"kept; remove it (what has an effect: {', '.join(_FOLLOWED)})"
             )
     return Saving(accelerator, Path(directory), section)
 
@@ -158,12 +163,27 @@ class AskStop:
         self._saving = saving
         self._tracker = tracker
         self._why = ""
-        self._stopping.signals().__enter__()
-        self._stopping.begin(0 if saving is None else saving.steps)
+        self._calls = 0
+        self._handlers = contextlib.ExitStack()
+        self._handlers.enter_context(self._stopping.signals())
+        self._stopping.begin(0)
+        own_end = accelerator.end_training
 
-    def __call__(self, step: int) -> bool:
-        """Whether to stop after `step` steps, on all processes the same."""
-        self._why = self._why or self._stopping.why(step)
+        def end_training() -> None:
+            with self._handlers:
+                own_end()
+
+        accelerator.end_training = end_training
+
+    def __call__(self, step: int | None = None) -> bool:
+        """Whether to stop after this step, on all processes the same; asked after each.
+
+        Args:
+            step: Whatever the loop calls the step. It may begin anew in each epoch, so the calls
+                are counted in its place.
+        """
+        self._calls += 1
+        self._why = self._why or self._stopping.why(self._calls)
         return bool(self._why)
 
     def leave(self) -> None:
@@ -173,13 +193,14 @@ class AskStop:
             SystemExit: With exit code 3.
             CheckpointError: When the state could not be saved.
         """
-        if self._saving is not None:
-            self._saving.finish()
-        if self._tracker is not None:
-            self._tracker.close("to_be_continued", self._why)
-        if ranks_here().is_first:
-            print(f"outlast: stopped ({self._why}); the same command goes on", flush=True)
-        self._accelerator.end_training()
+        with self._handlers:
+            if self._saving is not None:
+                self._saving.finish()
+            if self._tracker is not None:
+                self._tracker.close("to_be_continued", self._why)
+            if ranks_here().is_first:
+                print(f"outlast: stopped ({self._why}); the same command goes on", flush=True)
+            self._accelerator.end_training()
         raise SystemExit(EXIT_TO_BE_CONTINUED)
 
 
@@ -191,6 +212,8 @@ def add_stop(
     tracker: OutlastTracker | None = None,
 ) -> AskStop:
     """Let a loop stop at SIGTERM, SIGUSR1, SIGINT, or when its time is nearly up.
+
+    The signals do again what they did before when the loop leaves, or with `end_training`.
 
     It is used so::
 
