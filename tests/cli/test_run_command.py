@@ -248,7 +248,7 @@ def test_numbers_that_differ_end_a_script_that_catches_everything(script):
     )
     script.write_text(text)
     (script.parent / "scale").write_text("1.0")
-    (script.parent / "plan").write_text("9 SIGKILL")
+    (script.parent / "plan").write_text("11 SIGKILL")
     assert outlast("run", "--every", 4, script).code == -9
     (script.parent / "scale").write_text("2.0")
     ended = outlast("run", "--every", 4, script)
