@@ -62,6 +62,49 @@ STYLES = {
         print(numbers, grown, text.getvalue(), data.getvalue(), data.tell())
         print(value.value, list(row), pair.a, list(pair.b), chain, count, last)
         """,
+    "attributes beside what is hidden": """
+        import array, ctypes, io, queue, threading
+        class Replay(queue.Queue):
+            def __init__(self): super().__init__(); self.n, self.seen = 0, []
+        class Simple(queue.SimpleQueue):
+            n = 0
+        class Flag(threading.Event):
+            def __init__(self): self.count = 0; super().__init__()
+        class Tee(io.StringIO):
+            def __init__(self): super().__init__(); self.n, self.lines = 0, []
+        class Data(io.BytesIO): n = 0
+        class Bytes(bytearray): n = 0
+        class Numbers(array.array): n = 0
+        class Pair(ctypes.Structure):
+            _fields_ = [("a", ctypes.c_int)]
+            n = 0
+        replay, simple, flag, tee = Replay(), Simple(), Flag(), Tee()
+        others = data, more, numbers, pair = Data(), Bytes(b"x"), Numbers("i", [1, 2]), Pair()
+        for step in range(4):
+            weights.backward(); weights.step()
+            replay.put(step); replay.seen.append(step); simple.put([step]); tee.write(str(step))
+            if step % 2: simple.get()
+            tee.lines.append(step); flag.count += 1; pair.a += 2
+            for each in (replay, simple, tee, *others): each.n += 1
+        print(list(replay.queue), replay.seen, flag.count, flag.is_set(), tee.getvalue(), tee.lines)
+        print([each.n for each in (replay, simple, tee, *others)], pair.a, more, numbers)
+        print([simple.get() for _ in range(2)], replay.qsize(), simple.qsize())
+        """,
+    "a thread that puts things elsewhere": """
+        import queue, threading
+        begun, ended, waiting = threading.Event(), threading.Event(), queue.Queue()
+        class Client:
+            def put(self, what): begun.set(); ended.wait()
+        client = Client()
+        def beat(): client.put("alive")
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start(); begun.wait()
+        for step in range(3):
+            weights.backward(); weights.step()
+            waiting.put(step)
+        ended.set(); thread.join()
+        print(list(waiting.queue))
+        """,
     "caches, default arguments and children of seeds": """
         import functools
         import numpy as np
@@ -400,6 +443,18 @@ def test_cached_functions_are_compiled_as_pythons_own(script):
 
 
 REFUSED = {
+    "addresses in C data": (
+        """
+        import ctypes
+        class Place(ctypes.Structure): _fields_ = [("at", ctypes.c_void_p)]
+        place = Place()
+        for step in range(4):
+            weights.backward(); weights.step()
+            place.at = step + 5
+        print(place.at)
+        """,
+        r"`place`, a .*Place, cannot be saved: it has changed since",
+    ),
     "what a hash has taken up": (
         """
         import hashlib

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import decimal
+import gc
 import hashlib
 import io
 import multiprocessing.synchronize
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.autosave.heap.content import Content
+from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_closed
+from outlast.autosave.heap.content import Content, attributes, flat, pairs, put_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,54 +47,85 @@ EVENTS = (threading.Event, multiprocessing.synchronize.Event)
 QUEUES = (queue.Queue, queue.SimpleQueue)
 STREAMS = (io.BytesIO, io.StringIO)
 
+_PLAIN_ATTRIBUTES = frozenset({*vars(queue.Queue()), *vars(threading.Event())})
+"""Attributes of Python's own that concern the process."""
+
+_HAS_LIST = sys.version_info < (3, 13)
+"""Whether a `SimpleQueue` keeps its items in a list, the last ones of which wait."""
+
+
+def of_beside(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What the attributes lead to that a class of the program has added."""
+    for name, each in _beside(value).items():
+        if type(each) not in PLAIN_ATOMS:
+            yield ".%s", name, each
+
+
+def _beside(value: Any) -> dict[str, Any]:
+    if is_closed(type(value)):
+        return {}
+    own = attributes(value)
+    return {name: each for name, each in own.items() if name not in _PLAIN_ATTRIBUTES}
+
+
+def _put_beside(value: Any, seen: Content) -> None:
+    if is_closed(type(value)):
+        return
+    own = attributes(value)
+    plain = {name: each for name, each in own.items() if name in _PLAIN_ATTRIBUTES}
+    put_attributes(value, flat(plain | dict(pairs(seen.attributes))))
+
 
 def of_queue(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What a queue leads to."""
     yield from (("[%d]", place, each) for place, each in enumerate(_waiting(value)))
+    yield from of_beside(value)
 
 
 def queue_content(value: Any) -> Content:
     """What waits in a queue, and how much of it is not done."""
-    return Content("queue", _waiting(value), (getattr(value, "unfinished_tasks", 0),))
+    unfinished = getattr(value, "unfinished_tasks", 0)
+    return Content("queue", (unfinished, *_waiting(value)), flat(_beside(value)))
 
 
 def queue_put(value: Any, seen: Content) -> None:
     """Fill a queue with what waited in it."""
+    _put_beside(value, seen)
+    unfinished, *waiting = seen.items
     if isinstance(value, queue.SimpleQueue):
         _drain(value)
-        for each in seen.items:
-            value.put(each)
+        for each in waiting:
+            queue.SimpleQueue.put(value, each)
         return
     with value.mutex:
         value.queue.clear()
-        value.queue.extend(seen.items)
-        value.unfinished_tasks = seen.attributes[0]
+        value.queue.extend(waiting)
+        value.unfinished_tasks = unfinished
         value.not_empty.notify_all()
         value.not_full.notify_all()
 
 
 def _waiting(value: Any) -> tuple[Any, ...]:
     if isinstance(value, queue.SimpleQueue):
-        # There is no way to look at one but to take its items.
-        found = _drain(value)
-        for each in found:
-            value.put(each)
-        return found
+        # Taken out and put back they could come to a thread that waits in another order.
+        found = gc.get_referents(value)
+        if not _HAS_LIST:
+            return tuple(found[: value.qsize()])
+        items = next(each for each in found if type(each) is list)
+        return tuple(items[len(items) - value.qsize() :])
     with value.mutex:
         return tuple(value.queue)
 
 
-def _drain(value: Any) -> tuple[Any, ...]:
-    found = []
+def _drain(value: Any) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
-            found.append(value.get_nowait())
-    return tuple(found)
+            queue.SimpleQueue.get(value, block=False)
 
 
 def array_bytes(value: Any) -> Content:
     """The numbers of an `array.array`."""
-    return Content("numbers", (value.tobytes(),))
+    return Content("numbers", (value.tobytes(),), flat(_beside(value)))
 
 
 def array_bytes_put(value: Any, seen: Content) -> None:
@@ -103,19 +136,37 @@ def array_bytes_put(value: Any, seen: Content) -> None:
             own[:] = found
     else:
         value[:] = found
+    _put_beside(value, seen)
+
+
+def bytes_content(value: Any) -> Content:
+    """The bytes of a `bytearray`."""
+    return Content("bytes", (bytes(value),), flat(_beside(value)))
+
+
+def bytes_put(value: Any, seen: Content) -> None:
+    """Put the bytes of a `bytearray` back."""
+    value[:] = seen.items[0]
+    _put_beside(value, seen)
 
 
 def stream_content(value: Any) -> Content:
     """What a stream in memory holds, and its place; nothing of a closed one."""
-    return Content("stream", () if value.closed else value.__getstate__()[:-1])
+    state = () if value.closed else _kind_of_stream(value).__getstate__(value)[:-1]
+    return Content("stream", state, flat(_beside(value)))
 
 
 def stream_put(value: Any, seen: Content) -> None:
     """Give a stream in memory what it held."""
     if seen.items:
-        value.__setstate__((*seen.items, None))
+        _kind_of_stream(value).__setstate__(value, (*seen.items, None))
     else:
         value.close()
+    _put_beside(value, seen)
+
+
+def _kind_of_stream(value: Any) -> Any:
+    return next(each for each in STREAMS if isinstance(value, each))
 
 
 def of_shared(value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -125,12 +176,20 @@ def of_shared(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def c_data_content(value: Any) -> Content | None:
     """The bytes of C data; None where they have addresses of this process."""
-    return None if _has_addresses(type(value)) else Content("bytes of C", (bytes(value),))
+    if _has_addresses(type(value)):
+        return None
+    return Content("bytes of C", (bytes(value),), flat(_beside(value)))
 
 
 def c_data_put(value: Any, seen: Content) -> None:
     """Put the bytes of C data back where they lay."""
     ctypes.memmove(ctypes.addressof(value), seen.items[0], ctypes.sizeof(value))
+    _put_beside(value, seen)
+
+
+def has_addresses(value: Any) -> bool:
+    """Whether an object is C data with addresses of this process."""
+    return isinstance(value, C_DATA) and _has_addresses(type(value))
 
 
 def _has_addresses(kind: Any) -> bool:
@@ -145,13 +204,14 @@ def _has_addresses(kind: Any) -> bool:
 
 def event_content(value: Any) -> Content:
     """Whether an event has come."""
-    return Content("event", (value.is_set(),))
+    return Content("event", (value.is_set(),), flat(_beside(value)))
 
 
 def event_put(value: Any, seen: Content) -> None:
     """Set an event, or take it back."""
     if seen.items[0] != value.is_set():
         (value.set if seen.items[0] else value.clear)()
+    _put_beside(value, seen)
 
 
 def children_drawn(value: Any) -> int:
@@ -174,6 +234,8 @@ def _seed_of(value: Any) -> Any:
 
 def hidden_digest(value: Any) -> bytes | None:
     """A digest of what an object without attributes holds; None where none can be had."""
+    if isinstance(value, C_DATA):
+        return hashlib.blake2b(bytes(value), digest_size=16).digest()
     module = type(value).__module__.partition(".")[0]
     # Of other libraries, objects may be tables of many gigabytes.
     if type(value) in _UNCHANGING or module not in sys.stdlib_module_names:

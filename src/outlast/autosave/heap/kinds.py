@@ -255,14 +255,6 @@ def _set_put(value: Any, seen: Content) -> None:
     put_attributes(value, seen.attributes)
 
 
-def _bytes_content(value: Any) -> Content:
-    return Content("bytes", (bytes(value),))
-
-
-def _bytes_put(value: Any, seen: Content) -> None:
-    value[:] = seen.items[0]
-
-
 def _of_weak_mapping(value: Any) -> Children:
     for place, (key, each) in enumerate(list(value.items())):
         yield from (("[key %d]", place, key), ("[value %d]", place, each))
@@ -332,7 +324,7 @@ def _object_put(value: Any, seen: Content) -> None:
 def _hidden(
     content: Callable[[Any], Content | None],
     put: Callable[[Any, Content], None],
-    children: Callable[[Any], Children] = _no_children,
+    children: Callable[[Any], Children] = hidden.of_beside,
 ) -> Kind:
     return Kind(Role.NAMED, children, content, put, of_program=True)
 
@@ -352,7 +344,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (set, Kind(Role.NAMED, code.of_attributes, _set_content, _set_put)),
     (tuple, Kind(Role.VALUE, _of_items)),
     (frozenset, Kind(Role.VALUE)),
-    (bytearray, Kind(Role.NAMED, content=_bytes_content, put=_bytes_put)),
+    (bytearray, Kind(Role.NAMED, hidden.of_beside, hidden.bytes_content, hidden.bytes_put)),
     (array.array, _hidden(hidden.array_bytes, hidden.array_bytes_put)),
     (hidden.STREAMS, _hidden(hidden.stream_content, hidden.stream_put)),
     (hidden.C_DATA, _hidden(hidden.c_data_content, hidden.c_data_put)),

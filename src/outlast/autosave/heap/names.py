@@ -18,7 +18,7 @@ from torch import nn
 from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_of_process
 from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
 from outlast.autosave.heap.content import Content, flat, pairs, same
-from outlast.autosave.heap.hidden import hidden_digest
+from outlast.autosave.heap.hidden import has_addresses, hidden_digest
 from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
 from outlast.autosave.heap.order import keeps_order
 from outlast.autosave.heap.plain import digest_if_plain
@@ -93,6 +93,10 @@ class Names:
     def is_later(self, value: types.FunctionType) -> bool:
         """Whether a function without a name is one that the program has defined after set-up."""
         return value.__module__ in self._modules
+
+    def is_own(self, path: str) -> bool:
+        """Whether the program's own objects hold a named object."""
+        return path in self._own
 
     def path_at(self, address: int) -> str | None:
         """The name of the object with this `id()`; None for any other number."""
@@ -182,7 +186,8 @@ class Names:
             self.types[path] = type(each)
             left = path in self._digests or self._is_of_library(path)
             self._before[path] = None if left else self.kinds.of(each).content(each)
-            if self.kinds.is_opaque(each) and (digest := hidden_digest(each)) is not None:
+            opaque = self.kinds.is_opaque(each) or (path in self._own and has_addresses(each))
+            if opaque and (digest := hidden_digest(each)) is not None:
                 self._hidden[path] = digest
             if lies_in_block(each):
                 self.geometry[path] = geometry(each)

@@ -304,7 +304,7 @@ class Session:
         assert self._names is not None
         frames = self._frames.of(frame)
         self._entries.refuse_unseen(frames)
-        refuse_fed_queues(self._names.objects, self._files)
+        refuse_fed_queues(self._names, self._files)
         places = self._frames.places(frame, number, self.kept)
         dead = {
             each.f_globals["__name__"]: self._dead(place.site)

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+import types
 from typing import TYPE_CHECKING, Any
 
+from outlast.autosave.heap.content import vars_of
 from outlast.autosave.heap.hidden import QUEUES
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import CodeType
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from outlast.autosave.heap.names import Names
 
 _FILLS = frozenset({"put", "put_nowait"})
+_DEPTH = 3
+_MANY = 100
+_AT_MOST = 10_000
+"""How far a queue is looked for, in how many items of a collection, in how many objects."""
 
 
-def refuse_fed_queues(objects: Mapping[str, Any], files: frozenset[str]) -> None:
-    """Refuse a program one of whose threads puts things into a queue.
+def refuse_fed_queues(names: Names, files: frozenset[str]) -> None:
+    """Refuse a program one of whose threads puts things into one of its queues.
 
     Args:
-        objects: Path to object: all that set-up has named.
+        names: All that set-up has named.
         files: Of the program.
 
     Raises:
@@ -28,25 +37,55 @@ def refuse_fed_queues(objects: Mapping[str, Any], files: frozenset[str]) -> None
     """
     if threading.active_count() == 1:
         return
-    filling = [code for each in threading.enumerate() if (code := _code(each, files)) is not None]
-    queue = next((path for path, each in objects.items() if isinstance(each, QUEUES)), None)
-    if filling and queue is not None:
-        code = filling[0]
-        raise AutosaveError(
-            f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` fills a queue in a "
-            f"thread (`{queue}`), and what the thread has done so far cannot be saved; fill it in "
-            "the training loop, or use a DataLoader with workers"
-        )
-
-
-def _code(thread: threading.Thread, files: frozenset[str]) -> CodeType | None:
-    """What a living thread executes, if it is of the program and puts things into queues."""
-    if thread is threading.main_thread():
-        return None
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
+    queues = {
+        id(each): path
+        for path, each in names.objects.items()
+        if isinstance(each, QUEUES) and names.is_own(path)
+    }
+    for frame in _filling(files) if queues else ():
         code = frame.f_code
-        if code.co_filename in files and not _FILLS.isdisjoint(code.co_names):
-            return code
-        frame = frame.f_back
-    return None
+        seen = (each for value in _used(frame) for each in _reached(value, files, _DEPTH))
+        found = (queues.get(id(each)) for each in itertools.islice(seen, _AT_MOST))
+        path = next((each for each in found if each is not None), None)
+        if path is not None:
+            raise AutosaveError(
+                f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` fills a queue "
+                f"in a thread (`{path}`), and what the thread has done so far cannot be saved; "
+                "fill it in the training loop, or use a DataLoader with workers"
+            )
+
+
+def _filling(files: frozenset[str]) -> Iterator[FrameType]:
+    """What living threads execute, where it is of the program and puts things somewhere."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = None if thread is threading.main_thread() else frames.get(thread.ident or 0)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename in files and not _FILLS.isdisjoint(code.co_names):
+                yield frame
+            frame = frame.f_back
+
+
+def _used(frame: FrameType) -> Iterator[Any]:
+    """The local variables of a frame, and the global ones that its code names."""
+    yield from list(frame.f_locals.values())
+    yield from (frame.f_globals[each] for each in frame.f_code.co_names if each in frame.f_globals)
+
+
+def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:
+    """What an object leads to, and itself."""
+    yield value
+    if depth == 0:
+        return
+    inner: list[Any] = []
+    if isinstance(value, (list, tuple)):
+        inner = list(value[:_MANY])
+    elif isinstance(value, dict):
+        inner = list(value.values())[:_MANY]
+    elif isinstance(value, types.MethodType):
+        inner = [value.__self__]
+    elif not isinstance(value, types.ModuleType) or getattr(value, "__file__", None) in files:
+        inner = list(vars_of(value).values())
+    for each in inner:
+        yield from _reached(each, files, depth - 1)
