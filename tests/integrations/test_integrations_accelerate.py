@@ -173,6 +173,10 @@ def test_killed_processes_go_on_to_the_same_bits(tmp_path: Path) -> None:
     [older, _] = run(2, Plan(folder, resume=True, load=str(folder / "state-6")))
     assert older[0] == 6
     assert older[2] == whole[2]
+    # So does one of another run, whose own store is empty yet.
+    [branched, _] = run(2, Plan(tmp_path / "new", resume=True, load=str(folder / "state-6")))
+    assert branched[0] == 6
+    assert branched[2] == whole[2]
 
 
 @pytest.mark.supports("accelerate", "malleable")

@@ -23,7 +23,6 @@ from outlast.errors import OutlastError
 from outlast.integrations.accelerate import Saving, add_checkpoints
 from outlast.records import Warned
 
-
 pytestmark = pytest.mark.distributed
 
 
