@@ -148,7 +148,7 @@ def run(
                 step = outlast.step + 1
                 write_down(place, step, loss)
                 if step == die_after:
-                    await_version(place)
+                    await_version(place, (step - 1) // EVERY * EVERY)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if step == stop_after and dist.get_rank() == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -157,9 +157,9 @@ def run(
     return 0
 
 
-def await_version(place):
-    """Until some version of the run is whole: there is something to go on from."""
+def await_version(place, step):
+    """Until the version of this step is whole: there is something to go on from."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not any((Path(place) / "r" / "checkpoints").glob("*/version.json")):
-        assert time.monotonic() < deadline, "no version was published"
+    while not any((Path(place) / "r" / "checkpoints").glob(f"step-{step:08}-*/version.json")):
+        assert time.monotonic() < deadline, f"no version of step {step} was published"
         time.sleep(0.02)

@@ -229,6 +229,60 @@ def test_checkpoints_from_before_can_be_gone_on_with(plainly, tmp_path):
     assert steps_in(tmp_path) == [12]
 
 
+def _save_in_parts(place):
+    training.begin()
+    # Each rank has half of the first layer.
+    columns = {"patterns": [r"\b0\.weight$"], "partition_type": "column"}
+    specification = {"use_default_specs": False, "layer_specs": [columns]}
+    parts = {"autotp_size": 2, "partition_config": specification}
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    engine = training.engine_of(1, model, tensor_parallel=parts)
+    keeper = engine.checkpoint_engine = OutlastCheckpointEngine(place, asynchronous=False)
+    with pytest.raises(CheckpointError) as error:
+        engine.save_checkpoint(place)
+    keeper.cleanup()
+    return engine.mp_world_size, str(error.value)
+
+
+def test_an_engine_with_tensor_parallelism_is_not_saved(tmp_path):
+    for size, sentence in run_ranks(2, _save_in_parts, str(tmp_path)):
+        assert size == 2
+        assert (
+            "keeps engines of data parallelism alone, and this one has 1 data-parallel" in sentence
+        )
+    assert steps_in(tmp_path) == []
+
+
+def _save_over_deepspeeds_own(place):
+    training.begin()
+    engine = training.engine_of(1)
+    inputs, targets = training.data()
+    training.learn(engine, inputs, targets)
+    engine.save_checkpoint(place)
+    keeper = engine.checkpoint_engine = OutlastCheckpointEngine(place, asynchronous=False, keep=1)
+    with pytest.raises(CheckpointError) as error:
+        engine.save_checkpoint(place)
+    # A later save of the store's own is dropped from the folder with it, which stays.
+    for _ in range(2):
+        training.learn(engine, inputs, targets)
+        engine.save_checkpoint(place)
+        (keeper.directory / f"global_step{engine.global_steps}" / "notes.txt").touch()
+    keeper.cleanup()
+    OutlastCheckpointEngine(place).cleanup()
+    engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    engine.load_checkpoint(place, tag="global_step1")
+    return str(error.value), engine.global_steps
+
+
+def test_what_deepspeed_has_written_itself_is_never_replaced_or_removed(tmp_path):
+    for sentence, steps in run_ranks(2, _save_over_deepspeeds_own, str(tmp_path)):
+        assert "global_step1 holds mp_rank_00_model_states.pt, which DeepSpeed itself" in sentence
+        assert steps == 1
+    assert steps_in(tmp_path) == [3]
+    assert [each.name for each in (tmp_path / "global_step2").iterdir()] == ["notes.txt"]
+    assert len([*(tmp_path / "global_step3").glob("*.pt")]) == 3
+
+
 def _begin_without_a_group():
     OutlastCheckpointEngine("nowhere")
 

@@ -121,3 +121,7 @@ def test_layouts_that_depend_on_the_ranks_are_refused():
     adapt_ranks(states, 1)
     with pytest.raises(CheckpointError, match="load it on as many, not on 2"):
         adapt_ranks(states, 2)
+    for more in ({"num_experts": [4]}, {"mp_world_size": 2}):
+        with pytest.raises(CheckpointError, match=r"load (it on as many|one of data)"):
+            adapt_ranks({**states, "ds_config": {}, **more}, 2)
+    adapt_ranks({**states, "ds_config": {}}, 2)

@@ -76,6 +76,29 @@ def test_it_goes_on_with_another_number_of_ranks(before, after, stage, tmp_path)
     assert done[-1] == STEPS
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_damaged_version_leads_to_one_of_another_number_of_ranks(before, after, tmp_path):
+    place = str(tmp_path)
+    keep = ("checkpoint.keep=9",)
+    run_ranks(before, training.run, place, 2, keep, 0, 7, may_die=(0, 1))
+    run_ranks(after, training.run, place, 2, keep, 0, 11, may_die=(0, 1))
+    newest = sorted((tmp_path / "r" / "checkpoints").glob("*/version.json"))[-1].parent
+    for pack in newest.glob("*.pack"):
+        content = bytearray(pack.read_bytes())
+        content[len(content) // 4 : len(content) // 2] = bytes(
+            len(content) // 2 - len(content) // 4
+        )
+        pack.write_bytes(content)
+    run_ranks(after, training.run, place, 2, keep)
+    # The first was of a fresh start, the others of the ranks that the version has.
+    assert [each.step for each in events(tmp_path, CheckpointRestored)] == [4, 4]
+    again, once = (
+        [line.split()[1] for line in (tmp_path / "losses").read_text().splitlines()][start:][:3]
+        for start in (7, 14)
+    )
+    assert again == once
+
+
 def test_deepspeeds_own_loader_is_gone_on_with(tmp_path):
     run = functools.partial(training.run, own_loader=True)
     (tmp_path / "whole").mkdir()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
-import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,12 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from outlast.checkpoint import CheckpointStore, list_versions, load
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.deepspeed.contents import plain, rebuilt
-from outlast.integrations.deepspeed.partitions import adapt_ranks, elements_of, repartitioned
+from outlast.integrations.deepspeed.partitions import (
+    adapt_ranks,
+    elements_of,
+    refuse_parts,
+    repartitioned,
+)
 from outlast.records import replace_file
 from outlast.train.ranks import shared, together
 
@@ -41,7 +45,7 @@ STORE = "outlast"
 
 _STUB = b"This file's content is in the Outlast store beside its folder.\n"
 _STEP = re.compile(r"(\d+)$", re.ASCII)
-_PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -54,6 +58,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Checkpoints that DeepSpeed wrote into the directory before can still be loaded.
 
     Of ZeRO 1 and 2 a checkpoint can be loaded on another number of ranks, without a conversion.
+    Engines of data parallelism alone are saved; pipeline and tensor parallelism are refused.
 
     All ranks make it together, after `deepspeed.initialize` or `deepspeed.init_distributed`.
 
@@ -110,7 +115,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Take one of the save's files; it is copied in `commit`.
 
         Raises:
-            CheckpointError: When the tag has no step, or the state cannot be saved.
+            CheckpointError: When the tag has no step.
             IntegrationError: When the file is of another directory.
         """
         file, info = Path(path), self._info
@@ -125,19 +130,25 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"keeps {self.directory}: give both the same directory"
             )
         _step_of(info.tag)
-        file.write_bytes(_STUB)
         self._files[file.name] = plain(state_dict)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Copy what was taken, on all ranks together, and have it written.
 
         Raises:
-            CheckpointError: When it cannot be saved; later failures are told by the next save.
+            CheckpointError: On all ranks, when it cannot be saved; later failures are told by the
+                next save.
         """
-        if not any(shared(bool(self._files))):
+        files, self._files = self._files, {}
+        folder = Path(info.save_dir) / info.tag
+        told = shared((bool(files), _refusal(folder, files)))
+        if refused := next((each for _, each in told if each), ""):
+            raise CheckpointError(refused)
+        if not any(has_files for has_files, _ in told):
             return True
-        state = {name: _File(content) for name, content in self._files.items()}
-        self._files = {}
+        for name in files:
+            replace_file(folder / name, _STUB)
+        state = {name: _File(content) for name, content in files.items()}
         self._handle = self._store.save_async(_step_of(info.tag), state)
         if not self._asynchronous:
             self._handle.wait()
@@ -215,18 +226,29 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """A rank's part of the optimizer: its own, or made of those of other ranks."""
         saved = self._partitions(step)
         ranks = dist.get_world_size()
-        if len(saved) == ranks or not self._elements:
+        if len(saved) == ranks:
             return self._content(name, step)
+        if not self._elements:
+            raise CheckpointError(
+                f"{len(saved)} ranks saved the optimizer's partitions of step {step}, without the "
+                f"shapes of what is in them: load it on as many, not on {ranks}"
+            )
         files = [self._content(each, step) for each in saved]
         states = [each["optimizer_state_dict"] for each in files]
         own = repartitioned(states, self._elements, dist.get_rank(), ranks)
         return {**files[0], "optimizer_state_dict": own}
 
     def _partitions(self, step: int) -> list[str]:
-        """Names of the partitions' files of a step, by rank."""
+        """Names of the partitions' files of a step, by rank.
+
+        Raises:
+            CheckpointError: When they are parts of parts of the model.
+        """
         version = next(each for each in self._versions()[::-1] if each.step == step)
         names = load(self._store.storage, version).catalogue.values
-        found = {int(match[1]): name for name in names if (match := _PARTITION.fullmatch(name))}
+        matches = [match for name in names if (match := _PARTITION.fullmatch(name))]
+        refuse_parts(len({match[2] for match in matches}))
+        found = {int(match[1]): match[0] for match in matches}
         return [found[rank] for rank in sorted(found)]
 
     def _versions(self) -> list[Version]:
@@ -269,15 +291,23 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _stub_folders(self) -> list[Path]:
         folders = self.directory.iterdir() if self.directory.is_dir() else ()
         return [
-            each for each in folders if each.name != STORE and any(map(_is_stub, each.glob("*.pt")))
+            each
+            for each in folders
+            if each.name != STORE
+            and _STEP.search(each.name)
+            and any(map(_is_stub, each.glob("*.pt")))
         ]
 
     def _drop_old_stubs(self) -> None:
-        """Remove folders of DeepSpeed's names whose versions are kept no longer."""
+        """Remove DeepSpeed's names of versions that are kept no longer, and nothing else."""
         steps = {each.step for each in self._versions()}
         for folder in self._stub_folders():
             if _step_of(folder.name) not in steps:
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    for each in filter(_is_stub, folder.glob("*.pt")):
+                        each.unlink()
+                    # Where there is anything else in it, it stays.
+                    folder.rmdir()
 
 
 class _File:
@@ -293,6 +323,26 @@ class _File:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it over."""
         self.content = state
+
+
+def _refusal(folder: Path, files: Mapping[str, Any]) -> str:
+    """Why these files cannot be saved for a folder; empty where they can."""
+    for states in files.values():
+        if "dp_world_size" in states and (
+            states["mp_world_size"] != 1 or states["dp_world_size"] != dist.get_world_size()
+        ):
+            return (
+                "an OutlastCheckpointEngine keeps engines of data parallelism alone, and this one "
+                f"has {states['dp_world_size']} data-parallel of {dist.get_world_size()} ranks: "
+                "leave pipeline and tensor parallelism out, or keep DeepSpeed's own checkpoint "
+                "engine"
+            )
+    if others := sorted(each.name for each in folder.glob("*.pt") if not _is_stub(each)):
+        return (
+            f"{folder} holds {others[0]}, which DeepSpeed itself has written, and which this save "
+            "would replace: move the folder away, or save under another tag"
+        )
+    return ""
 
 
 def _is_stub(path: Path) -> bool:

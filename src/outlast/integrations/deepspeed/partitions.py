@@ -43,10 +43,18 @@ def adapt_ranks(states: dict[str, Any], ranks: int) -> None:
         ranks: How many there are now.
 
     Raises:
-        CheckpointError: Where the order of the parameters depends on the number of ranks.
+        CheckpointError: Where a rank had a part of the model, or what it had depends on the number
+            of ranks.
     """
-    if states["dp_world_size"] == ranks or states["mp_world_size"] != 1 or not elements_of(states):
+    refuse_parts(states["mp_world_size"])
+    # Where nothing is partitioned DeepSpeed compares nothing.
+    if states["dp_world_size"] == ranks or not elements_of(states):
         return
+    if states.get("num_experts"):
+        raise CheckpointError(
+            f"{states['dp_world_size']} ranks saved the checkpoint of a mixture of experts, whose "
+            f"parameters are partitioned over groups of them: load it on as many, not on {ranks}"
+        )
     settings = states.get("ds_config") or {}
     if settings.get("zero_optimization", {}).get("round_robin_gradients"):
         raise CheckpointError(
@@ -55,6 +63,19 @@ def adapt_ranks(states: dict[str, Any], ranks: int) -> None:
             f"ranks: load it on as many, not on {ranks}"
         )
     states["dp_world_size"] = ranks
+
+
+def refuse_parts(parts: int) -> None:
+    """Refuse a checkpoint of a model of which each rank had one of several parts.
+
+    Raises:
+        CheckpointError: When it is one.
+    """
+    if parts > 1:
+        raise CheckpointError(
+            f"the checkpoint is of a model in {parts} parts, by tensor or pipeline parallelism, of "
+            "which Outlast knows nothing: load one of data parallelism alone"
+        )
 
 
 def repartitioned(

@@ -118,16 +118,15 @@ class Run(plain.Run):
         self._state.update(self._engine_state.settle())
         return self
 
-    def _saved_ranks(self) -> int:
-        """How many ranks have saved the newest checkpoint; as many as there are for none."""
-        found = self._ranks.world_size
+    def _saved_ranks(self) -> list[int]:
+        """How many ranks have saved the checkpoints: the newest may turn out to be damaged."""
+        found = set()
         storage = storage_of(directory_of(self.job).checkpoints)
-        for version in list_versions(storage)[::-1]:
+        for version in list_versions(storage):
             with contextlib.suppress(CheckpointError):
                 names = load(storage, version).catalogue.values
-                found = sum(name.startswith(RANK) for name in names) or found
-                break
-        return shared(found)[0]
+                found.add(sum(name.startswith(RANK) for name in names))
+        return sorted(shared(found)[0] - {0})
 
     def _installed_guard(self) -> RunGuard | None:
         """A guard of the passes, without the optimizer."""

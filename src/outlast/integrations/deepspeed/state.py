@@ -14,7 +14,7 @@ from outlast.integrations.deepspeed.contents import plain, rebuilt
 from outlast.integrations.deepspeed.partitions import adapt_ranks, elements_of, repartitioned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
@@ -29,35 +29,35 @@ class EngineState:
 
     Args:
         engine: Of ZeRO 0 to 2, without pipeline and model parallelism.
-        saved_ranks: How many ranks have saved what is to be restored.
+        saved_ranks: How many ranks have saved the versions of which one is to be restored.
 
     Attributes:
         entries: What is saved and restored, by name. The last one loads the engine.
         of_others: Names of entries that only a restore needs.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, saved_ranks: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, saved_ranks: Collection[int]) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._shared, self._own = _Part(), _Part(self._load)
-        self._parts = {rank: _Part() for rank in range(saved_ranks)}
-        self.of_others: list[str] = []
-        if saved_ranks == self._ranks:
-            self._parts = {self._rank: self._own}
-            self.entries = {_SHARED: self._shared, f"{RANK}{self._rank}": self._own}
-            return
-        self._parts[saved_ranks - 1] = self._own
+        self._shared = _Part(loaded=self._load)
+        known = {self._rank}
+        if {*saved_ranks} - {self._ranks}:
+            # Which version it will be is known only when it was read.
+            known.update(range(max(saved_ranks)))
+        self._parts = {rank: _Part(may_be_missing=True) for rank in sorted(known)}
+        self._own = self._parts[self._rank]
         self.entries = {
-            _SHARED: self._shared,
             **{f"{RANK}{rank}": part for rank, part in self._parts.items()},
+            # It says how many ranks have saved it, and loads when all others are there.
+            _SHARED: self._shared,
         }
-        self.of_others = [name for name in self.entries if name != _SHARED]
+        self.of_others = [f"{RANK}{rank}" for rank in self._parts if rank != self._rank]
 
     def settle(self) -> dict[str, Any]:
         """The entries from now on: only those that this rank saves."""
-        self._own = _Part()
+        self._parts = {self._rank: self._own}
         self.of_others = []
-        self.entries = {_SHARED: self._shared, f"{RANK}{self._rank}": self._own}
+        self.entries = {f"{RANK}{self._rank}": self._own, _SHARED: self._shared}
         return self.entries
 
     def note(self) -> None:
@@ -76,11 +76,16 @@ class EngineState:
         self._shared.content = first if self._rank == 0 else {}
 
     def _load(self) -> None:
-        """Let the engine take what was restored."""
+        """Let the engine take what was restored.
+
+        Raises:
+            CheckpointError: When partitions of it are missing, or cannot be divided anew.
+        """
         shared = rebuilt(self._shared.content)
+        saved_ranks = next(each["dp_world_size"] for each in shared.values())
         for states in shared.values():
             adapt_ranks(states, self._ranks)
-        files = {**shared, **self._partition(shared)}
+        files = {**shared, **self._partition(shared, saved_ranks)}
         giving = _Giving(files)
         before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, giving
         try:
@@ -95,14 +100,20 @@ class EngineState:
         for part in (self._shared, *self._parts.values()):
             part.content = {}
 
-    def _partition(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+    def _partition(self, shared: Mapping[str, Any], saved_ranks: int) -> dict[str, Any]:
         """This rank's file of ZeRO's partitions, if there are any."""
-        saved = [rebuilt(self._parts[rank].content) for rank in sorted(self._parts)]
-        if len(saved) == 1 and not self.of_others:
-            return dict(saved[0])
+        if saved_ranks == self._ranks:
+            return dict(rebuilt(self._own.content))
         elements = next((elements_of(each) for each in shared.values()), [])
         if not elements:
             return {}
+        parts = [self._parts.get(rank) for rank in range(saved_ranks)]
+        saved = [rebuilt(each.content) for each in parts if each is not None and each.content]
+        if len(saved) < saved_ranks:
+            raise CheckpointError(
+                f"the checkpoint is of {saved_ranks} ranks, and the partitions of {len(saved)} are "
+                "there: start again, or on as many"
+            )
         files = [next(iter(each.values())) for each in saved]
         states = [each["optimizer_state_dict"] for each in files]
         name = next(iter(saved[0])).replace("pp_rank_0_", f"pp_rank_{self._rank}_")
@@ -113,8 +124,11 @@ class EngineState:
 class _Part:
     """Some files' content, as an entry of a state."""
 
-    def __init__(self, loaded: Any = None) -> None:
+    def __init__(
+        self, *, loaded: Callable[[], None] | None = None, may_be_missing: bool = False
+    ) -> None:
         self.content: dict[str, Any] = {}
+        self.may_be_missing = may_be_missing
         self._loaded = loaded
 
     def state_dict(self) -> dict[str, Any]:
