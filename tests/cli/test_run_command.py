@@ -27,7 +27,7 @@ def test_finished_run_says_so_and_starts_anew_when_asked(script):
     assert ended.code == 0
     assert "this run has finished" in ended.said
     assert "--fresh" in ended.said
-    assert not (script.parent / "result0.pt").exists()
+    assert not (script.parent / "result0.pt").exists(), ended.said
     ended = outlast("run", "--fresh", script)
     assert ended.code == 0
     assert "moved the earlier run to" in ended.said
@@ -121,7 +121,7 @@ def test_explain_prints_the_loops_and_runs_nothing(script):
     assert "for features, targets in loader:" in ended.said
     assert "+++ " in ended.said
     assert not (script.parent / ".outlast").exists()
-    assert not (script.parent / "result0.pt").exists()
+    assert not (script.parent / "result0.pt").exists(), ended.said
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_script_that_catches_everything_cannot_train_on_after_a_refusal(script):
     assert ended.code == 2, ended.said
     assert "cannot be saved" in ended.said
     assert "the script caught this error: let OutlastError pass" in ended.said
-    assert not (script.parent / "result0.pt").exists()
+    assert not (script.parent / "result0.pt").exists(), ended.said
 
 
 def test_script_that_does_not_train_this_time_is_told_and_runs_again(script):
@@ -260,4 +260,4 @@ def test_numbers_that_differ_end_a_script_that_catches_everything(script):
         if line.startswith("outlast: ") and "differs" in line
     )
     assert "the script caught this error" in said
-    assert not (script.parent / "result0.pt").exists()
+    assert not (script.parent / "result0.pt").exists(), ended.said
