@@ -8,7 +8,8 @@
   lock             owner while it runs
   checkpoints/     the versions
   stores.json      where a library keeps them that trains the script
-  begun.json       under srun, what rank 0 tells the others when they begin
+  begun.json       under srun, what rank 0 tells the others when they begin; begun.rankN.json
+                   which word of it they have heard
 """
 
 from __future__ import annotations

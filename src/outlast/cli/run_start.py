@@ -13,7 +13,7 @@ from outlast.cli.misplaced import say_options_behind
 from outlast.cli.run_folder import RunFolder, folder_of
 from outlast.cli.run_meeting import Begun, begin_together
 from outlast.cli.run_work import work, work_of_library
-from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE
+from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EXIT_DONE
 from outlast.integrations.pace import every_of, seconds_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
         return launch(ranks.world_size, asked.of_process())
     begun = begin_together(ranks, folder.path, lambda: look(ranks))
     if begun.problem:
-        return EXIT_BAD_INPUT
+        return EXIT_CRASHED if begun.crashed else EXIT_BAD_INPUT
     if begun.finished:
         return EXIT_DONE
     if library is not None:
@@ -118,6 +118,9 @@ def _begun(
     """Prepare the run on rank 0, and see how it stands."""
     if ranks.is_first:
         _prepare(asked, files, folder, 1 if malleable else ranks.world_size)
+    elif asked.fresh:
+        # What is here is of the earlier run, which rank 0 may not have moved aside yet.
+        return Begun()
     words = folder.words(ranks.world_size)
     finished = all(word == "finished" for word in words)
     if finished and ranks.is_first and (last := folder.outcome()) is not None:
