@@ -210,6 +210,8 @@ class ScriptKeeper:
         Returns:
             The digest that an earlier life of the run kept after the same save, if there is one.
         """
+        # A script that has caught one difference is not asked for the next.
+        self._refuse_to_go_on()
         if self._digests is None:
             return None
         return self._digests.keep(step, text)
