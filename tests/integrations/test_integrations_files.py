@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,116 @@ def test_a_store_that_is_moved_with_its_paths_loses_nothing(tmp_path: Path) -> N
     moved.close()
     assert versions(second / "store") == [1, 3, 4]
     assert moved.load(second / "names" / "best")["optimizer"] == {0: 1.0}
+
+
+def best_and_last(folder: Path, *steps: int) -> CheckpointFiles:
+    """Saves the best of step 1, and all steps as the last one."""
+    files = CheckpointFiles(folder / "store", QUICK)
+    files.save(folder / "best", content(1.0), 1)
+    for step in steps:
+        files.save(folder / "last", content(step), step)
+    files.close()
+    return files
+
+
+@pytest.mark.parametrize("lost", ["removed", "cut"])
+def test_where_the_list_of_paths_is_lost_all_versions_stay(tmp_path: Path, lost: str) -> None:
+    place = tmp_path / "store"
+    files = best_and_last(tmp_path, 2)
+    if lost == "removed":
+        (place / "files.json").unlink()
+    else:
+        (place / "files.json").write_text('[{"path": "')
+    with pytest.warns(UserWarning, match="its 2 versions are kept"):
+        files.save(tmp_path / "elsewhere" / "new", content(3.0), 3)
+    files.close()
+    # Also by who comes later, and what is new goes when nothing leads to it.
+    for step in (4, 5, 6):
+        files.save(tmp_path / "elsewhere" / "new", content(step), step)
+    files.close()
+    assert versions(place) == [1, 2, 5, 6]
+    assert files.load(tmp_path / "best")["optimizer"] == {0: 1.0}
+
+
+@pytest.mark.filterwarnings("ignore:no version is deleted")
+def test_nothing_is_deleted_while_a_path_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, best = tmp_path / "store", tmp_path / "best"
+    files = best_and_last(tmp_path, 2)
+    own_open = Path.open
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == best:
+            raise OSError(5, "Input/output error")
+        return own_open(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        for step in (3, 4, 5):
+            files.save(tmp_path / "last", content(step), step)
+        files.close()
+        again = CheckpointFiles(place, QUICK)
+        again.sweep()
+        with pytest.warns(UserWarning, match=r"no version is deleted while .*best cannot be read"):
+            again.save(tmp_path / "last", content(6.0), 6)
+        again.close()
+        assert versions(place) == [1, 2, 3, 4, 5, 6]
+    files.save(tmp_path / "last", content(7.0), 7)
+    files.close()
+    assert versions(place) == [1, 6, 7]
+    assert files.load(best)["optimizer"] == {0: 1.0}
+
+
+def test_a_path_that_is_copied_or_renamed_beside_the_others_keeps_its_version(
+    tmp_path: Path,
+) -> None:
+    files = best_and_last(tmp_path, 2)
+    (tmp_path / "copy").write_bytes((tmp_path / "last").read_bytes())
+    (tmp_path / "best").rename(tmp_path / "renamed")
+    for step in (3, 4, 5):
+        files.save(tmp_path / "last", content(step), step)
+    files.close()
+    assert versions(tmp_path / "store") == [1, 2, 4, 5]
+    assert files.load(tmp_path / "renamed")["optimizer"] == {0: 1.0}
+    assert files.load(tmp_path / "copy")["optimizer"] == {0: 2}
+
+
+FAILING = """
+import sys
+from pathlib import Path
+
+import torch
+
+from outlast.integrations.files import CheckpointFiles
+from outlast.job import CheckpointSection
+
+place = Path(sys.argv[1])
+place.mkdir()
+# In the place of the version's folder, there is a file.
+(place / "step-00000001-a1").write_text("")
+files = CheckpointFiles(place, CheckpointSection(writer="thread"))
+files.save(place.parent / "one", {"a": torch.ones(3)}, 1)
+if "raise" in sys.argv:
+    try:
+        raise ValueError("of the script")
+    finally:
+        files.release()
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raise"])
+def test_a_save_that_failed_is_told_by_the_exit_code_and_hides_no_exception(
+    tmp_path: Path, how: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, tmp_path / "store", how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the checkpoint of step 1" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: of the script" if how == "raise" else "outlast: ")

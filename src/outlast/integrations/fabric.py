@@ -158,9 +158,9 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Wait until the last save is complete, and give up the store.
 
         Raises:
-            CheckpointError: When it has failed.
+            CheckpointError: When it has failed, and no exception is under way.
         """
-        self.files.close()
+        self.files.release()
 
 
 class StoreModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -259,13 +259,13 @@ class StoreModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Wait until the last save is complete, and give up the store.
 
         Raises:
-            CheckpointError: When it has failed.
+            CheckpointError: When it has failed, and no exception is under way.
         """
         # That of ModelParallelStrategy asks for a CheckpointIO, which it has not.
         self.precision.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-        self._files.close()
+        self._files.release()
 
 
 class _Rest:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
+import multiprocessing
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -42,6 +45,29 @@ if TYPE_CHECKING:
 _EVERY_VERSION = 10**9
 _FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression", "delta_chain"}
 _WHEN = {"every_steps", "mtbf_hours", "slowdown_budget", "longest_minutes"}
+
+
+_failed_at_exit: list[str] = []
+
+
+@atexit.register
+def _end_as_failed() -> None:
+    """End with code 1 where a save has failed that nobody waited for.
+
+    Python takes no exit code from what runs at exit. This was registered before any save, so that
+    it runs after most of the rest; it does what is known to come behind it.
+    """
+    if not _failed_at_exit:
+        return
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+        child.join()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
 
 
 class CheckpointFiles:
@@ -84,6 +110,7 @@ class CheckpointFiles:
         self._marks: tuple[Any, ...] = ()
         self._known: dict[Version, Known] = {}
         self._removed: list[Path] = []
+        self._untidy = ""
 
     @property
     def step(self) -> int:
@@ -201,20 +228,46 @@ class CheckpointFiles:
             CheckpointError: When the last save failed.
         """
         store, self._store = self._store, None
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         try:
             self.wait()
         finally:
             self._handle, self._collected, self._problem = None, True, ""
+            # Others may save to this store before it is opened again.
+            self._pointers = PointerList(self._storage)
             self._step = self._asked = -1
             if store is not None:
                 store.close()
 
+    def release(self) -> None:
+        """As `close`; but an exception under way is not replaced by that of the save.
+
+        Raises:
+            CheckpointError: When the last save failed, and nothing else did.
+        """
+        is_under_way = sys.exc_info()[0] is not None
+        try:
+            self.close()
+        except CheckpointError as error:
+            if not is_under_way:
+                raise
+            warnings.warn(str(error), stacklevel=3)
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            print(f"outlast: {error}", file=sys.stderr)
+            _failed_at_exit.append(str(error))
+
     def _submit(self, path: Path, state: State, step: int) -> None:
         if self._store is None:
+            if self._keeps_house:
+                # Which versions paths lead to is seen before there is another one.
+                self._pointers.load()
             self._store = self._opened()
             # A program may end without a word to its checkpoints.
-            atexit.register(self.close)
+            atexit.register(self._close_at_exit)
         # A version is never overwritten: another one of this step counts as the step after.
         number = self._step + 1 if step == self._step else step
         handle = self._store.save_async(number, state)
@@ -265,16 +318,22 @@ class CheckpointFiles:
             if self._problem:
                 warnings.warn(self._problem, stacklevel=3)
         if not self._problem and self._keeps_house:
-            removed, self._removed = self._removed, []
-            self._pointers.remove(removed)
-            # What cannot be deleted now is deleted after the next save.
-            with contextlib.suppress(OSError, CheckpointError):
-                prune(
-                    self._storage,
-                    Retention(1),
-                    protected=self._pointers.led_to(),
-                    cache=self._known,
-                )
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what may go: nothing, where it is not known what the paths lead to."""
+        try:
+            self._pointers.remove(self._removed)
+            self._removed = []
+            protected = self._pointers.led_to()
+        except (OSError, CheckpointError) as error:
+            if self._untidy != str(error):
+                self._untidy = str(error)
+                warnings.warn(f"no version is deleted while {error}", stacklevel=4)
+            return
+        # What cannot be deleted now is deleted after the next save.
+        with contextlib.suppress(OSError, CheckpointError):
+            prune(self._storage, Retention(1), protected=protected, cache=self._known)
 
     def _candidates(self, path: Path) -> Iterator[tuple[LocalStorage, Contents, Entry, list[str]]]:
         """What `path` leads to, the newest first, and why what came before cannot be used.

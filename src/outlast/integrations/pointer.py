@@ -53,9 +53,17 @@ class Pointer:
 def is_pointer(path: Path) -> bool:
     """Whether `path` is such a file."""
     try:
+        return _is_pointer(path)
+    except OSError:
+        return False
+
+
+def _is_pointer(path: Path) -> bool:
+    """As `is_pointer`; raises OSError where a file is there, and cannot be read."""
+    try:
         with path.open("rb") as file:
             return file.read(len(_START)) == _START
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
 
 
@@ -65,19 +73,40 @@ def read_pointer(path: Path) -> Pointer:
     Raises:
         CheckpointError: When it is no such file.
     """
-    if not is_pointer(path):
+    try:
+        found = _look(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if found is None:
         what = "is no checkpoint file of Outlast" if path.exists() else "is not there"
         raise CheckpointError(f"{path} {what}")
+    return found
+
+
+def _look(path: Path) -> Pointer | None:
+    """The content of `path`; None where nothing, or a file of another kind, is there.
+
+    Raises:
+        CheckpointError: When it is damaged.
+        OSError: When it cannot be read.
+    """
+    if not _is_pointer(path):
+        return None
     try:
         found = json.loads(path.read_bytes())
         entries = [Entry(each["version"], each.get("values")) for each in found["entries"]]
         return Pointer(Path(os.path.normpath(path.parent / found["store"])), entries)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 class PointerList:
     """The paths that lead to a store.
+
+    They are listed in a file of the store. Where that is lost, it is not known which versions paths
+    lead to: all that are there are listed as to be kept in the new one.
 
     Args:
         storage: The store.
@@ -87,17 +116,41 @@ class PointerList:
         self._storage = storage
         self._file = storage.root / _LIST
         self._paths: list[Path] | None = None
+        self._kept: set[str] = set()
+
+    def load(self) -> None:
+        """Read the list, if that has not been done.
+
+        Raises:
+            CheckpointError: When it cannot be read.
+        """
+        _ = self.paths
 
     @property
     def paths(self) -> list[Path]:
-        """All of them, the oldest first; also where the store was moved or copied with them."""
+        """All of them, the oldest first; also where the store was moved or copied with them.
+
+        Raises:
+            CheckpointError: When the list cannot be read.
+        """
         if self._paths is None:
-            found: dict[Path, None] = {}
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                for each in json.loads(self._file.read_bytes()):
-                    near = os.path.normpath(self._storage.root / each["relative"])
-                    found |= dict.fromkeys((Path(each["path"]), Path(near)))
-            self._paths = [each for each in found if self._leads_here(each)]
+            listed, paths = self._listed(), list[Path]()
+            for each in listed or ():
+                if "version" in each:
+                    self._kept.add(each["version"])
+                    continue
+                near = os.path.normpath(self._storage.root / each["relative"])
+                found = {path: self._leads_here(path) for path in (Path(each["path"]), Path(near))}
+                # What cannot be read now may be one.
+                sure = [path for path, leads in found.items() if leads]
+                unsure = [path for path, leads in found.items() if leads is None]
+                paths += sure or unsure
+            if listed is None:
+                self._keep_all()
+            self._paths = [*dict.fromkeys(paths)]
+            if listed is None and self._kept:
+                with contextlib.suppress(OSError):
+                    self._write()
         return self._paths
 
     def point(self, path: Path, entry: Entry) -> None:
@@ -111,7 +164,14 @@ class PointerList:
                 f"{path} is a directory, perhaps a checkpoint of another kind; remove it, or save "
                 "under another name"
             )
-        entries = [entry, *self._complete(path, besides=entry.version)[:1]]
+        try:
+            before = self._complete(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except CheckpointError:
+            before = []
+        before = [each for each in before if each.version != entry.version]
+        entries = [entry, *before[:1]]
         listed = [{"version": each.version, "values": each.values} for each in entries]
         content = {
             "format": _FORMAT,
@@ -129,7 +189,11 @@ class PointerList:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None
 
     def remove(self, paths: list[Path]) -> None:
-        """Remove files; what cannot be removed stays listed."""
+        """Remove files; what cannot be removed stays listed.
+
+        Raises:
+            CheckpointError: When the list cannot be read.
+        """
         gone = set()
         for path in paths:
             with contextlib.suppress(OSError):
@@ -141,17 +205,20 @@ class PointerList:
                 self._write()
 
     def led_to(self) -> set[Version]:
-        """The versions that any path leads to."""
-        versions = {each.folder: each for each in list_versions(self._storage)}
-        found = set()
+        """The versions that any path leads to, or one beside it that was copied or renamed.
+
+        Raises:
+            CheckpointError: When the list, a path, or a folder with one cannot be read.
+        """
+        self._take_up()
+        found = {*self._kept}
         for path in self.paths:
-            with contextlib.suppress(CheckpointError):
-                found |= {
-                    versions[each.version]
-                    for each in read_pointer(path).entries
-                    if each.version in versions
-                }
-        return found
+            try:
+                pointer = _look(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            found |= {each.version for each in pointer.entries} if pointer else set()
+        return {each for each in list_versions(self._storage) if each.folder in found}
 
     def sweep(self) -> None:
         """Remove the paths of saves that a process did not live to complete.
@@ -159,37 +226,91 @@ class PointerList:
         Nothing is removed while a live process saves to the store.
         """
         owner = OwnerLock(self._storage.root / "owner", subject="", remedy="")
-        if not self.paths or owner.is_held():
+        try:
+            paths = self.paths
+        except CheckpointError:
+            # Told where versions would be deleted.
             return
-        lost = [each for each in self.paths if is_pointer(each) and not self._complete(each)]
-        for path in lost:
-            with contextlib.suppress(OSError):
+        if not paths or owner.is_held():
+            return
+        for path in paths:
+            with contextlib.suppress(OSError, CheckpointError):
+                if not is_pointer(path) or self._complete(path):
+                    continue
                 path.unlink(missing_ok=True)
                 warnings.warn(
                     f"{path} was not complete when its process ended; it is removed", stacklevel=2
                 )
 
-    def _complete(self, path: Path, *, besides: str = "") -> list[Entry]:
-        """What `path` leads to now, of what is complete."""
-        try:
-            entries = read_pointer(path).entries
-        except CheckpointError:
-            return []
+    def _complete(self, path: Path) -> list[Entry]:
+        """What `path` leads to now, of what is complete.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            OSError: When it cannot be read.
+        """
+        pointer = _look(path)
         versions = {each.folder: each for each in list_versions(self._storage)}
         return [
             each
-            for each in entries
-            if each.version != besides
-            and each.version in versions
-            and is_published(self._storage, versions[each.version])
+            for each in (pointer.entries if pointer else ())
+            if each.version in versions and is_published(self._storage, versions[each.version])
         ]
 
-    def _leads_here(self, path: Path) -> bool:
-        with contextlib.suppress(CheckpointError):
-            return os.path.realpath(read_pointer(path).store) == os.path.realpath(
-                self._storage.root
+    def _listed(self) -> list[dict[str, str]] | None:
+        """What the file says; None where it is lost.
+
+        Raises:
+            CheckpointError: When it cannot be read.
+        """
+        try:
+            found = json.loads(self._file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{self._file} cannot be read: {error.strerror}") from None
+        except ValueError:
+            return None
+        whole = isinstance(found, list) and all(
+            isinstance(each, dict) and ("version" in each or {"path", "relative"} <= {*each})
+            for each in found
+        )
+        return found if whole else None
+
+    def _keep_all(self) -> None:
+        """Have all versions kept that are there now, since paths may lead to any of them."""
+        versions = list_versions(self._storage)
+        self._kept = {each.folder for each in versions if is_published(self._storage, each)}
+        if self._kept:
+            warnings.warn(
+                f"{self._file}, the list of the files that lead to this store, is lost: its "
+                f"{len(self._kept)} versions are kept, whether a file leads to them or not",
+                stacklevel=2,
             )
-        return False
+
+    def _take_up(self) -> None:
+        """Add what leads here from beside the known paths: copies, and files with new names."""
+        known = {*self.paths}
+        for folder in dict.fromkeys(each.parent for each in self.paths):
+            try:
+                beside = [each for each in folder.iterdir() if each not in known]
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+            self._paths = [*self.paths, *(each for each in beside if self._leads_here(each))]
+        if known != {*self.paths}:
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def _leads_here(self, path: Path) -> bool | None:
+        """Whether `path` leads to this store; None where it cannot be read."""
+        try:
+            pointer = _look(path)
+        except (OSError, CheckpointError):
+            return None
+        here = os.path.realpath(self._storage.root)
+        return pointer is not None and os.path.realpath(pointer.store) == here
 
     def _write(self) -> None:
         root = self._storage.root
@@ -197,4 +318,5 @@ class PointerList:
         listed = [
             {"path": str(each), "relative": os.path.relpath(each, root)} for each in self.paths
         ]
+        listed += [{"version": each} for each in sorted(self._kept)]
         replace_file(self._file, json.dumps(listed).encode())
