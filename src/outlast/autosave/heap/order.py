@@ -3,6 +3,8 @@
 Members lie in a table by their hashes; what it has lost leaves gaps, which push others aside and
 decide when the table changes its size. The layout is read from memory, as no function tells it, and
 made again by filling a set in the order of its slots, with fillers for the gaps that are taken out.
+Of large sets and tables it is not: they keep their order only where a new set has the same, and
+those that have lost members are refused where it has another.
 """
 
 from __future__ import annotations
@@ -12,8 +14,13 @@ import os
 from operator import is_
 from typing import Any, NamedTuple
 
-MANY = 10_000
-"""Members from which on the order is given up; it would take long to make it again."""
+import numpy as np
+
+MANY = 30_000
+"""Members and gaps from which on the layout is given up; it would take long to make it again."""
+
+LARGEST_TABLE = 1 << 18
+"""Slots from which on it is."""
 
 _LOST = -1
 _UNSIGNED = (1 << 64) - 1
@@ -21,7 +28,8 @@ _PROBES = 9
 _SHIFT = 5
 """How Python looks for a slot: the next ones, then elsewhere by more bits of the hash."""
 
-_NUMBERS = (int, float, complex)
+_FIXED = frozenset({int, bool})
+_NUMBERS = (int, float, complex, np.number, np.bool_)
 _FILL, _MASK, _TABLE = 2, 4, 5
 """Words of a set's object that have the slots in use, their number less one, and their place."""
 
@@ -30,7 +38,8 @@ class Layout(NamedTuple):
     """How a set lies in its table.
 
     Attributes:
-        size: Number of slots; 0 where it cannot be read, or is another one in every process.
+        size: Number of slots; 0 where it cannot be read, is too large, or is another one in every
+            process.
         places: Slot of each member, in their order.
         gaps: Slots of members that it has lost.
     """
@@ -59,9 +68,11 @@ def layout(value: Any) -> Layout:
 
     Texts and objects have other hashes in every process, so no program can rely on their order.
     """
-    if not _READABLE or len(value) > MANY or not all(map(_has_same_hash, value)):
+    if not _READABLE or _word(value, _FILL) > MANY or not _have_same_hashes(value):
         return Layout()
     size = _word(value, _MASK) + 1
+    if size > LARGEST_TABLE:
+        return Layout()
     entries = (ctypes.c_ssize_t * (2 * size)).from_address(_word(value, _TABLE))
     used = [
         (slot, mark)
@@ -96,9 +107,22 @@ def fill(value: Any, members: tuple[Any, ...], wanted: Layout) -> bool:
 
 
 def keeps_order(value: Any) -> bool:
-    """Whether another process can give a set its order, where that is the same in every run."""
-    found = layout(value)
-    return not found.size or fill(set(), tuple(value), found)
+    """Whether another process can give a set its order, where that is the same in every run.
+
+    Of a set whose layout is given up, the order is that of now: what comes to it later may lie
+    elsewhere than it would have. One that has only grown may have another order; there are many
+    such sets of what was seen, and hardly one whose order counts.
+    """
+    if not _have_same_hashes(value):
+        return True
+    found, members, made = layout(value), tuple(set.__iter__(value)), set[Any]()
+    if fill(made, members, found):
+        return True
+    return not found.size and (not _has_gaps(value) or all(map(is_, made, members)))
+
+
+def _has_gaps(value: Any) -> bool:
+    return not _READABLE or _word(value, _FILL) != _word(value, _FILL + 1)
 
 
 def _in_turn(members: tuple[Any, ...], wanted: Layout) -> list[Any]:
@@ -131,12 +155,19 @@ def _finds(member: Any, slot: int, size: int, taken: set[int]) -> bool:
     return False
 
 
+def _have_same_hashes(values: Any) -> bool:
+    return _FIXED.issuperset(map(type, values)) or all(map(_has_same_hash, values))
+
+
 def _has_same_hash(value: Any) -> bool:
     """Whether every process gives a value the same hash."""
-    if isinstance(value, tuple):
-        return all(map(_has_same_hash, value))
+    if isinstance(value, (tuple, frozenset)):
+        return _have_same_hashes(value)
+    if isinstance(value, _NUMBERS):
+        # What is no number has its address as its hash.
+        return bool(value == value)  # noqa: PLR0124
     fixed = os.environ.get("PYTHONHASHSEED", "random") != "random"
-    return isinstance(value, _NUMBERS) or (fixed and isinstance(value, (str, bytes)))
+    return fixed and isinstance(value, (str, bytes))
 
 
 def _word(value: Any, place: int) -> int:
