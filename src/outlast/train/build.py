@@ -269,7 +269,9 @@ def _is_saved(job: Job, store: CheckpointStore) -> bool:
 
     A version on nodes' own disks is restored only if every node still has its part.
     """
-    return not job.checkpoint.fast_private and all(shared(store.newest() is not None))
+    if job.checkpoint.fast_private:
+        return False
+    return all(shared(together(lambda: store.newest() is not None)))
 
 
 def _replica_engine(

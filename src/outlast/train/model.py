@@ -209,11 +209,15 @@ def build_model(job: Job, *, drawn: bool = True) -> nn.Module:
 
 
 def _without_weights(config: PretrainedConfig, settings: dict[str, Any]) -> nn.Module:
-    """A model of this config with whatever is in memory as its weights."""
+    """A model of this config with whatever is in memory as its weights.
+
+    Buffers get their values, since some are in no state_dict. If a class with code of its own
+    draws such a buffer at random, it could differ from that of a model with first weights, before
+    which more was drawn.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import guard_torch_init_functions
 
-    # Buffers need their values: some are in no state_dict.
     done: Any = nn.Parameter
     done._is_hf_initialized = True
     try:
