@@ -105,6 +105,20 @@ STYLES = {
         ended.set(); thread.join()
         print(list(waiting.queue))
         """,
+    "tables in temporary files": """
+        import csv, tempfile
+        file = tempfile.NamedTemporaryFile("w+", newline="")
+        rows = csv.writer(file, delimiter=";")
+        class Sink:
+            def __init__(self): self.lines = []; self.write = lambda text: self.lines.append(text)
+        sink = Sink()
+        others = csv.writer(sink)
+        for step in range(3):
+            weights.backward(); weights.step()
+            rows.writerow([step, weights.value]); others.writerow([step, "a,b"])
+        # What lay in the temporary file is gone with it.
+        print(sink.lines, rows.dialect.delimiter)
+        """,
     "caches, default arguments and children of seeds": """
         import functools
         import numpy as np

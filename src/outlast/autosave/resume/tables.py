@@ -8,6 +8,8 @@ import io
 import types
 from typing import TYPE_CHECKING, Any
 
+from outlast.errors import AutosaveError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -19,14 +21,26 @@ _METHODS = (types.BuiltinMethodType, types.MethodType)
 
 
 def _reduced(writer: Any) -> Any:
-    # It shows its settings, but not the method of the file that it writes with.
-    write: Any = next(each for each in gc.get_referents(writer) if isinstance(each, _METHODS))
+    # It shows its settings, but not what it writes with.
+    found = (each for each in gc.get_referents(writer) if callable(each))
+    write: Any = next((each for each in found if not isinstance(each, type)), None)
+    if write is None:
+        raise AutosaveError(
+            "what a csv.writer writes with cannot be seen; make it with a file that open() gives"
+        )
     settings = {name: getattr(writer.dialect, name) for name in _DIALECT}
-    return _made, (write.__self__, settings)
+    if isinstance(write, _METHODS):
+        return _made, (write.__self__, settings)
+    return _made_with, (write, settings)
 
 
 def _made(file: Any, settings: dict[str, Any]) -> Any:
     return csv.writer(file, **settings)
+
+
+def _made_with(write: Any, settings: dict[str, Any]) -> Any:
+    # Files of `tempfile` give a function of their own.
+    return csv.writer(types.SimpleNamespace(write=write), **settings)
 
 
 REDUCERS: Mapping[type, Callable[[Any], Any]] = {type(csv.writer(io.StringIO())): _reduced}
