@@ -192,6 +192,8 @@ def _refuse_stage_three(place):
     engine = training.engine_of(3)
     with pytest.raises(IntegrationError) as error:
         Run(engine=engine, loader=[])
+    with pytest.raises(IntegrationError, match="cannot for a DeepSpeed engine"):
+        Run(engine=training.engine_of(1), loader=[], settings=["recover.mode=restart"])
     return str(error.value)
 
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("lightning.fabric")
 
 from fabric_runs import assert_same, finish, records
+from running import outlast as outlast_command
 
 from outlast.records import StateRecovered
 
@@ -60,3 +61,28 @@ def test_a_killed_process_of_torchrun_goes_on_from_memory(tmp_path: Path) -> Non
     [(_, recovered)] = records(folder).of(StateRecovered)
     assert recovered.source == "memory"
     assert recovered.step >= 7
+
+
+OWN_SCRIPT = """
+import torch
+from lightning.fabric import Fabric
+
+from outlast.integrations.fabric import Run
+
+fabric = Fabric(accelerator="cpu", devices=1)
+model = torch.nn.Linear(1, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+with Run(fabric, model=model, optimizer=optimizer, loader=[torch.ones(1, 1)]) as run:
+    for batch in run:
+        fabric.backward(model(batch).sum())
+        optimizer.step()
+"""
+
+
+@pytest.mark.distributed
+def test_a_script_of_fabric_that_outlast_run_saves_already_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_SCRIPT)
+    ended = outlast_command("run", script)
+    assert ended.code == 2, ended.said
+    assert "outlast.Run and `outlast run` would both save this script" in ended.said

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_runs import assert_same, finish, saved_steps, start, undisturbed
+from loop_runs import QUIET, assert_same, finish, saved_steps, start, undisturbed
+from torch import nn
+from torch.utils.data import DataLoader
+
+import outlast
+from outlast.records import CheckpointSaved, Warned, read_run
 
 pytestmark = pytest.mark.distributed
 
@@ -47,3 +52,53 @@ def test_a_tensorized_model_is_saved_in_its_factors(tmp_path: Path) -> None:
     assert_same(tmp_path, other)
     weights = torch.load(tmp_path / "result.pt", weights_only=True)["model"]
     assert sum(each.numel() for name, each in weights.items() if name.startswith("0.")) < 8 * 16
+
+
+def _accumulating(folder: Path, leave_at: int, per_epoch: int = 12) -> list[float]:
+    """Do a step of the optimizer every four iterations; the samples of this start."""
+    torch.manual_seed(3)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(torch.arange(float(per_epoch))[:, None], 1, shuffle=True)
+    settings = [f'run.directory="{folder}"', *QUIET]
+    seen = []
+    with outlast.Run(
+        model=model, optimizer=optimizer, loader=loader, epochs=2, settings=settings
+    ) as run:
+        for batch in run:
+            seen.append(batch.item())
+            model(batch).sum().backward()
+            if (run.step + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if run.step + 1 == leave_at:
+                break
+    return seen
+
+
+def _saved(folder: Path) -> list[int]:
+    return [event.step for _, event in read_run(folder / "run").of(CheckpointSaved)]
+
+
+@pytest.mark.supports("pytorch", "resume")
+def test_a_loop_that_is_left_in_an_accumulation_uses_its_batches_again(tmp_path: Path) -> None:
+    whole = _accumulating(tmp_path / "whole", 0)
+    # The first of an accumulation, one in its middle, and one in the second epoch.
+    first = _accumulating(tmp_path / "left", 5)
+    second = _accumulating(tmp_path / "left", 11)
+    third = _accumulating(tmp_path / "left", 19)
+    assert (first, second, third) == (whole[:5], whole[4:11], whole[8:19])
+    assert _accumulating(tmp_path / "left", 0) == whole[16:]
+    assert _saved(tmp_path / "left") == [4, 8, 16, 24]
+
+
+@pytest.mark.supports("pytorch", "resume")
+def test_an_accumulation_over_an_epochs_end_that_is_left_is_not_saved(tmp_path: Path) -> None:
+    first = _accumulating(tmp_path, 5, 6)
+    second = _accumulating(tmp_path, 7, 6)
+    assert second == [*_accumulating(tmp_path / "whole", 0, 6)[4:7]]
+    assert len(first) == 5
+    assert _saved(tmp_path) == [4]
+    [(_, told)] = read_run(tmp_path / "run").of(Warned)
+    assert "that an epoch's end is in: step 6 is not saved" in told.message
+    assert _accumulating(tmp_path, 0, 6)[:2] == second[:2]

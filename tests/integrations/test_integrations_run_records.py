@@ -21,11 +21,12 @@ from running import outlast as outlast_command
 from torch import nn
 
 import outlast
-from outlast.errors import CheckpointError, IntegrationError, JobError
+from outlast.errors import CheckpointError, IntegrationError, JobError, OutlastError
 from outlast.guard.findings import HARMFUL
 from outlast.integrations.progress import entries_of
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.records import (
+    AttemptEnded,
     CheckpointRestored,
     Guarded,
     RunDirectory,
@@ -244,6 +245,24 @@ def test_a_last_save_that_fails_is_an_error(
             folder.rename(folder.with_name("gone"))
         folder.write_text("")
     assert read_run(run.directory).attempts[-1].outcome == "failed"
+
+
+@pytest.mark.distributed
+def test_a_meter_that_is_refused_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["checkpoint.writer=thread", "energy.region=SE"]
+    refused = pytest.raises(OutlastError, match="nowhere")
+    with refused, outlast.Run(**small(), settings=[*quick, "energy.tariff=nowhere"]):
+        pass
+    directory = RunDirectory(tmp_path / "runs" / "run")
+    [(_, ended)] = read_run(directory.path).of(AttemptEnded)
+    assert (ended.outcome, "nowhere" in ended.reason) == ("failed", True)
+    # Its lock is given up.
+    with outlast.Run(**small(), settings=[*quick, "energy.measure=false"]):
+        pass
+    assert read_run(directory.path).attempts[-1].outcome == "completed"
 
 
 @pytest.mark.distributed

@@ -163,6 +163,11 @@ class StateKeeper:
                 f"{self._recording.directory.path}/events.jsonl say why. The run can go on from "
                 "its newest complete checkpoint: mend the cause and run the same command again"
             )
+        self.finish()
+
+    def finish(self) -> None:
+        """The loop has come to its end: wait for the saves under way, and forget the memory."""
+        self._collect(wait=True)
         if self._memory is not None:
             self._memory.close(forget=True)
             self._memory = None

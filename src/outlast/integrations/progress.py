@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,16 +160,14 @@ def loop_job_of(job: str | os.PathLike[str] | LoopJob | None, settings: Sequence
     return job
 
 
-def refuse_two_savers(names: Mapping[str, Any]) -> None:
+def refuse_two_savers() -> None:
     """Refuse a program that `outlast run` saves already.
-
-    Args:
-        names: Globals of the module that makes the run.
 
     Raises:
         IntegrationError: When it does.
     """
-    if RUNTIME in names:
+    # It is there as the program's own main module; whoever makes the run may be any other.
+    if hasattr(sys.modules["__main__"], RUNTIME):
         raise IntegrationError(
             "outlast.Run and `outlast run` would both save this script; start it with python, in a "
             "chain by slurm.command, or leave outlast.Run out"

@@ -123,10 +123,15 @@ class Recording:
         self._last: tuple[torch.Tensor | float, torch.Tensor | float] = (math.nan, math.nan)
         self._closed = False
         self._memory = MemoryWatch(ranks, device)
+        self._meter: RunMeter | None = None
         together(lambda: self._open(fresh) if ranks.is_first else None)
-        self._meter: RunMeter | None = together(
-            lambda: run_meter(job.energy, ranks, device, tokens_per_step=facts.tokens_per_step)
-        )
+        try:
+            self._meter = together(
+                lambda: run_meter(job.energy, ranks, device, tokens_per_step=facts.tokens_per_step)
+            )
+        except BaseException as error:
+            self.close("failed", f"{type(error).__name__}: {error}")
+            raise
         if prediction is not None:
             self.write(prediction)
 

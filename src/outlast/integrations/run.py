@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,8 @@ class Run:
 
     A *step* is an iteration of the loop. Nothing is saved in the middle of a gradient accumulation:
     what is due waits for the iteration that ends with an optimizer's step. A loop that is left by
-    ``break`` is saved, too, and goes on there when it is started again; one that is left by an
-    error goes on from its last save.
+    ``break`` is saved, too, and goes on there when it is started again, behind the batches of its
+    last optimizer's step; one that is left by an error goes on from its last save.
 
     All processes of the default process group, if there is one, make it together, and do their
     optimizers' steps in the same iterations.
@@ -115,7 +114,7 @@ class Run:
         fresh: bool = False,
         prediction: Predicted | None = None,
     ) -> None:
-        refuse_two_savers(sys._getframe(1).f_globals)
+        refuse_two_savers()
         if epochs < 1 or (steps is not None and steps < 1):
             raise IntegrationError(
                 f"epochs = {epochs} and steps = {steps} leave nothing to do; give 1 or more"
@@ -356,8 +355,36 @@ class Run:
             self._count_step()
         if self._guard is not None:
             self._guard.finish()
-        self._keeper.save_last(self.step)
+        unused = self._without_update - self._in_step
+        if unused > 0 and self._progress.epoch < self._epochs and not self._go_back(unused):
+            # Nothing newer than the last save can be gone on from.
+            self._keeper.finish()
+        else:
+            self._keeper.save_last(self.step)
         self._tell_findings()
+
+    def _go_back(self, unused: int) -> bool:
+        """Go back to the last update: what was done since then has changed no weight.
+
+        Args:
+            unused: Iterations since then.
+
+        Returns:
+            Whether it was in this epoch; otherwise the data's position of then is not known.
+        """
+        if self._progress.count < unused:
+            self._recording.write(
+                Warned(
+                    f"the loop was left within a gradient accumulation that an epoch's end is in: "
+                    f"step {self.step} is not saved, and the next start goes on from the last save"
+                )
+            )
+            return False
+        self._progress.step -= unused
+        self._progress.count -= unused
+        # The loader has given more than that.
+        self._in_step = True
+        return True
 
     def _close_keeper(self, kind: type[BaseException] | None, *_: Any) -> None:
         wrong = kind is not None and issubclass(kind, WrongNumbersError)

@@ -96,6 +96,11 @@ class Run(plain.Run):
             fresh=fresh,
             prediction=prediction,
         )
+        if "mode" in self.job.recover.model_fields_set and self.job.recover.mode != "off":
+            raise IntegrationError(
+                f'recover.mode = "{self.job.recover.mode}" keeps the state in memory, and this Run '
+                'cannot for a DeepSpeed engine; set it to "off" or leave it out'
+            )
         recover = self.job.recover.model_copy(update={"mode": "off"})
         self.job = self.job.model_copy(update={"recover": recover})
         ranks = self._ranks.world_size
