@@ -84,7 +84,8 @@ def work_of_library(
         if ranks.is_first:
             _say(f"{library.name} trains this script: it saves to Outlast's store and resumes")
         try:
-            with handing_over(library, handed), _watching_steps(library, handed) as stepped:
+            watching = _watching_steps(library, handed, speaks=ranks.is_first)
+            with handing_over(library, handed), watching as stepped:
                 code = execute_plainly(asked.script, files[0].source, asked.arguments)
             if code == EXIT_TO_BE_CONTINUED:
                 standing.word = "stopped"
@@ -104,7 +105,7 @@ def work_of_library(
 
 
 @contextlib.contextmanager
-def _watching_steps(library: Library, handed: HandedOver) -> Iterator[_Stepped]:
+def _watching_steps(library: Library, handed: HandedOver, *, speaks: bool) -> Iterator[_Stepped]:
     """Within, warn at once when the first step of an optimizer is none of the library's."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -113,7 +114,7 @@ def _watching_steps(library: Library, handed: HandedOver) -> Iterator[_Stepped]:
     def first(*_: object) -> None:
         watch.remove()
         stepped.called = True
-        if not handed.trained:
+        if speaks and not handed.trained:
             _say(
                 f"warning: an optimizer steps before a training by {library.name} has begun; what "
                 "is trained so is not saved, and is done anew at the next start"
