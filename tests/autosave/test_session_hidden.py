@@ -427,6 +427,32 @@ def test_modules_that_are_found_at_run_time_are_resumed(script):
     assert check_every_step(path) == 4
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_paths_of_setup_are_the_new_ones_where_the_old_are_gone(script, tmp_path_factory, gone):
+    place = tmp_path_factory.mktemp("scratch")
+    path = script(
+        f"""
+        import argparse, tempfile
+        from pathlib import Path
+        scratch = Path(tempfile.mkdtemp(dir={str(place)!r}))
+        arguments = argparse.Namespace(place=scratch / "data")
+        for step in range(3):
+            weights.backward(); weights.step()
+            later = scratch / "later"
+        print(scratch, arguments.place, later)
+        """
+    )
+    keeper = DictKeeper(2)
+    run(path, keeper)
+    (first,) = place.iterdir()
+    if gone:
+        first.rmdir()
+    found = run(path, DictKeeper(), keeper.saved).split()
+    (other,) = set(place.iterdir()) - {first}
+    scratch = other if gone else first
+    assert found == [str(scratch), str(scratch / "data"), str(scratch / "later")]
+
+
 def test_large_results_are_computed_again_not_saved(script):
     keeper = DictKeeper(4)
     run(script(STYLES["caches of what is large, or cannot be saved"]), keeper)

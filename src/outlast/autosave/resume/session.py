@@ -11,6 +11,7 @@ from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.refusal import Unsaveable
+from outlast.autosave.resume import paths
 from outlast.autosave.resume.digests import STEPS, difference, digest
 from outlast.autosave.resume.entered import Held, entered, is_own, stack
 from outlast.autosave.resume.entries import Entries
@@ -280,6 +281,7 @@ class Session:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
         self._names = Names(roots, list(self._modules.globals()), reducers, IN_PLACE)
+        paths.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
         if self._saved is not None:
             self._go_back(self._saved, self._names)
