@@ -151,3 +151,25 @@ def test_ranks_stop_together_and_go_on(script):
     for each, model in zip(results, expected, strict=True):
         found = torch.load(each)["model"]
         assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+
+
+def test_a_run_that_begins_from_a_named_checkpoint_goes_on_from_its_own(script):
+    folder = script.parent
+    text = SCRIPT.replace(
+        '        plan = HERE / "plan"\n',
+        '        (HERE / "steps").open("a").write(f"{state.global_step} ")\n'
+        '        plan = HERE / "plan"\n',
+    )
+    saving = text.replace('save_strategy="no"', 'save_strategy="steps", save_steps=4')
+    script.write_text(saving.replace('"out"', '"base"'))
+    ended = plain(script)
+    assert ended.code == 0, ended.said
+    (folder / "steps").unlink()
+    named = 'trainer.train(str(HERE / "base" / "checkpoint-4"))'
+    script.write_text(text.replace("trainer.train()", named))
+    (folder / "plan").write_text("7 SIGTERM")
+    ended = outlast("run", script)
+    assert ended.code == 3, ended.said
+    ended = outlast("run", script)
+    assert ended.code == 0, ended.said
+    assert (folder / "steps").read_text().split() == [str(step) for step in range(5, 17)]

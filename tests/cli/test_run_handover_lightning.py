@@ -107,3 +107,43 @@ def test_processes_that_lightning_would_start_itself_are_refused(tmp_path):
     ended = outlast("run", script)
     assert ended.code == 2, ended.said
     assert "import lightning.pytorch, the same library" in ended.said
+
+
+EARLIER = """    if not (HERE / "skip").exists():
+        L.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=HERE / "earlier",
+        ).fit(Earlier(), DataLoader(data, 4))
+"""
+"""Another training before that of `SCRIPT`."""
+
+
+def test_a_run_that_begins_from_a_named_checkpoint_goes_on_from_its_own(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("max_epochs=2", "max_epochs=1"))
+    ended = plain(script)
+    assert ended.code == 0, ended.said
+    [base] = (tmp_path / "root").rglob("*.ckpt")
+    text = SCRIPT.replace(
+        "        x, y = batch\n",
+        "        x, y = batch\n"
+        "        if type(self) is Net:\n"
+        '            (HERE / "steps").open("a").write(f"{self.global_step + 1} ")\n',
+    )
+    text = text.replace("def main():", "class Earlier(Net):\n    pass\n\n\ndef main():")
+    text = text.replace("    model = Net()\n", f"{EARLIER}    model = Net()\n")
+    loader = "DataLoader(data, 4, shuffle=True)"
+    # The fifth argument of `fit` is ckpt_path.
+    script.write_text(text.replace(loader, f"{loader}, None, None, {str(base)!r}"))
+    (tmp_path / "plan").write_text("12 SIGTERM")
+    command = ("run", "--every", 3, script)
+    ended = outlast(*command)
+    assert ended.code == 3, ended.said
+    (tmp_path / "skip").touch()
+    ended = outlast(*command)
+    assert ended.code == 2, ended.said
+    assert "holds a Earlier, but this trainer is given a Net" in ended.said
+    (tmp_path / "skip").unlink()
+    ended = outlast(*command)
+    assert ended.code == 0, ended.said
+    assert (tmp_path / "steps").read_text().split() == [str(step) for step in range(9, 17)]

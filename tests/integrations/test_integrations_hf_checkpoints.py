@@ -106,6 +106,10 @@ def test_what_the_trainer_itself_has_saved_is_gone_on_from(tmp_path: Path) -> No
     assert resumed.first == 8
     assert resumed.digest == whole.digest
     assert steps_in(output) == [10, 12]
+    # A step that the Trainer itself has written since, without Outlast, is gone on from too.
+    plain = done(alone(Plan(str(output), add=(), resume=f"{output}/checkpoint-8", steps=16)))
+    assert plain.first == 8
+    assert done(alone(Plan(str(output), resume=True, steps=20))).first == 16
 
 
 def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:

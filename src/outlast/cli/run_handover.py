@@ -57,9 +57,10 @@ LIBRARIES = {
 @contextmanager
 def handing_over(library: Library, handed: HandedOver) -> Iterator[None]:
     """Within, the library's trainers are given what `outlast run` does, once it is imported."""
+    undo: list[Callable[[], None]] = []
 
     def take_over() -> None:
-        importlib.import_module(library.adapter).take_over(handed)
+        undo.append(importlib.import_module(library.adapter).take_over(handed))
 
     watcher = _Watcher(library.modules, take_over)
     sys.meta_path.insert(0, watcher)
@@ -67,6 +68,8 @@ def handing_over(library: Library, handed: HandedOver) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(watcher)
+        for each in reversed(undo):
+            each()
 
 
 class _Watcher:

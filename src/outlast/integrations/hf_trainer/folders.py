@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Choice(NamedTuple):
     Attributes:
         kind: ``store``; ``trainer``: what the Trainer itself has to load, or to refuse; or
             ``nothing``: a folder whose version was never published, and no other version.
-        place: Of the store.
+        place: Of the store, or a folder that the Trainer itself has written; empty: as named.
         step: Of the version; None for the newest.
         is_marked: Whether a folder stands for that version, be it published or not.
     """
@@ -34,15 +35,20 @@ class Choice(NamedTuple):
     is_marked: bool = False
 
 
-def chosen(resume: str | bool | None, directory: RunDirectory, has_versions: bool) -> Choice:
+def chosen(resume: str | bool | None, directory: RunDirectory, newest: int | None) -> Choice:
     """What `resume` names.
 
     Args:
         resume: As `Trainer.train` has it.
         directory: The trainer's output directory.
-        has_versions: Whether there is any version in its store.
+        newest: Step of the newest version in its store; None without any.
     """
-    if resume is True and has_versions:
+    if newest is not None and _is_store(resume, directory):
+        return Choice("store", str(directory.checkpoints))
+    if resume is True and newest is not None:
+        written = _written_by_trainer(directory)
+        if max(written, default=-1) > newest:
+            return Choice("trainer", str(written[max(written)]))
         return Choice("store", str(directory.checkpoints))
     folder = last_folder(directory) if resume is True else Path(resume or "")
     if folder is None or (step := _FOLDER.fullmatch(folder.name)) is None:
@@ -52,11 +58,28 @@ def chosen(resume: str | bool | None, directory: RunDirectory, has_versions: boo
         return Choice("trainer")
     own = folder.parent.resolve() == directory.path.resolve()
     place = directory.checkpoints if own else folder.parent / "checkpoints"
-    if own and not has_versions:
+    if own and newest is None:
         return Choice("nothing" if is_marked else "trainer", step=int(step[1]))
     if own or place.is_dir():
         return Choice("store", str(place), int(step[1]), is_marked)
     return Choice("trainer")
+
+
+def _is_store(resume: str | bool | None, directory: RunDirectory) -> bool:
+    """Whether the store itself is named, whatever the Trainer has written beside it."""
+    return isinstance(resume, str) and Path(resume).resolve() == directory.checkpoints.resolve()
+
+
+def _written_by_trainer(directory: RunDirectory) -> dict[int, Path]:
+    """Folders with all that the Trainer itself has written, by their steps."""
+    found = {}
+    for folder in directory.path.glob("checkpoint-*"):
+        step = _FOLDER.fullmatch(folder.name)
+        # The state is what the Trainer writes last.
+        complete = (folder / TRAINER_STATE_NAME).exists() and not stands_for_version(folder)
+        if step is not None and complete:
+            found[int(step[1])] = folder
+    return found
 
 
 def last_folder(directory: RunDirectory) -> Path | None:

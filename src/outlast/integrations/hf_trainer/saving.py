@@ -124,7 +124,7 @@ class Saving:
                 )
                 return train(None)
             if choice.kind == "trainer":
-                return train(resume)
+                return train(choice.place or resume)
             self._source, self._step = self._store, choice.step
             if choice.place != str(self._directory.checkpoints):
                 self._source = stack.enter_context(CheckpointStore(choice.place))
@@ -207,7 +207,8 @@ class Saving:
 
     def _chosen(self, resume: str | bool | None) -> Choice:
         assert self._store is not None
-        return chosen(resume, self._directory, self._store.newest() is not None)
+        newest = self._store.newest()
+        return chosen(resume, self._directory, None if newest is None else newest.step)
 
     def _begin_resume(self, folder: Path, is_marked: bool) -> str:
         """Read the trainer's own state, and put it where the Trainer looks for it.

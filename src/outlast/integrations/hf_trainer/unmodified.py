@@ -11,8 +11,11 @@ from transformers import Trainer, TrainerCallback
 from outlast.integrations.handed import SaveTimes
 from outlast.integrations.hf_trainer.add import add_checkpoints, add_stop
 from outlast.integrations.place import ranks_here
+from outlast.integrations.stopping import Stopping
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from outlast.integrations.handed import HandedOver
@@ -49,11 +52,14 @@ class SaveWhenDue(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
 
 
-def take_over(handed: HandedOver) -> None:
+def take_over(handed: HandedOver) -> Callable[[], None]:
     """Have all trainers that are made from now on save to a store, resume from it and stop in time.
 
     Args:
         handed: What to tell them.
+
+    Returns:
+        What leaves those alone that are made afterwards.
     """
     own = Trainer.__init__
 
@@ -63,18 +69,26 @@ def take_over(handed: HandedOver) -> None:
         # A script that adds parts of Outlast itself does so behind this, and is told.
         _add(trainer, handed)
 
+    def undo() -> None:
+        Trainer.__init__ = own
+
     Trainer.__init__ = made
+    return undo
 
 
 def _add(trainer: Trainer, handed: HandedOver) -> None:
     add_checkpoints(trainer)
-    add_stop(trainer, handed.seconds_left())
+    add_stop(trainer)
     by_itself = trainer.args.save_strategy != "no"
     trainer.add_callback(SaveWhenDue(handed.pace(saves_by_itself=by_itself), handed))
     train = trainer.train
 
     def resumed(resume_from_checkpoint: str | bool | None = None, *rest: Any, **more: Any) -> Any:
-        found = handed.begins(Path(trainer.args.output_dir) / "checkpoints")
-        return train(resume_from_checkpoint or found or None, *rest, **more)
+        store = Path(trainer.args.output_dir) / "checkpoints"
+        # What the script names is where the run begins, not where each of its starts does.
+        resume = str(store) if handed.begins(store) else resume_from_checkpoint
+        # The limit is the program's, of which a part is gone by now.
+        trainer._outlast.stopping = Stopping(handed.seconds_left())
+        return train(resume, *rest, **more)
 
     trainer.train = resumed

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import json
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +14,26 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.parameter import is_lazy
 
-from outlast.errors import IntegrationError
+from outlast.errors import AutosaveError, IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
 from outlast.integrations.handed import UNASKED_SECONDS
 from outlast.integrations.lightning.callback import OutlastCallback
 from outlast.integrations.recording import directory_of
 from outlast.job import load_loop_job
+from outlast.records import replace_file
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Callable
+
+    from torch import nn
 
     from outlast.integrations.handed import HandedOver
     from outlast.integrations.pace import Every
 
 _NAME = "last.ckpt"
+_MODEL = "model.json"
 
 
 class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
@@ -99,11 +107,14 @@ class _OwnStore(CheckpointIO):  # type: ignore[misc]
         return self._store if Path(path).parent == self._folder else self._others
 
 
-def take_over(handed: HandedOver) -> None:
+def take_over(handed: HandedOver) -> Callable[[], None]:
     """Have all trainers that are made from now on save to a store, resume from it and stop in time.
 
     Args:
         handed: What to tell them.
+
+    Returns:
+        What leaves those alone that are made afterwards.
 
     Raises:
         IntegrationError: When there is a time limit, which the trainer is not told.
@@ -127,16 +138,58 @@ def take_over(handed: HandedOver) -> None:
     def fit(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
         _refuse_own_processes(trainer)
         folder = trainer._outlast_folder
-        found = handed.begins(folder / "checkpoints")
-        if found and (folder / _NAME).exists() and options.get("ckpt_path") is None:
-            options["ckpt_path"] = str(folder / _NAME)
+        given = inspect.signature(own_fit).bind(trainer, *arguments, **options)
+        found = handed.begins(folder / "checkpoints") and (folder / _NAME).exists()
+        _note_model(folder, given.arguments["model"], resumes=found)
+        if found:
+            # What the script names is where the run begins, not where each of its starts does.
+            given.arguments |= {"ckpt_path": str(folder / _NAME), "weights_only": None}
         try:
-            return own_fit(trainer, *arguments, **options)
+            return own_fit(*given.args, **given.kwargs)
         finally:
             handed.step = trainer.global_step
 
+    def undo() -> None:
+        Trainer.__init__, Trainer.fit = own_init, own_fit
+
     Trainer.__init__ = made
     Trainer.fit = fit
+    return undo
+
+
+def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
+    """Write down what the trainer of a folder trains, and refuse to resume another model.
+
+    Trainers are known by the order in which they are made, which a script may change.
+    """
+    mine = {
+        "class": type(model).__qualname__,
+        "parameters": {
+            name: None if is_lazy(each) else [*each.shape]
+            for name, each in model.named_parameters()
+        },
+    }
+    file = folder / _MODEL
+    if resumes and file.exists():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved != mine:
+            raise AutosaveError(
+                f"{folder / _NAME} holds a {saved['class']}, {_unlike(saved, mine)}; trainers "
+                "are told apart by the order in which the script makes them: make as many as "
+                "before, in the same order, or begin anew with --fresh"
+            )
+    elif os.environ.get("RANK", "0") == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(mine).encode())
+
+
+def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
+    """How two models differ, in words."""
+    if saved["class"] != mine["class"]:
+        return f"but this trainer is given a {mine['class']}"
+    old, new = saved["parameters"], mine["parameters"]
+    name = next(each for each in [*old, *new] if old.get(each, ()) != new.get(each, ()))
+    return f"whose parameter {name} is {old.get(name, 'missing')}, here {new.get(name, 'missing')}"
 
 
 def _refuse_own_processes(trainer: Trainer) -> None:
