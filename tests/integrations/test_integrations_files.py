@@ -140,8 +140,16 @@ def test_a_file_of_another_kind_is_not_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="folder is a directory"):
         files.save(tmp_path / "folder", content(1.0), 1)
     files.close()
-    with pytest.raises(IntegrationError, match=r"checkpoint\.keep = 9 cannot be followed"):
-        CheckpointFiles(tmp_path / "store", CheckpointSection(keep=9))
+    settings: list[dict[str, Any]] = [
+        {"keep": 9},
+        {"every_steps": 7},
+        {"longest_minutes": 2.0},
+        {"when_busy": "skip"},
+    ]
+    for each in settings:
+        [name] = each
+        with pytest.raises(IntegrationError, match=rf"checkpoint\.{name} = .* cannot be followed"):
+            CheckpointFiles(tmp_path / "store", CheckpointSection(**each))
 
 
 def test_a_store_that_is_moved_with_its_paths_loses_nothing(tmp_path: Path) -> None:

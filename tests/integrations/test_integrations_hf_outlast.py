@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("accelerate")
 
+from forked import run_ranks
 from hf_training import LENGTH, Plan, alone, together, trainer_of
+from transformers import Trainer
 
 from outlast.errors import IntegrationError, JobError
+from outlast.integrations.handed import HandedOver
 from outlast.integrations.hf_trainer import (
     add_checkpoints,
     add_guard,
@@ -19,6 +23,8 @@ from outlast.integrations.hf_trainer import (
     add_stop,
     predicted,
 )
+from outlast.integrations.hf_trainer.unmodified import take_over
+from outlast.integrations.pace import Every
 from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
@@ -30,9 +36,6 @@ from outlast.records import (
     WrongNumbers,
     read_run,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 
@@ -164,6 +167,11 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({}, lambda trainer: add_checkpoints(trainer, keep=5), "save_total_limit"),
     (
         {},
+        lambda trainer: add_checkpoints(trainer, when_busy="skip"),
+        'checkpoint.when_busy = "skip" has no effect',
+    ),
+    (
+        {},
         lambda trainer: add_outlast(trainer, load_loop_job(None, ["run.name=other"])),
         "TrainingArguments.output_dir",
     ),
@@ -204,3 +212,25 @@ def test_a_directory_that_cannot_be_a_run(tmp_path: Path) -> None:
 def test_no_trainer_of_transformers() -> None:
     with pytest.raises(IntegrationError, match="it is no transformers"):
         add_checkpoints(object())  # type: ignore[arg-type]
+
+
+def _limited(output: str) -> tuple[int, int, bool]:
+    """Trains when the program's time was used up after the trainer was made."""
+    own = Trainer.__init__
+    handed = HandedOver(Every(), Path(output) / "stores.json", Path(output), limit_seconds=1000.0)
+    undo = take_over(handed)
+    trainer = trainer_of(Plan(output))
+    undo()
+    handed.limit_seconds = 0.0
+    try:
+        trainer.train()
+        code = 0
+    except SystemExit as error:
+        code = int(str(error.code))
+    return code, trainer.state.global_step, Trainer.__init__ is own
+
+
+def test_the_time_limit_of_a_program_counts_from_its_start_and_trainers_are_left_as_they_were(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, _limited, str(tmp_path)) == [(3, 1, True)]

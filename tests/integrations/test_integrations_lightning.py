@@ -9,13 +9,17 @@ import torch
 
 pytest.importorskip("lightning.pytorch")
 
+import lightning.pytorch as pl
 from forked import RanksFailedError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import EVERY_5, assert_same, finish, losses, records, start
 
 from outlast.errors import IntegrationError
 from outlast.guard.findings import HARMFUL
+from outlast.integrations.handed import HandedOver
 from outlast.integrations.lightning import with_outlast
+from outlast.integrations.lightning.unmodified import take_over
+from outlast.integrations.pace import Every
 from outlast.records import (
     AttemptEnded,
     CheckpointRestored,
@@ -164,6 +168,14 @@ def test_two_processes_are_continued_by_one_with_the_same_samples(tmp_path: Path
     for batch in range(10, 12):
         mean = sum(of_rank[batch] for of_rank in whole) / 2
         assert found[batch] == pytest.approx(mean, rel=1e-4), batch
+
+
+def test_trainers_are_left_as_they_were_behind_a_run(tmp_path: Path) -> None:
+    own = pl.Trainer.__init__, pl.Trainer.fit
+    undo = take_over(HandedOver(Every(), tmp_path / "stores.json", tmp_path))
+    assert (pl.Trainer.__init__, pl.Trainer.fit) != own
+    undo()
+    assert (pl.Trainer.__init__, pl.Trainer.fit) == own
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

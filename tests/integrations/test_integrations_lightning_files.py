@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,9 @@ from outlast.checkpoint import list_versions, load, storage_of
 from outlast.checkpoint.format.retention import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import read_content
+from outlast.integrations.fabric import StoreCheckpointIO
 from outlast.integrations.lightning import with_outlast
 from outlast.integrations.pointer import read_pointer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -84,6 +83,42 @@ def test_the_best_and_the_last_stay_and_the_store_holds_no_more(tmp_path: Path) 
         assert {*versions(each)} == led_to
     names = [sorted(file.name for file in (each / "own").iterdir()) for each in (folder, other)]
     assert names[0] == names[1]
+
+
+class _Named(Tiny):
+    """With an argument that `load_from_checkpoint` takes from the file."""
+
+    def __init__(self, folder: str, how: dict[str, Any], width: int) -> None:
+        super().__init__(Path(folder), how)
+        self.save_hyperparameters()
+        self.width = width
+
+
+def _loaded(folder: Path) -> tuple[int, bool]:
+    model = _Named(str(folder), {}, 3)
+    arguments = with_outlast(settings=[f'run.directory="{folder}/runs"', "run.name=it"])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(model, loaders({})[0])
+    path, plain = folder / "last.ckpt", folder / "plain.ckpt"
+    trainer.save_checkpoint(path)
+    torch.save(trainer.strategy.load_checkpoint(path), plain)
+    loaded = _Named.load_from_checkpoint(plain, weights_only=False)
+    other = StoreCheckpointIO(folder / "runs" / "it" / "checkpoints").load_checkpoint(path)
+    state = model.state_dict()
+    same = all(torch.equal(state[name], each) for name, each in loaded.state_dict().items())
+    return loaded.width, same and other["global_step"] == 2
+
+
+def test_a_model_is_loaded_by_way_of_a_plain_file(tmp_path: Path) -> None:
+    assert run_ranks(1, _loaded, tmp_path) == [(3, True)]
 
 
 def test_two_names_of_one_save_are_written_once(tmp_path: Path) -> None:

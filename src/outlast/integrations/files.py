@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 _EVERY_VERSION = 10**9
 _FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression", "delta_chain"}
-_WHEN = {"every_steps", "mtbf_hours", "slowdown_budget", "longest_minutes"}
 
 
 _failed_at_exit: list[str] = []
@@ -377,9 +376,10 @@ class CheckpointFiles:
 def _refuse_unfollowed(settings: CheckpointSection) -> None:
     """Refuse settings that the framework has its own ways for."""
     for name, info in type(settings).model_fields.items():
-        if name not in _FOLLOWED | _WHEN and (value := getattr(settings, name)) != info.default:
+        if name not in _FOLLOWED and (value := getattr(settings, name)) != info.default:
             raise IntegrationError(
                 f"checkpoint.{name} = {value!r} cannot be followed where the framework names the "
-                "checkpoints and says which of them stay: remove it, and use the framework's own "
-                "arguments (save_top_k of ModelCheckpoint, for example)"
+                "checkpoints, and says when they are saved and which of them stay: remove it, and "
+                "use the framework's own arguments (every_n_train_steps and save_top_k of "
+                "ModelCheckpoint, for example)"
             )

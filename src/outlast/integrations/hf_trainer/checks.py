@@ -45,6 +45,7 @@ _DECIDED_BY_ARGUMENTS = {
     "mtbf_hours": "save_strategy and save_steps say when to save",
     "slowdown_budget": "save_strategy and save_steps say when to save",
     "longest_minutes": "save_strategy and save_steps say when to save",
+    "when_busy": "save_strategy asks for a folder, which waits for the version before",
 }
 """Keys of [checkpoint] -> whose business they are in a `Trainer`."""
 

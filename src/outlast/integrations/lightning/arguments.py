@@ -64,7 +64,10 @@ def with_outlast(
         )
     own = [callbacks] if isinstance(callbacks, Callback) else [*callbacks]
     directory = directory_of(job)
-    checkpoint_io = StoreCheckpointIO(directory.checkpoints, job.checkpoint)
+    # How often to save, ModelCheckpoint is told.
+    default = type(job.checkpoint).model_fields["every_steps"].default
+    store = job.checkpoint.model_copy(update={"every_steps": default})
+    checkpoint_io = StoreCheckpointIO(directory.checkpoints, store)
     outlast = OutlastCallback(
         job, checkpoint_io.files, tokens_per_step=tokens_per_step, prediction=prediction
     )
