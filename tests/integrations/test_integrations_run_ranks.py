@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import outlast
+from outlast.errors import IntegrationError
 from outlast.records import (
     AttemptEnded,
     StopRequested,
@@ -134,3 +135,31 @@ def test_other_numbers_of_processes_use_each_sample_once_per_epoch(
         "6 steps of this epoch were done with world size 3, the others are with 1",
         "8 steps of this epoch were done with world size 1, the others are with 2",
     ]
+
+
+def _uneven(folder: Path) -> str:
+    """Go through loaders of which one has fewer batches; what the run ends with."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(5)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settings = [f'run.directory="{folder}"', *QUIET, "guard.policy=off", "log.every_steps=1000"]
+    loader = [torch.ones(1, 1)] * (7 - 2 * dist.get_rank())
+    with (  # noqa: PT012
+        pytest.raises(IntegrationError) as error,
+        outlast.Run(model=model, optimizer=optimizer, loader=loader, settings=settings) as run,
+    ):
+        for batch in run:
+            model(batch).sum().backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+@pytest.mark.supports("pytorch", "records")
+def test_a_rank_with_fewer_batches_ends_the_run_with_a_sentence(tmp_path: Path, ranks: Any) -> None:
+    for rank, sentence in enumerate(ranks(2)(_uneven, tmp_path)):
+        assert sentence.startswith(f"rank {rank} did ")
+        assert "where the ranks did from 5 to " in sentence
+        assert "drop_last=True" in sentence
+    assert read_run(tmp_path / "run").attempts[-1].outcome == "failed"

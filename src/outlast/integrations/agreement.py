@@ -4,8 +4,10 @@ A signal comes to one rank, and clocks differ, but all ranks must save at the sa
 add up flags there, in a small all-reduce, about once a second: as often as every step would cost
 what it costs, and a stop has a second's time. Rank 0 says when the next is.
 
-A rank that has fewer steps than others never comes there. It has told so when it left its loop, and
-the others, which would wait for a long time, say whom they wait for and then give up.
+A rank that has fewer steps than others never comes there. Where it has told so when it left its
+loop, the others, which would wait for a long time, say whom they wait for and then give up. Where
+it meets them at its end instead, all see that their steps differ. Neither helps a rank that waits
+within a step, for DistributedDataParallel or the guard: there the process group's timeout counts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ _AWAY_SECONDS = 60.0
 """So long a rank that has left its loop may be away, as in an evaluation of its own."""
 
 _HERE, _ENDED = "here", "ended"
+
+_REMEDY = (
+    "all ranks must do the same number of steps; give each as many batches, e.g. by a "
+    "DistributedSampler or drop_last=True"
+)
 
 
 class Agreed(NamedTuple):
@@ -82,11 +89,17 @@ class Agreement:
         """
         first = self.rank == 0
         gap = min(2 * self._gap, max(1, int(_LOOK_SECONDS / max(step_seconds, 1e-6))))
-        flags = torch.tensor([stop, save and first, gap if first else 0], device="cpu")
-        self._reduce(flags, step)
-        stops, saves, self._gap = map(int, flags)
+        stops, saves, self._gap = self._together(step, stop, save and first, gap if first else 0)
         self._next = step + self._gap
         return Agreed(bool(stops), bool(saves))
+
+    def meet(self, step: int) -> None:
+        """This rank has come to the end of its steps; all ranks meet there.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        self._together(step, False, False, 0)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank; all ask at the same boundary."""
@@ -113,6 +126,22 @@ class Agreement:
         # Where rank 0 is gone, so may the store be; then nobody waits for a word.
         with contextlib.suppress(RuntimeError):
             self._board.set(str(self.rank), text)
+
+    def _together(self, step: int, *flags: int) -> list[int]:
+        """The largest of each flag over all ranks, which must be at the same step.
+
+        Raises:
+            IntegrationError: On all ranks, when they are not.
+        """
+        found = torch.tensor([*flags, step, -step], device="cpu", dtype=torch.int64)
+        self._reduce(found, step)
+        *largest, most, fewest = map(int, found)
+        if most != -fewest:
+            raise IntegrationError(
+                f"rank {self.rank} did {step} steps, where the ranks did from {-fewest} to {most}: "
+                f"{_REMEDY}"
+            )
+        return largest
 
     def _reduce(self, flags: torch.Tensor, step: int) -> None:
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -148,10 +177,7 @@ class Agreement:
             what = "has ended" if word != done else "left its training loop"
             sentence = f"rank {rank} {what} after {done} steps, and rank {self.rank} did {step}"
             if word != done or waited >= _AWAY_SECONDS:
-                raise IntegrationError(
-                    f"{sentence}: all ranks must do the same number of steps; give each as many "
-                    "batches, e.g. by a DistributedSampler or drop_last=True"
-                )
+                raise IntegrationError(f"{sentence}: {_REMEDY}")
             if tell:
                 print(
                     f"outlast: {sentence}; it is waited for {_AWAY_SECONDS:g} s",

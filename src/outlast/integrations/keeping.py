@@ -147,6 +147,15 @@ class StateKeeper:
             self._save(step)
         return ""
 
+    def meet(self, step: int) -> None:
+        """The loop is left after `step` steps: on all ranks, before anything else that they share.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        if self._agreement is not None:
+            self._agreement.meet(step)
+
     def save_last(self, step: int) -> None:
         """Save where the loop ends, and wait for it: here a failure must not be passed over.
 

@@ -353,6 +353,7 @@ class Run:
             # It has broken out of its last iteration, which it had done.
             self._in_step = False
             self._count_step()
+        self._keeper.meet(self.step)
         if self._guard is not None:
             self._guard.finish()
         unused = self._without_update - self._in_step
