@@ -31,6 +31,7 @@ class ProgramModules:
         self._files = frozenset(map(str, files))
         self._folder = f"{files[0].parent}{os.sep}"
         self._search = frozenset(map(os.path.realpath, sys.path))
+        self._editable = [each for each in _editable() if each.startswith(self._folder)]
         self._known: dict[str, bool] = {}
 
     def globals(self) -> dict[str, dict[str, Any]]:
@@ -57,10 +58,25 @@ class ProgramModules:
 
     def _is_found(self, file: str) -> bool:
         """Whether a file belongs to the program: it lies beside it, or where it has searched."""
-        if file in self._files or file.startswith(self._folder):
+        if file in self._files:
+            return True
+        if any(file == each or file.startswith(f"{each}{os.sep}") for each in self._editable):
+            return False
+        if file.startswith(self._folder):
             return True
         added = frozenset(map(os.path.realpath, sys.path)) - self._search
         return any(file.startswith(f"{each}{os.sep}") for each in added)
+
+
+def _editable() -> list[str]:
+    """Folders and files where installed packages lie that are being worked on."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = [each for each in sys.path if each and each not in own]
+    for name, module in list(sys.modules.items()):
+        # What setuptools installs to find them.
+        if name.startswith("__editable__"):
+            found += map(str, getattr(module, "MAPPING", {}).values())
+    return [os.path.realpath(each) for each in found]
 
 
 def own_names(values: dict[str, Any]) -> list[str]:
