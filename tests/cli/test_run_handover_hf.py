@@ -173,3 +173,16 @@ def test_a_run_that_begins_from_a_named_checkpoint_goes_on_from_its_own(script):
     ended = outlast("run", script)
     assert ended.code == 0, ended.said
     assert (folder / "steps").read_text().split() == [str(step) for step in range(5, 17)]
+
+
+def test_a_second_training_into_one_directory_is_refused(script):
+    # It would go on from the end of the first, and train nothing.
+    text = script.read_text().replace(
+        "    trainer.train()\n", "    trainer.train()\n    trainer.train()\n"
+    )
+    script.write_text(text)
+    ended = outlast("run", script)
+    assert ended.code == 2, ended.said
+    assert "is used by a second training of this script" in ended.said
+    assert "Traceback" not in ended.said
+    assert not (script.parent / "result.pt").exists()

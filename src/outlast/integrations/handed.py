@@ -42,6 +42,7 @@ class HandedOver:
     step: int = 0
     trained: bool = False
     _begun: float = field(default_factory=time.monotonic)
+    _used: set[str] = field(default_factory=set)
 
     def seconds_left(self) -> float | None:
         """What is left of the limit; None without one."""
@@ -63,7 +64,8 @@ class HandedOver:
         """A training that saves to `store` begins: whether there is a version to resume from.
 
         Raises:
-            AutosaveError: When there is one of another run.
+            AutosaveError: When there is one of another run, or of an earlier training of this
+                process, whose last state would be taken for this one's.
         """
         from outlast.checkpoint.format.storage import storage_of
         from outlast.checkpoint.format.version import is_published, list_versions
@@ -71,6 +73,13 @@ class HandedOver:
         self.trained = True
         known = self._known()
         own = os.path.relpath(store, self.root)
+        if own in self._used:
+            raise AutosaveError(
+                f"{store} is used by a second training of this script, which would go on from the "
+                "end of the first one: give each training a Trainer and an output directory of its "
+                "own"
+            )
+        self._used.add(own)
         found = False
         if store.is_dir():
             storage = storage_of(store)
