@@ -16,7 +16,9 @@ outlast drill job.toml "$@" --at reduce --at optimizer run.name=story-drill trai
 echo "== Train =="
 if command -v sbatch >/dev/null && sinfo >/dev/null 2>&1; then
   outlast submit job.toml "$@"
-  while outlast cluster status runs/story | grep -qE "run story: (running|waiting)"; do sleep 2; done
+  while [[ "$(outlast cluster status runs/story)" =~ run\ story:\ (running|waiting) ]]; do
+    sleep 2
+  done
   outlast cluster status runs/story
 else
   outlast train job.toml --nproc 2 "$@"
