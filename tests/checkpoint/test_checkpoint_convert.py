@@ -6,8 +6,11 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -191,16 +194,19 @@ def test_tied_tensors_are_stored_once(tmp_path: Path, store: Path) -> None:
     assert size < 1.1 * weight.nbytes
 
 
-def deepspeed_class(name: str) -> type:
-    """A class that pickles as one of DeepSpeed's, which is not installed where it is read."""
+@contextmanager
+def deepspeed_class(name: str) -> Iterator[type]:
+    """A class that pickles as one of DeepSpeed's, whose own modules are put aside meanwhile."""
     module, _, own = name.rpartition(".")
     parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        path = ".".join(parts[:end])
-        sys.modules.setdefault(path, types.ModuleType(path))
+    stand_ins = {
+        path: types.ModuleType(path)
+        for path in (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    }
     made = type(own, (), {"__module__": module})
-    setattr(sys.modules[module], own, made)
-    return made
+    setattr(stand_ins[module], own, made)
+    with mock.patch.dict(sys.modules, stand_ins):
+        yield made
 
 
 def save_like_deepspeed(folder: Path, stage: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -217,8 +223,6 @@ def save_like_deepspeed(folder: Path, stage: int, ranks: int) -> dict[str, torch
     module = OrderedDict((name, each.bfloat16()) for name, each in master.items())
     module["running"] = torch.tensor([1.0, 2.0])
     module["tied"] = module["b.weight"]
-    scaler = deepspeed_class("deepspeed.runtime.fp16.loss_scaler.LossScaler")()
-    scaler.cur_scale = 1.0
     states = {
         "module": module,
         "buffer_names": ["running"],
@@ -237,19 +241,20 @@ def save_like_deepspeed(folder: Path, stage: int, ranks: int) -> dict[str, torch
         align = 2 * ranks
         padding = torch.zeros(-flat.numel() % align)
         flats.append(torch.cat([flat, padding]).chunk(ranks))
-    for rank in range(ranks):
-        content = {
-            "loss_scaler": scaler,
-            "zero_stage": stage,
-            "partition_count": [ranks] * len(groups),
-            "single_partition_of_fp32_groups": [flat[rank].clone() for flat in flats],
-        }
-        torch.save(
-            {"optimizer_state_dict": content},
-            tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        )
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
+    with deepspeed_class("deepspeed.runtime.fp16.loss_scaler.LossScaler") as loss_scaler:
+        scaler = loss_scaler()
+        scaler.cur_scale = 1.0
+        for rank in range(ranks):
+            content = {
+                "loss_scaler": scaler,
+                "zero_stage": stage,
+                "partition_count": [ranks] * len(groups),
+                "single_partition_of_fp32_groups": [flat[rank].clone() for flat in flats],
+            }
+            torch.save(
+                {"optimizer_state_dict": content},
+                tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            )
     return master
 
 
