@@ -141,12 +141,23 @@ def pytorch(training: Training) -> None:
 
 
 def dcp(training: Training) -> None:
+    """Saves in the background; training is blocked while DCP copies the state."""
+    _dcp(training, background=True)
+
+
+def dcp_waiting(training: Training) -> None:
+    """Saves that training waits for."""
+    _dcp(training, background=False)
+
+
+def _dcp(training: Training, *, background: bool) -> None:
     import torch.distributed.checkpoint as checkpoint
 
     from outlast.checkpoint.dcp import OutlastWriter
 
     model, optimizer = training.model, training.optimizer()
     writer = OutlastWriter(training.folder, keep=OUTLAST_KEEPS) if training.ours else None
+    under_way = None
     for number, batch in enumerate(training.loader(), 1):
         model(**batch)["loss"].backward()
         optimizer.step()
@@ -154,10 +165,15 @@ def dcp(training: Training) -> None:
         if not training.saves_after(number):
             continue
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if writer is not None:
-            checkpoint.save(state, storage_writer=writer, checkpoint_id=f"step-{number}")
-        else:
-            checkpoint.save(state, checkpoint_id=training.folder / f"step-{number}")
+        place = f"step-{number}" if writer is not None else training.folder / f"step-{number}"
+        if not background:
+            checkpoint.save(state, storage_writer=writer, checkpoint_id=place)
+            continue
+        if under_way is not None:
+            under_way.result()
+        under_way = checkpoint.async_save(state, storage_writer=writer, checkpoint_id=place)
+    if under_way is not None:
+        under_way.result()
 
 
 def transformers(training: Training) -> None:
@@ -293,7 +309,16 @@ def deepspeed(training: Training) -> None:
 
 PROGRAMS = {
     each.__name__: each
-    for each in (pytorch, transformers, accelerate, lightning, fabric, deepspeed, dcp)
+    for each in (
+        pytorch,
+        transformers,
+        accelerate,
+        lightning,
+        fabric,
+        deepspeed,
+        dcp,
+        dcp_waiting,
+    )
 }
 
 

@@ -67,10 +67,20 @@ def reload_seconds(
                 waits.append(first["at"] - struck)
                 again.append(last["step"] + 1 - first["step"])
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+            _end(place, run)
     return waits, again
+
+
+def _end(place: Path, run: subprocess.Popen[bytes]) -> None:
+    """End the launcher and its workers, which stand in sessions of their own."""
+    run.kill()
+    run.wait()
+    for each in place.glob("pid*"):
+        process = int(each.read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        while Path(f"/proc/{process}").exists():
+            time.sleep(0.01)
 
 
 def _steps(place: Path) -> list[dict[str, Any]]:
