@@ -13,9 +13,11 @@ from kept_models import (
     train,
     whole_state,
 )
+from parity_members import die_at
 
 from outlast.recover.memory import room
 from outlast.recover.memory.spread import Redundancy
+from outlast.recover.parity.wire import Wire
 
 pytestmark = pytest.mark.distributed
 
@@ -92,6 +94,62 @@ def test_more_losses_than_parity_are_said(tmp_path: Path) -> None:
         room.remove(tmp_path / lost)
     for said in run_ranks(4, _nothing_found, tmp_path, ["x", "y", "c", "d"]):
         assert "no step's state can be rebuilt: more than 1 of a group have lost theirs" in said
+
+
+def test_another_number_of_nodes_cannot_rebuild_and_says_so(tmp_path: Path) -> None:
+    run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
+    room.remove(tmp_path / "b")
+    for nodes, these in (
+        (["a", "c", "d"], "3 nodes with 1 process each"),
+        (["a", "c", "d", "d"], "3 nodes with 1 or 2 processes each"),
+        (["a"], "1 node with 1 process each"),
+    ):
+        for said in run_ranks(len(nodes), _nothing_found, tmp_path, nodes):
+            assert f"the parity of 4 nodes with 1 process each, but these are {these}; " in said
+            assert "start as many again, or go on from a checkpoint" in said
+
+
+PAIRS = Redundancy(1, largest=2)
+
+
+def test_each_of_two_groups_makes_its_own_loss_good_and_none_that_of_the_other(
+    tmp_path: Path,
+) -> None:
+    run_ranks(4, _train, tmp_path, NODES, PAIRS, 3)
+    for lost in ("a", "c"):
+        room.remove(tmp_path / lost)
+    now = ["x", "b", "y", "d"]
+    for source, step, found in run_ranks(4, _restored, tmp_path, now, PAIRS, 5):
+        assert (source, step) == ("parity", 3)
+        assert found == reference(5)
+    for lost in ("y", "d"):
+        room.remove(tmp_path / lost)
+    # All refuse, also those whose own group is whole.
+    for said in run_ranks(4, _nothing_found, tmp_path, ["x", "b", "v", "w"]):
+        assert "no step's state can be rebuilt: more than 1 of a group have lost theirs" in said
+
+
+def _die_in_an_update(memory: Path) -> None:
+    rank = join()
+    state = model_and_optimizer(sharded=True)
+    keeper = keeper_for(state, memory, NODES[rank], redundancy=PAIRS)
+    train(keeper, state, 0, 3)
+    keeper.settle()
+    dist.barrier()
+    if rank == 3:
+        die_at(Wire, "gather")
+    train(keeper, state, 3, 8)
+
+
+def test_groups_whose_parity_is_a_step_apart_go_back_to_the_same_step(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError, match=r"died|raised"):
+        run_ranks(4, _die_in_an_update, tmp_path)
+    room.remove(tmp_path / "d")
+    now = ["a", "b", "c", "new"]
+    outcomes = run_ranks(4, _restored, tmp_path, now, PAIRS, 7)
+    # Nodes a and b may have the parity of step 4; c and d have that of step 3 alone.
+    assert {(source, step) for source, step, _ in outcomes} == {("parity", 3)}
+    assert all(found == reference(7) for _, _, found in outcomes)
 
 
 def _train_and_die(memory: Path, nodes: list[str], phase: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import RanksFailedError, run_ranks
 from kept_models import (
     join,
@@ -16,6 +17,8 @@ from kept_models import (
     train,
     whole_state,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from outlast.errors import RecoverError
 from outlast.recover.memory import keep as keeping
@@ -119,10 +122,11 @@ def _die_while_copying(memory: Path) -> None:
         made: list[Any] = []
         original = keeping.Copy.make
 
-        def make(self: keeping.Copy, slot: int) -> None:
-            original(self, slot)
+        def make(self: keeping.Copy, slot: int, source: torch.Tensor) -> None:
+            original(self, slot, source)
             made.append(self)
             if len(made) == 4:
+                (memory / "killed").touch()
                 os.kill(os.getpid(), 9)
 
         keeping.Copy.make = make  # type: ignore[method-assign]
@@ -133,6 +137,7 @@ def _die_while_copying(memory: Path) -> None:
 def test_a_death_in_the_middle_of_a_copy_leaves_the_state_before(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match=r"died|raised"):
         run_ranks(4, _die_while_copying, tmp_path)
+    assert (tmp_path / "killed").exists()
     for step, found in run_ranks(4, _restored, tmp_path, True):
         assert step == 3
         assert found == reference(3)
@@ -282,21 +287,73 @@ class Text:
         self.text = state["text"]
 
 
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    def tied() -> dict[str, Any]:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
-        model[1].weight = model[0].weight
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+def tied(*, sharded: bool = False) -> dict[str, Any]:
+    """Two layers with one weight, sharded or not."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
+
+def test_tied_weights_stay_tied_and_are_kept_once(tmp_path: Path) -> None:
     state, fresh = tied(), tied()
     state["model"](torch.ones(2, 6)).sum().backward()
     state["optimizer"].step()
     keeper = keeper_for(state, tmp_path)
     keeper.keep(1)
     keeper.close()
+    with torch.no_grad():
+        fresh["model"][0].weight.zero_()
     assert keeper_for(fresh, tmp_path).restore() is not None
     assert fresh["model"][1].weight is fresh["model"][0].weight
     assert torch.equal(fresh["model"][1].weight, state["model"][0].weight)
+    (found,) = scan(run_folder(tmp_path / "one", "run"), "job", "one", 0)
+    entries = {each.name: each for each in found.kept.catalogue.entries}
+    assert entries["model.0.weight"].start == entries["model.1.weight"].start
+    distinct = {each.start: each.size for each in entries.values()}
+    assert len(distinct) == len(entries) - 1
+    assert found.kept.catalogue.data_bytes == sum(-(-each // 64) * 64 for each in distinct.values())
+    # A model without the tie gets both.
+    loose = tied()
+    loose["model"][1].weight = torch.nn.Parameter(torch.zeros(6, 6))
+    del loose["optimizer"]
+    assert keeper_for(loose, tmp_path).restore() is not None
+    assert torch.equal(loose["model"][1].weight, state["model"][0].weight)
+    assert torch.equal(loose["model"][0].weight, state["model"][0].weight)
+
+
+def _keep_tied(memory: Path) -> dict[str, bytes]:
+    join()
+    state = tied(sharded=True)
+    keeper = keeper_for(state, memory)
+    for step in range(3):
+        state["model"](torch.ones(2, 6)).sum().backward()
+        keeper.settle()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        keeper.keep(step + 1)
+    keeper.settle()
+    dist.barrier()
+    return whole_state(state)
+
+
+def _restore_tied(memory: Path) -> tuple[bool, dict[str, bytes]]:
+    join()
+    state = tied(sharded=dist.get_world_size() > 1)
+    assert keeper_for(state, memory).restore() is not None
+    weights = [each.weight for each in state["model"]]
+    return weights[0] is weights[1], whole_state(state)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 3])
+def test_tied_shards_come_back_as_ties_on_any_number_of_ranks(tmp_path: Path, size: int) -> None:
+    (kept, _) = run_ranks(2, _keep_tied, tmp_path)
+    for is_tied, found in run_ranks(size, _restore_tied, tmp_path):
+        assert is_tied
+        assert found == kept
 
 
 def test_states_of_two_histories_are_never_mixed(tmp_path: Path) -> None:

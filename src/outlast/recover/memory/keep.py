@@ -206,11 +206,13 @@ class StateKeeper:
         memory, held = self._peers.together(lambda: self._held(live))
         holdings = self._peers.gather(held)
         names, self._values = share(holdings, self._peers.rank)
-        entries, start = [], 0
+        entries, starts, end = [], dict[str, int](), 0
         for name in names:
-            part = held.parts[name]
+            part, first = held.parts[name], held.tied.get(name, name)
+            if first == name:
+                starts[name], end = end, aligned(end + part.size)
+            start = starts[first]
             entries.append(Entry(name, part.dtype, part.shape, part.box, start, part.size))
-            start = aligned(start + part.size)
         everything = everything_of(holdings)
         catalogue = Catalogue(self._identity, everything, self._lineage, tuple(entries))
         self._text = json.dumps({name: live.values[name] for name in self._values}).encode()
@@ -222,7 +224,12 @@ class StateKeeper:
         self._let_go()
         self._slots, self._next = slots, 0
         self._spread_parity(holdings)
-        self._copies = [self._copy(each, memory[each.name][1], live) for each in entries]
+        # Tied tensors are one memory, kept once.
+        self._copies = [
+            self._copy(each, memory[each.name][1], live)
+            for each in entries
+            if each.name not in held.tied
+        ]
         devices = {each.source.device for each in self._copies if each.source.is_cuda}
         self._streams = [torch.cuda.Stream(each) for each in devices]  # type: ignore[no-untyped-call]
         self._planned = _places(live)

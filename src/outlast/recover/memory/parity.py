@@ -103,7 +103,7 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
     place = generation_folder(folder, generation)
     found = peers.gather((peers.node, read_spread(place)))
     spread = next((each[0] for _, each in found if each is not None), None)
-    if spread is None or peers.alone:
+    if spread is None:
         return False
     nodes = nodes_of([node for node, _ in found])
     survived = {}
@@ -113,7 +113,10 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
             survived[number] = known[1]
     standing = roles(spread, nodes, survived)
     if standing is None:
-        return False
+        raise RecoverError(
+            f"what is left in memory needs the parity of {_counted(spread.nodes)}, but these are "
+            f"{_counted(nodes)}; start as many again, or go on from a checkpoint"
+        )
     role = standing[peers.rank]
     slots = _slots(place, identity, role)
     name = f"rebuild-{generation}"
@@ -133,6 +136,15 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
     finally:
         group.close()
     return any(peers.gather(bool(recovered.lost_data)))
+
+
+def _counted(nodes: tuple[tuple[int, ...], ...]) -> str:
+    sizes = sorted({len(each) for each in nodes})
+    each = " or ".join(map(str, sizes))
+    return (
+        f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} with {each} "
+        f"process{'es' if sizes[-1] > 1 else ''} each"
+    )
 
 
 def _slots(place: Path, identity: str, role: int) -> dict[int, mmap.mmap]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from outlast.errors import CheckpointError, RecoverError
 from outlast.state.live import local_box
-from outlast.state.tensors import dtype_name
+from outlast.state.tensors import dtype_name, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,11 +39,23 @@ class Holding:
         node: Which processes share their memory with it.
         parts: Name of a tensor to what it holds of it.
         values: Names of its values.
+        tied: Name of a tensor whose memory another one has as well, to the first name of that.
     """
 
     node: str
     parts: dict[str, Part]
     values: tuple[str, ...]
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def memories(self) -> dict[tuple[tuple[str, ...], Box], int]:
+        """All names of each memory, the first one first, and its box, to its bytes."""
+        names: dict[str, list[str]] = {}
+        for name in self.parts:
+            names.setdefault(self.tied.get(name, name), []).append(name)
+        return {
+            (tuple(each), self.parts[first].box): self.parts[first].size
+            for first, each in names.items()
+        }
 
 
 def memories(live: Live) -> dict[str, tuple[Box, torch.Tensor]]:
@@ -70,36 +84,50 @@ def holding(node: str, live: Live, memory: dict[str, tuple[Box, torch.Tensor]]) 
         )
         for name, (box, local) in memory.items()
     }
-    return Holding(node, parts, tuple(live.values))
+    return Holding(node, parts, tuple(live.values), _tied(live, memory))
+
+
+def _tied(live: Live, memory: dict[str, tuple[Box, torch.Tensor]]) -> dict[str, str]:
+    """Name of a tensor to that of an earlier one with the same memory and the same times to change.
+
+    Objects may hand out other tensors next time, so theirs are left alone.
+    """
+    first: dict[object, str] = {}
+    tied = {}
+    for name, (box, local) in memory.items():
+        if name in live.objects or not local.numel():
+            continue
+        key = (place_of(local), box, isinstance(live.tensors[name], nn.Parameter))
+        if (earlier := first.setdefault(key, name)) != name:
+            tied[name] = earlier
+    return tied
 
 
 def share(holdings: Sequence[Holding], rank: int) -> tuple[list[str], set[str]]:
     """Names of the tensors and of the values that `rank` keeps, the largest tensors first.
 
     All processes come to the same result from the same `holdings`. Boxes that several processes of
-    a node hold are given to the one with the fewest bytes so far; a value to the first.
+    a node hold are given to the one with the fewest bytes so far, tied tensors together; a value to
+    the first.
     """
     node = holdings[rank].node
     local = [each for each, held in enumerate(holdings) if held.node == node]
-    holders: dict[tuple[str, Box], list[int]] = {}
+    sizes: dict[tuple[tuple[str, ...], Box], int] = {}
+    holders: dict[tuple[tuple[str, ...], Box], list[int]] = {}
     values: dict[str, int] = {}
     for each in local:
-        for name, part in holdings[each].parts.items():
-            holders.setdefault((name, part.box), []).append(each)
+        for memory, size in holdings[each].memories().items():
+            sizes.setdefault(memory, size)
+            holders.setdefault(memory, []).append(each)
         for name in holdings[each].values:
             values.setdefault(name, each)
     load = dict.fromkeys(local, 0)
-    mine = []
-
-    def size(held: tuple[tuple[str, Box], list[int]]) -> int:
-        (name, _), owners = held
-        return -holdings[owners[0]].parts[name].size
-
-    for (name, _), owners in sorted(holders.items(), key=size):
-        owner = min(owners, key=load.__getitem__)
-        load[owner] += holdings[owner].parts[name].size
+    mine: list[str] = []
+    for memory in sorted(sizes, key=lambda each: -sizes[each]):
+        owner = min(holders[memory], key=load.__getitem__)
+        load[owner] += sizes[memory]
         if owner == rank:
-            mine.append(name)
+            mine += memory[0]
     return mine, {name for name, owner in values.items() if owner == rank}
 
 
