@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from loading import written
 
-from outlast.autosave.resume.files import IN_PLACE, place, reopened_logs, set_place
+from outlast.autosave.resume.files import IN_PLACE, place, set_place
+from outlast.autosave.resume.logs import reopened_logs
 from outlast.errors import AutosaveError
 from outlast.records.directory import RunDirectory
 

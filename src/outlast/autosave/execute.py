@@ -12,9 +12,9 @@ from outlast.autosave.lazy import ShardedModules
 from outlast.autosave.program.importing import rewritten_imports
 from outlast.autosave.program.sites import RUNTIME
 from outlast.autosave.resume.caches import visible_caches
-from outlast.autosave.resume.files import Logs, reopened_logs
 from outlast.autosave.resume.iterators import resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
+from outlast.autosave.resume.logs import Logs, reopened_logs
 from outlast.autosave.resume.session import Session
 from outlast.errors import EXIT_CRASHED, AutosaveError, OutlastError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from outlast.autosave.heap.capture import Captured
+    from outlast.autosave.heap.gradients import GradientUse
     from outlast.autosave.program.sites import Rewritten
     from outlast.autosave.program.source import SourceFile
 
@@ -87,8 +88,14 @@ class _LateSession(Session):
     By then the script has made its process group, so that all ranks choose the same version.
     """
 
-    def __init__(self, files: list[Rewritten], keeper: ScriptKeeper, logs: Logs) -> None:
-        super().__init__(files, _KeeperWithLogs(keeper, logs))
+    def __init__(
+        self,
+        files: list[Rewritten],
+        keeper: ScriptKeeper,
+        logs: Logs,
+        gradients: GradientUse | None,
+    ) -> None:
+        super().__init__(files, _KeeperWithLogs(keeper, logs), gradients=gradients)
         self._resuming = keeper
         self._sharded: ShardedModules | None = None
         self._logs = logs
@@ -136,6 +143,7 @@ def execute(
     keeper: ScriptKeeper,
     *,
     resuming: bool,
+    gradients: GradientUse | None = None,
 ) -> int:
     """Run a program to its end.
 
@@ -149,6 +157,7 @@ def execute(
         arguments: Of the script.
         keeper: Saves its state, and brings it back.
         resuming: Whether there may be a state to go back to, so that set-up must empty no log.
+        gradients: Tells which gradients need not be saved; None learns it from the first steps.
 
     Returns:
         The exit code that the script would have had; 0 when it has come to its end.
@@ -158,7 +167,7 @@ def execute(
     """
     root = files[0].source.path.parent
     with reopened_logs(resuming, root) as logs, resumable_loaders(), resumable_bars():
-        session = _LateSession(files, keeper, logs)
+        session = _LateSession(files, keeper, logs, gradients)
         own = frozenset(str(each.source.path) for each in files)
         imports = rewritten_imports(files[1:], session)
         with imports, visible_caches(own), contextlib.closing(session):

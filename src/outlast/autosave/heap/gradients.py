@@ -33,8 +33,14 @@ _PATIENCE = 16
 _NEVER = -1
 
 
-class _Seen(NamedTuple):
-    """A gradient as it lay at the head of a loop."""
+class Seen(NamedTuple):
+    """A gradient as it lay at the head of a loop.
+
+    Attributes:
+        owner: Whose it is.
+        grad: The gradient.
+        version: It had this one.
+    """
 
     owner: torch.Tensor
     grad: torch.Tensor | None
@@ -45,10 +51,11 @@ class _Seen(NamedTuple):
         now = gradient(self.owner)
         return now is self.grad and (now is None or now._version == self.version)
 
-
-def _seen(owner: torch.Tensor) -> _Seen:
-    grad = gradient(owner)
-    return _Seen(owner, grad, 0 if grad is None else grad._version)
+    @classmethod
+    def of(cls, owner: torch.Tensor) -> Seen:
+        """The gradient of `owner` as it lies now."""
+        grad = gradient(owner)
+        return cls(owner, grad, 0 if grad is None else grad._version)
 
 
 class GradientUse:
@@ -58,8 +65,8 @@ class GradientUse:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-        self._expected: dict[int, tuple[str, _Seen]] = {}
+        self._seen: dict[int, Seen] = {}
+        self._expected: dict[int, tuple[str, Seen]] = {}
         self._zeroed: set[int] = set()
         self._drops: dict[int, dict[int, int]] = {}
         self._settled: set[int] = set()
@@ -75,6 +82,10 @@ class GradientUse:
         Raises:
             AutosaveError: When a gradient that was not saved has been added to.
         """
+        if self._remove is None and loop in self._settled:
+            # Nothing is watched, nor will be: so it is at all but a loop's first steps.
+            self._loop = loop
+            return
         for seen in self._seen.values():
             # Nobody has dropped it in this iteration.
             self._judge(id(seen.owner), _NEVER)
@@ -87,7 +98,7 @@ class GradientUse:
             drops = self._drops.setdefault(loop, {})
             for owner in tensors:
                 if gradient(owner) is not None and 0 <= drops.get(id(owner), 0) < _ENOUGH:
-                    self._seen[id(owner)] = _seen(owner)
+                    self._seen[id(owner)] = Seen.of(owner)
             self._without[loop] += not self._seen
             if not self._seen and (drops or self._without[loop] >= _PATIENCE):
                 self._settled.add(loop)
@@ -99,13 +110,13 @@ class GradientUse:
             return False
         return self._drops.get(self._loop, {}).get(id(owner), 0) >= _ENOUGH
 
-    def stand_in(self, owner: torch.Tensor) -> Gradient:
+    def stand_in(self, owner: torch.Tensor) -> Gradient | None:
         """What is saved in place of a dead gradient."""
         return Gradient.ZEROED if id(owner) in self._zeroed else Gradient.DROPPED
 
     def expect(self, path: str, owner: torch.Tensor) -> None:
         """The gradient of `owner`, called `path`, was not saved: see that nobody reads it."""
-        self._expected[id(owner)] = (path, _seen(owner))
+        self._expected[id(owner)] = (path, Seen.of(owner))
         self._watch(True)
 
     def close(self) -> None:

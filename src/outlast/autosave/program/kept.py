@@ -4,14 +4,15 @@ On the way back the statement is executed again. What it read from names it read
 computed by calls is kept in hidden variables and not computed twice, since a call may do things:
 ``train(model, next(batches))`` must not take another batch. Items, as in ``train(todo[0])``, are
 kept, too, and so are attributes beside the call, as in ``self.total + self.train()``: what trains
-may change them.
+may change them. So is what ``self.total += self.train()`` adds to, which Python reads first.
 """
 
 from __future__ import annotations
 
 import ast
+from typing import NamedTuple
 
-from outlast.autosave.program.sites import kept_name
+from outlast.autosave.program.sites import RUNTIME, kept_name
 from outlast.autosave.program.templates import made_expression
 
 _DOES_THINGS = (
@@ -21,19 +22,35 @@ _DOES_THINGS = (
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
+class Kept(NamedTuple):
+    """A statement that keeps values.
+
+    Attributes:
+        statement: What stands for it.
+        names: Of the hidden variables that hold them.
+    """
+
+    statement: ast.stmt
+    names: list[str]
+
+
 def keep(
     statement: ast.stmt, target: ast.expr, number: int, runtime: str, *, inside: bool
-) -> list[str] | None:
-    """Keep what `statement` computes beside `target`; gives the names of the hidden variables.
+) -> Kept | None:
+    """Keep what `statement` computes beside `target`.
 
-    With `inside`, also what `target` itself is computed from.
+    With `inside`, also what `target` itself is computed from, and what the statement adds to.
 
     None when `target` is in a comprehension, which cannot be entered again.
     """
     way = _way(statement, target)
     if any(isinstance(each, _COMPREHENSIONS) for each in way):
         return None
-    return _Keeper(statement, number, runtime).along(way, inside)
+    keeper = _Keeper(statement, number, runtime)
+    keeper.along(way, inside)
+    if inside and isinstance(statement, ast.AugAssign):
+        statement = keeper.added(statement)
+    return Kept(statement, keeper.names)
 
 
 def _way(node: ast.AST, target: ast.AST) -> list[ast.AST]:
@@ -48,12 +65,12 @@ def _way(node: ast.AST, target: ast.AST) -> list[ast.AST]:
 
 class _Keeper:
     def __init__(self, statement: ast.stmt, number: int, runtime: str) -> None:
+        self.names: list[str] = []
         self._statement = statement
         self._number = number
         self._runtime = runtime
-        self._names: list[str] = []
 
-    def along(self, way: list[ast.AST], inside: bool) -> list[str]:
+    def along(self, way: list[ast.AST], inside: bool) -> None:
         for node, following in zip(way, [*way[1:], None], strict=True):
             for field, value in ast.iter_fields(node):
                 if field == "annotation" or (following is None and not inside):
@@ -65,7 +82,34 @@ class _Keeper:
                             value[place] = self._instead(each, beside)
                 elif value is not following:
                     setattr(node, field, self._instead(value, beside))
-        return self._names
+
+    def added(self, statement: ast.AugAssign) -> ast.stmt:
+        """``place += value`` as an assignment, with what was at the place read first, and kept."""
+        place, before = statement.target, self._before(statement.target)
+        kind = type(statement.op).__name__
+        value = made_expression(
+            f"{RUNTIME}.augmented({kind!r}, BEFORE, VALUE)",
+            statement,
+            BEFORE=before,
+            VALUE=statement.value,
+        )
+        return ast.copy_location(ast.Assign([place], value), statement)
+
+    def _before(self, place: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
+        """What keeps the value at a place; the place is then that of the kept objects."""
+        before: ast.expr
+        if isinstance(place, ast.Attribute):
+            owner, place.value = self._kept_and_again(place.value)
+            before = ast.Attribute(owner, place.attr, ast.Load())
+        elif isinstance(place, ast.Subscript):
+            owner, place.value = self._kept_and_again(place.value)
+            index = place.slice
+            if not any(isinstance(each, ast.Slice) for each in ast.walk(index)):
+                index, place.slice = self._kept_and_again(index)
+            before = ast.Subscript(owner, index, ast.Load())
+        else:
+            before = ast.Name(place.id, ast.Load())
+        return self._kept(ast.copy_location(before, place))
 
     def _instead(self, node: object, beside: bool) -> object:
         """What stands for a node that is not on the way; `beside`: nor a part of the target."""
@@ -82,8 +126,16 @@ class _Keeper:
             return node
         if not _does_things(node) and not (beside and _has_attributes(node)):
             return node
-        name = kept_name(self._number, len(self._names))
-        self._names.append(name)
+        return self._kept(node)
+
+    def _kept_and_again(self, node: ast.expr) -> tuple[ast.expr, ast.expr]:
+        """What keeps the value of a node, and what reads it once more."""
+        kept = self._kept(node)
+        return kept, ast.copy_location(ast.Name(self.names[-1], ast.Load()), node)
+
+    def _kept(self, node: ast.expr) -> ast.expr:
+        name = kept_name(self._number, len(self.names))
+        self.names.append(name)
         made = made_expression(
             f"({name} := VALUE) if {self._runtime}.live else {name}", self._statement, VALUE=node
         )

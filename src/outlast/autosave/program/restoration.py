@@ -6,24 +6,65 @@ import ast
 import copy
 from typing import TYPE_CHECKING
 
+from outlast.autosave.program.live import bound_names
+from outlast.autosave.program.scopes import nodes_here
 from outlast.autosave.program.templates import made_statements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def fill_restoration(
-    statement: ast.If, names: Sequence[str], defined: Mapping[str, ast.stmt], runtime: str
-) -> None:
-    """Fill the body of `statement` with what restores `names`.
+class Restorations:
+    """Those of one body; they are filled when all its sites, and so all their names, are known.
 
     Args:
-        statement: Asks whether they are to be restored.
-        names: The local names.
-        defined: Names of functions, classes and modules of the body, and their definitions in the
-            order of the program.
-        runtime: The expression that gives the values.
+        runtime: The expression that the body asks.
     """
+
+    def __init__(self, runtime: str) -> None:
+        self._runtime = runtime
+        self._waiting: list[tuple[ast.If, frozenset[str] | None]] = []
+
+    def entered(self, near: ast.stmt) -> ast.stmt:
+        """The statement at the beginning of a site, on the line of `near`."""
+        return self._made(f"if {self._runtime}.restoring: pass", near, None)
+
+    def returned(self, node: ast.stmt, live: frozenset[str]) -> ast.stmt:
+        """The one behind `node`, for a frame that set-up had brought into a call: it is back.
+
+        Args:
+            node: The statement with the call.
+            live: Names at its site; what the statement itself binds stays.
+        """
+        targets = [
+            each
+            for each in nodes_here(node)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        ]
+        text = f"if {self._runtime}.late and {self._runtime}.returns(): pass"
+        return self._made(text, node, live - bound_names(targets))
+
+    def fill(self, names: frozenset[str], defined: Mapping[str, ast.stmt]) -> None:
+        """Fill all statements.
+
+        Args:
+            names: The local names at all sites of the body.
+            defined: Names of functions, classes and modules of the body, and their definitions in
+                the order of the program.
+        """
+        for statement, chosen in self._waiting:
+            _fill(statement, sorted(names if chosen is None else chosen), defined, self._runtime)
+
+    def _made(self, text: str, near: ast.stmt, names: frozenset[str] | None) -> ast.stmt:
+        (statement,) = made_statements(text, near)
+        assert isinstance(statement, ast.If)
+        self._waiting.append((statement, names))
+        return statement
+
+
+def _fill(
+    statement: ast.If, names: Sequence[str], defined: Mapping[str, ast.stmt], runtime: str
+) -> None:
     text = f"[{', '.join(names)}] = {runtime}.values({list(names)!r})\n"
     text += "".join(
         f"if {each} is {runtime}.unset:\n del {each}\n" for each in names if each not in defined

@@ -5,7 +5,8 @@ again in the same way. A *site* is a statement through which the way to a step l
 call of a function that leads there, and the `if`, `with` and `try` around them. While the program
 goes back to where it was saved (`live` is false), sites on the way are entered, everything else is
 passed over, and the local names get their values at the first site of each frame. In a normal run
-the added text asks one attribute per group of statements and calls one function per iteration::
+the added text asks one attribute per group of statements and calls one function per iteration,
+and one when a loop of steps has ended::
 
     model = build()                     model = build()
     for batch in loader:                if __outlast__.goes(0):
@@ -17,6 +18,8 @@ the added text asks one attribute per group of statements and calls one function
                                                     __outlast_item_0__ = None
                                                 if __outlast__.live:
                                                     train(batch)
+                                            if __outlast__.live:
+                                                __outlast__.left()
                                             if __outlast__.live:
                                                 __outlast_0__ = None
 """

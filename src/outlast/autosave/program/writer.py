@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from outlast.autosave.program.kept import keep
+from outlast.autosave.program.endings import tell_endings, told
+from outlast.autosave.program.kept import Kept, keep
 from outlast.autosave.program.live import bound_names, liveness, read_names
-from outlast.autosave.program.restoration import fill_restoration
+from outlast.autosave.program.restoration import Restorations
 from outlast.autosave.program.scopes import (
     DEFINITIONS,
     code_names,
@@ -59,7 +60,7 @@ class Writer:
         self._iterators: set[int] = set()
         self._contexts: dict[int, list[str]] = {}
         self._sites: list[Site] = []
-        self._restorations: list[tuple[ast.If, frozenset[str] | None]] = []
+        self._restorations = Restorations(way.runtime)
 
     def leads(self) -> bool:
         """Whether the way leads through this body."""
@@ -79,7 +80,8 @@ class Writer:
         if self._way.trains and not isinstance(self._body, ast.Module):
             begun = made_statements(f"{self._runtime}.enter()", first)
             self._body.body[is_text(first) : is_text(first)] = begun
-        self._fill_restorations()
+        known = frozenset[str]().union(*(each.names for each in self._sites))
+        self._restorations.fill(known, self._defined)
         self._rewritten.sites += self._sites
 
     def _is_site(self, node: ast.stmt) -> bool:
@@ -122,14 +124,15 @@ class Writer:
         number = self.number
         self.number += 1
         kind: Kind = self._way.kind(node) or "branch"
-        hidden = self._keep(node, number) if kind in ("call", "yield") else []
+        keeps = kind in ("call", "yield")
+        statement, hidden = self._keep(node, number) if keeps else Kept(node, [])
         delegates = any(isinstance(each, ast.YieldFrom) for each in self._way.leading(node))
         if isinstance(node, ast.For) or (kind == "yield" and delegates):
             self._iterators.add(number)
         self._sites.append(self._made_site(node, number, kind, around, hidden))
         if isinstance(node, ast.If):
             return self._if(node, number, around)
-        entered = self._entered(node, number, kind, (*around, number), hidden)
+        entered = self._entered(statement, number, kind, (*around, number), hidden)
         test = made_expression(f"{self._runtime}.goes({number})", node)
         return if_(test, [*self._restored(node), *entered])
 
@@ -176,7 +179,7 @@ class Writer:
         """The statements that stand for a site, once it is entered."""
         match node:
             case ast.For():
-                return self._for(node, number, inside)
+                return self._for(node, number, kind, inside)
             case ast.While():
                 return self._while(node, number, kind, inside)
             case ast.With():
@@ -193,10 +196,14 @@ class Writer:
             "move it into a function",
         )
 
-    def _for(self, node: ast.For, number: int, inside: tuple[int, ...]) -> list[ast.stmt]:
+    def _for(
+        self, node: ast.For, number: int, kind: Kind, inside: tuple[int, ...]
+    ) -> list[ast.stmt]:
         name, item = iterator_name(number), item_name(number)
         self._refuse_leading(node.iter)
         self._refuse_sites(node.orelse)
+        if kind == "step":
+            tell_endings(node)
         begin = made_statements(
             f"if {self._runtime}.live:\n {name} = {self._runtime}.iterate({number}, ITER)",
             node,
@@ -216,24 +223,23 @@ class Writer:
                 f"{name} if {self._runtime}.live else {self._runtime}.passed({name})", node
             )
         )
-        return [*begin, node, *self._cleared([name], node)]
+        return [*begin, node, *self._ended(kind, [name], node)]
 
     def _while(
         self, node: ast.While, number: int, kind: Kind, inside: tuple[int, ...]
     ) -> list[ast.stmt]:
         self._refuse_leading(node.test)
         self._refuse_sites(node.orelse)
-        count = (
-            made_statements(f"if {self._runtime}.live:\n {self._runtime}.step += 1", node)
-            if kind == "step"
-            else []
-        )
+        count: list[ast.stmt] = []
+        if kind == "step":
+            tell_endings(node)
+            count = made_statements(f"if {self._runtime}.live:\n {self._runtime}.step += 1", node)
         node.body = [*count, *self._block(node.body, inside)]
         asked = (
             f"{self._runtime}.head({number})" if self._way.trains else f"not {self._runtime}.live"
         )
         node.test = made_expression(f"{asked} or TEST", node, TEST=node.test)
-        return [node]
+        return [node, *self._ended(kind, [], node)]
 
     def _with(self, node: ast.With, inside: tuple[int, ...]) -> list[ast.stmt]:
         number = inside[-1]
@@ -317,21 +323,21 @@ class Writer:
             )
         return [*begin, node, *self._cleared(hidden, node)]
 
-    def _keep(self, node: ast.stmt, number: int) -> list[str]:
+    def _keep(self, node: ast.stmt, number: int) -> Kept:
         leading = self._way.leading(node)
         if len(leading) > 1:
             raise self._error(
                 node, f"two of {self._way.what} stand in one statement; put each on its own line"
             )
         inside = self._way.trains
-        hidden = keep(node, leading[0], number, self._runtime, inside=inside)
-        if hidden is None:
+        kept = keep(node, leading[0], number, self._runtime, inside=inside)
+        if kept is None:
             raise self._error(
                 node,
                 f"{self._way.what} in a comprehension cannot be entered again; write it as a "
                 "`for` loop",
             )
-        return hidden
+        return kept
 
     def _guarded(self, statements: list[ast.stmt]) -> ast.stmt:
         """`statements`, done only while the program does its work."""
@@ -344,38 +350,22 @@ class Writer:
         text = "".join(f" {each} = None\n" for each in hidden)
         return made_statements(f"if {self._runtime}.live:\n{text}", near)
 
+    def _ended(self, kind: Kind, hidden: Sequence[str], near: ast.stmt) -> list[ast.stmt]:
+        """Behind a loop: tell that it has ended, if its iterations are the steps."""
+        if kind != "step":
+            return self._cleared(hidden, near)
+        return [self._guarded(told(near)), *self._cleared(hidden, near)]
+
     def _restored(self, near: ast.stmt) -> list[ast.stmt]:
-        """The statement that gives local names their values; filled when all sites are known."""
-        if isinstance(self._body, ast.Module):
-            return []
-        (statement,) = made_statements(f"if {self._runtime}.restoring: pass", near)
-        assert isinstance(statement, ast.If)
-        self._restorations.append((statement, None))
-        return [statement]
+        """The statement that gives local names their values."""
+        # Those of a module are global.
+        return [] if isinstance(self._body, ast.Module) else [self._restorations.entered(near)]
 
     def _returned(self, node: ast.stmt) -> list[ast.stmt]:
         """As `_restored`, for a frame that set-up had brought into a call: when it is back."""
         if isinstance(self._body, ast.Module) or isinstance(node, ast.Return | ast.Raise):
             return []
-        (statement,) = made_statements(
-            f"if {self._runtime}.late and {self._runtime}.returns(): pass", node
-        )
-        assert isinstance(statement, ast.If)
-        targets = [
-            each
-            for each in nodes_here(node)
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-        ]
-        names = self._sites[-1].names - bound_names(targets)
-        self._restorations.append((statement, names))
-        return [statement]
-
-    def _fill_restorations(self) -> None:
-        known = frozenset[str]().union(*(each.names for each in self._sites))
-        for statement, names in self._restorations:
-            fill_restoration(
-                statement, sorted(known if names is None else names), self._defined, self._runtime
-            )
+        return [self._restorations.returned(node, self._sites[-1].names)]
 
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
         for each in statements:

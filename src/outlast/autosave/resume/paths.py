@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from outlast.autosave.heap.content import vars_of
-from outlast.autosave.resume.files import program_folder
+from outlast.autosave.resume.logs import program_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,6 +12,7 @@ from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.refusal import Unsaveable
 from outlast.autosave.resume import paths
+from outlast.autosave.resume.augmented import augmented
 from outlast.autosave.resume.digests import STEPS, difference, digest
 from outlast.autosave.resume.entered import Held, entered, is_own, stack
 from outlast.autosave.resume.entries import Entries
@@ -67,8 +68,10 @@ class Session:
         files: The program.
         keeper: Saves it.
         saved: What to go back to; None starts from the beginning.
+        gradients: Tells which gradients need not be saved; None makes one.
 
     Attributes:
+        augmented: What `place += value` computes.
         live: Whether the program does its work; False on the way back to where it was saved.
         restoring: Whether the frame that asks is to take its local names over.
         late: Depths of the frames that take theirs over when they are back from a call.
@@ -83,9 +86,14 @@ class Session:
     passed = Passed
     unset = object()
     anew = object()
+    augmented = staticmethod(augmented)
 
     def __init__(
-        self, files: list[Rewritten], keeper: Keeper, saved: Captured | None = None
+        self,
+        files: list[Rewritten],
+        keeper: Keeper,
+        saved: Captured | None = None,
+        gradients: GradientUse | None = None,
     ) -> None:
         self.live = True
         self.restoring = False
@@ -115,7 +123,7 @@ class Session:
         self._entries = Entries(self._frames, self._files)
         # Elsewhere than in its steps, the program may read what its next step would drop.
         learns = not any(each.reads_gradients for each in files)
-        self._gradients = GradientUse() if learns else None
+        self._gradients = (gradients or GradientUse()) if learns else None
         self._known = {"session": self, "anew": self.anew}
 
     def goes(self, number: int) -> bool:
@@ -239,7 +247,7 @@ class Session:
             self._watched_until = step + STEPS
 
     def left(self) -> None:
-        """A step loop has no more items."""
+        """A step loop has come to its end, whatever ended it; after an error it is not told."""
         self._keeper.left(self.step)
 
     def finish(self) -> None:
@@ -366,12 +374,7 @@ class LoopIterator:
                 return None
         elif self._step:
             session.boundary(self._number, sys._getframe(1))
-        try:
-            item = next(self._inner)
-        except StopIteration:
-            if self._step:
-                session.left()
-            raise
+        item = next(self._inner)
         if self._step:
             session.step += 1
         return item
