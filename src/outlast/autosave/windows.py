@@ -75,6 +75,7 @@ class CopyWindows:
         self._tries: Counter[str] = Counter()
         self._late: list[_Row] = []
         self._saves: list[Copying] = []
+        self._open = False
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         _watch_evaluations(self)
@@ -98,6 +99,7 @@ class CopyWindows:
                 verdicts = [self._verdicts.get(each) for each in found]
                 if False in verdicts:
                     continue
+                self._open = True
                 row = _Row(tensor, [(each, each._version) for each in found])
                 if None not in verdicts:
                     self._late.append(row)
@@ -111,10 +113,13 @@ class CopyWindows:
         """Have `save` make its copies before the next optimizer step, or at the next boundary."""
         with self._lock:
             self._saves.append(save)
+            self._open = True
 
     def close(self) -> None:
         """Have all copies made; called at every step boundary, before a save's result is asked."""
-        self._close(complete=False)
+        # Most steps have no save before them, and need not wait for a lock.
+        if self._open:
+            self._close(complete=False)
 
     def hurry(self) -> None:
         """Have all copies made, because the next step may be far; what is watched goes on."""
@@ -139,8 +144,10 @@ class CopyWindows:
                 for each in _tensors_of(optimizer):
                     self._verdicts[each] = False
             return
-        self._optimizers.add(optimizer)
-        self._close(complete=True)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+        if self._open:
+            self._close(complete=True)
 
     def _close(self, *, complete: bool) -> None:
         """Close the windows; `complete`: by the optimizer step that they are to last to."""
@@ -152,6 +159,7 @@ class CopyWindows:
                     self._judge(row, late=still)
             self._watched.clear()
             self._copy()
+            self._open = False
 
     def _copy(self) -> None:
         """Have the saves make their copies; to be called with the lock."""

@@ -6,16 +6,14 @@ import os
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from outlast.autosave.execute import SavedState
-from outlast.autosave.heap.capture import Captured
 from outlast.autosave.windows import CopyWindows
 from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
 from outlast.cli.run_digests import Digests
+from outlast.cli.run_held import TENSORS, HeldState
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
@@ -26,6 +24,7 @@ from outlast.errors import (
 from outlast.integrations.agreement import Agreement
 
 if TYPE_CHECKING:
+    from outlast.autosave.execute import SavedState
     from outlast.cli.run_folder import RunFolder
     from outlast.integrations.pace import Pace
     from outlast.integrations.stop import Stop
@@ -33,41 +32,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 30.0
 """Lines about saves come at most this often."""
 
-_SMALLEST_PROGRAM_BYTES = 1 << 16
 _STEP_WEIGHT = 0.1
-_TENSORS = "tensors"
-
-
-class HeldState:
-    """What one rank holds, as the store takes it and gives it back.
-
-    The bytes of the program are padded to a power of two: a state of the same sizes as the one
-    before is saved by the plan that is made already.
-    """
-
-    def __init__(self, saved: SavedState | None = None) -> None:
-        self.saved = saved
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as tensors and plain values."""
-        assert self.saved is not None
-        found = self.saved.captured
-        length = len(found.program)
-        size = max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length())
-        padded = bytearray(size)
-        padded[:length] = found.program
-        program = torch.frombuffer(padded, dtype=torch.uint8)
-        return {
-            "length": length,
-            "program": program,
-            _TENSORS: found.tensors,
-            "logs": self.saved.logs,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
-        program = state["program"].numpy().tobytes()[: state["length"]]
-        self.saved = SavedState(Captured(program, state[_TENSORS]), state["logs"])
 
 
 class ScriptKeeper:
@@ -145,7 +110,9 @@ class ScriptKeeper:
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps."""
-        self._refuse_to_go_on()
+        # This is done at every step: where nothing is to be done, it must cost next to nothing.
+        if self.stopped or self._problem is not None:
+            self._refuse_to_go_on()
         now = time.monotonic()
         if self._boundary is None:
             self._begin(step)
@@ -193,7 +160,7 @@ class ScriptKeeper:
             self._handle = self._opened().save_async(
                 step,
                 {self._key: HeldState(state)},
-                late={f"{self._key}.{_TENSORS}.{name}" for name in late},
+                late={f"{self._key}.{TENSORS}.{name}" for name in late},
             )
         except OutlastError as error:
             self._problem = error
