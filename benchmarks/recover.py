@@ -1,4 +1,4 @@
-"""Recovery without a checkpoint: restart from memory, replica groups, parity, approximation.
+"""Recovery without a checkpoint: restart, replica groups, resizing, parity, approximation.
 
 python benchmarks/recover.py [--quick] [--only PART ...] [--json FILE]
 
@@ -17,6 +17,7 @@ PARTS = {
     "restart": ("recover_restart", "bars"),
     "goodput": ("recover_restart", "goodput_bars"),
     "live": ("recover_live", "live_bars"),
+    "resize": ("recover_resize", "bars"),
     "parity": ("recover_parity", "bars"),
     "approximate": ("recover_approximate", "bars"),
 }
