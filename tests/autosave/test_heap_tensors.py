@@ -5,8 +5,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from heap_runs import resume
+from heap_runs import copied, resume
 from torch import nn
+
+from outlast.autosave.heap.capture import capture, restore
+from outlast.autosave.heap.names import Names
 
 DTYPES = [
     torch.float64,
@@ -310,3 +313,25 @@ def test_bytes_are_told_by_what_they_are():
         "tensors": 12,
         "gradients not saved": 0,
     }
+
+
+def test_a_tensor_that_nothing_leads_to_is_saved_in_each_life_once_it_was_written():
+    def setup():
+        torch.manual_seed(0)
+        return {"model": nn.Linear(2, 2), "spare": torch.zeros(3), "still": torch.ones(3)}
+
+    held = []
+    saved = None
+    for _ in range(3):
+        variables = setup()
+        names = Names(variables, {__name__})
+        # Somebody holds them where nobody can look.
+        held.append([variables.pop(each) for each in ("spare", "still")])
+        if saved is None:
+            held[-1][0].add_(1.0)
+        else:
+            restore(saved, names, {})
+        saved = copied(capture(names, variables, {}))
+        assert "=spare" in saved.tensors
+        assert "=still" not in saved.tensors
+    assert [each.tolist() for each, _ in held] == [[1.0] * 3] * 3

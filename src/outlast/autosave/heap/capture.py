@@ -73,12 +73,14 @@ class _Header:
         types: Path of each named object that is mentioned to its class's name after set-up.
         became: Path to class, where that is another one now.
         next_hook: Number of the next hook that a module will be given.
+        written: Paths of the tensors that the program has written to since set-up.
     """
 
     places: dict[str, Geometry]
     types: dict[str, str]
     became: dict[str, type | ParametrizedClass]
     next_hook: int
+    written: frozenset[str] = frozenset()
 
 
 def capture(
@@ -128,6 +130,7 @@ def _restore(
     for path, kind in header.became.items():
         names.objects[path].__class__ = class_from(kind)
     blocks = _fill(captured.tensors, header.places, names)
+    names.count_as_written(header.written)
     reader = Reader(io.BytesIO(body), names, known, blocks)
     values = reader.load()
     held: dict[str, Content] = {}
@@ -218,6 +221,7 @@ class _Capture:
                 if type(names.objects[path]) is not names.types[path]
             },
             RemovableHandle.next_id,
+            frozenset(path for path in self._places if names.is_written(path)),
         )
         self._writer.refuse_addresses()
         self._refuse_classes(header.became)

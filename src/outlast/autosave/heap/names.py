@@ -37,6 +37,9 @@ _SIMPLE = (
 _MANY = 10_000
 """Items from which on a container is written down only when it has changed."""
 
+_WRITTEN = -1
+"""A version that no tensor has."""
+
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of modules that torch itself keeps."""
 
@@ -145,12 +148,21 @@ class Names:
         none, and count as unchanged.
         """
         if path in self._versions:
-            return self._versions[path] != _version(self.objects[path])
+            return self.is_written(path)
         if path in self._hidden:
             return hidden_digest(self.objects[path]) != self._hidden[path]
         return path in self._own and not same(
             self._before[path], self.kinds.of(self.objects[path]).content(self.objects[path])
         )
+
+    def is_written(self, path: str) -> bool:
+        """Whether a named tensor was written to since set-up, in this life or an earlier one."""
+        before = self._versions.get(path)
+        return before is not None and before != _version(self.objects[path])
+
+    def count_as_written(self, paths: Iterable[str]) -> None:
+        """Named tensors that an earlier life has written to; to put that back counts nothing."""
+        self._versions |= dict.fromkeys(paths, _WRITTEN)
 
     def now_at(self) -> dict[str, str]:
         """Address to name of the blocks that lie where set-up has put them."""

@@ -26,6 +26,7 @@ from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.randomness import random_states
 from outlast.autosave.trace.content import digest, digests, holds_numbers
 from outlast.autosave.trace.dispatch import storage_key
+from outlast.autosave.trace.gradients import ComparedGradients
 from outlast.autosave.trace.plan import StateFinder
 from outlast.autosave.trace.roots import outermost_modules, readable_names
 from outlast.autosave.trace.state import StatePlan
@@ -98,6 +99,7 @@ class _Pass:
         self._view = view
         self._folder = Path(order.folder)
         self._last = order.at + order.steps
+        self.gradients = ComparedGradients()
         self.result = Result()
 
     def digest(self, step: int, text: str) -> str | None:
@@ -113,6 +115,7 @@ class _Pass:
         return None
 
     def due(self, step: int) -> bool:
+        self.gradients.comparing = step > self._order.at
         return self._order.at < step <= self._last
 
     def save(self, step: int, state: SavedState) -> None:
@@ -184,7 +187,7 @@ class _Recording(_Pass):
         if at - TRACED_STEPS <= step <= at:
             # Before the save, since the session looks at tensors itself after one.
             self._trace(step)
-        return at <= step <= self._last
+        return super().due(step) or step == at
 
     def save(self, step: int, state: SavedState) -> None:
         captured = state.captured
@@ -281,6 +284,7 @@ def main(path: str) -> int:
             order.arguments,
             keeper,
             resuming=order.kind == "resume",
+            gradients=keeper.gradients,
         )
     except OutlastError as error:
         write(Path(order.result), Result(error=str(error)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from outlast.autosave.heap.tensors import gradient
 from outlast.autosave.trace.dispatch import storage_key
 
 if TYPE_CHECKING:
@@ -75,8 +76,9 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
                 if isinstance(each, torch.Tensor):
                     found.setdefault(id(each), prefix + name)
     for path, each in objects.items():
-        if isinstance(each, torch.Tensor) and each.is_leaf and each.grad is not None:
-            found.setdefault(id(each.grad), f"{found.get(id(each), path)}.grad")
+        # Not by its attribute, whose uses are watched.
+        if isinstance(each, torch.Tensor) and (grad := gradient(each)) is not None:
+            found.setdefault(id(grad), f"{found.get(id(each), path)}.grad")
         if isinstance(each, torch.optim.Optimizer):
             for parameter, state in each.state.items():
                 of = found.get(id(parameter), paths.get(id(parameter), "?"))
