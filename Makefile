@@ -1,5 +1,7 @@
 # make train   set up .venv and train the embedded default model
 # make test    set up .venv and run all tests that need no system package
+# make -j2 -k -Otarget test-folders    the same in two processes, folder by folder
+# make test-float8    install torchao and test the layers with float8 products
 # make check   formatting, lint, types, layers
 # make docs    build the documentation into docs/_build/html
 PYTHON ?= python3
@@ -10,13 +12,32 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_FLAGS ?=
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test check docs clean
+# Folders of tests, those that take longest first.
+LONG := slurm autosave train integrations
+FOLDERS := $(LONG) $(filter-out $(LONG) tools __pycache__,$(notdir $(patsubst %/,%,$(wildcard tests/*/))))
+
+.PHONY: train test test-folders test-alone test-float8 check docs clean
 
 train: .venv/.installed
 	$(BIN)/outlast train
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-folders: $(addprefix test-folder-,$(FOLDERS))
+
+test-folder-%: .venv/.installed-test
+	$(BIN)/python -m pytest -m "not alone" $(PYTEST_ARGS) tests/$*
+
+# Tests that assert on the clock; nothing else should run meanwhile.
+test-alone: .venv/.installed-test
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) $(shell grep -lrw --include=*.py mark.alone tests)
+
+# Not among the other tests: wherever torchao is installed, transformers imports all of it into
+# every process that makes a model.
+test-float8: .venv/.installed-test
+	@$(PIP) --editable '.[float8]'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/tensorize/test_tensorize_precision.py
 
 check: .venv/.installed-test
 	$(BIN)/ruff format --check src tests benchmarks examples

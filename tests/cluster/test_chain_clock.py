@@ -136,6 +136,7 @@ def stopping_at(files: ChainFiles, seconds: float, job: str = "7", stop: str = "
     assert read_countdown(files.clock) == state
 
 
+@pytest.mark.alone
 def test_a_rank_stops_when_one_more_step_would_be_too_long(tmp_path: Path) -> None:
     files = ChainFiles(tmp_path)
     stopping_at(files, 0.5)

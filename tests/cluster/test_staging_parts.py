@@ -59,6 +59,7 @@ def test_a_failure_comes_at_its_block() -> None:
         next(blocks)
 
 
+@pytest.mark.alone
 def test_a_block_that_does_not_come_ends_at_the_deadline() -> None:
     begun = time.monotonic()
     with pytest.raises(ClusterError, match=r"byte 0 of 5242880 did not come within the time"):

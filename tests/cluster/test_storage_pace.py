@@ -15,6 +15,7 @@ from outlast.cluster.storage.pace import TokenBucket
 from outlast.errors import ClusterError
 
 
+@pytest.mark.alone
 def test_a_bucket_keeps_its_rate():
     bucket = TokenBucket(1e6, burst_seconds=0.0)
     begun = time.monotonic()
@@ -24,6 +25,7 @@ def test_a_bucket_keeps_its_rate():
     assert bucket.passed_bytes == 300_000
 
 
+@pytest.mark.alone
 def test_threads_share_one_rate():
     bucket = TokenBucket(1e6, burst_seconds=0.0)
     threads = [threading.Thread(target=bucket.take, args=(100_000,)) for _ in range(3)]
@@ -35,6 +37,7 @@ def test_threads_share_one_rate():
     assert 0.29 <= time.monotonic() - begun < 0.7
 
 
+@pytest.mark.alone
 def test_a_new_rate_wakes_who_waits():
     bucket = TokenBucket(0.0)
     threading.Timer(0.1, bucket.set_rate, (math.inf,)).start()
@@ -49,6 +52,7 @@ def test_without_a_limit_nothing_waits():
     assert bucket.passed_bytes == 1 << 40
 
 
+@pytest.mark.alone
 def test_a_wait_ends_at_its_deadline():
     bucket = TokenBucket(1.0)
     begun = time.monotonic()

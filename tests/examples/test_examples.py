@@ -50,6 +50,7 @@ def test_shell_scripts_parse() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_training_does_not_wait_for_a_slow_process() -> None:
     done = subprocess.run(
         [

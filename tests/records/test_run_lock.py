@@ -83,6 +83,7 @@ def test_lock_file_names_host_pid_and_start(tmp_path: Path) -> None:
     assert (owner["host"], owner["pid"]) == (socket.gethostname(), os.getpid())
 
 
+@pytest.mark.alone
 def test_live_owner_is_respected_and_named_and_a_killed_one_is_not(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         begun = time.monotonic()

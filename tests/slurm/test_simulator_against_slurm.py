@@ -12,6 +12,7 @@ HANDOVER_SECONDS = 0.8
 
 
 @pytest.mark.slurm
+@pytest.mark.alone
 def test_starts_agree_with_slurm() -> None:
     reason = missing()
     if reason is not None:
