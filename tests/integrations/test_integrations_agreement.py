@@ -1,11 +1,17 @@
 """Ranks of `outlast run` decide alike, although signals and clocks are one rank's own."""
 
+import contextlib
+import io
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import IntegrationError
 from outlast.integrations import agreement as agreement_module
 from outlast.integrations.agreement import Agreed, Agreement
+from outlast.integrations.stopping import Stopping
 
 pytestmark = pytest.mark.distributed
 
@@ -60,16 +66,15 @@ def _one_wish():
     return said
 
 
-def _uneven(ends):
-    dist.init_process_group("gloo")
+def _uneven(ends, seconds):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     rank, said = dist.get_rank(), ""
     agreement_module._TELL_SECONDS = 0.1
-    agreement_module._AWAY_SECONDS = 0.5
     agreement = Agreement(0)
     try:
         for step in range(1, 5):
             if rank == 1 and step == 3:
-                # It has fewer batches, and waits for the others elsewhere.
+                # It has fewer batches, and does not come back.
                 agreement.left(2)
                 if ends:
                     agreement.ended(2)
@@ -78,14 +83,19 @@ def _uneven(ends):
             agreement.exchange(step, False, False, 1.0)
     except IntegrationError as error:
         said = str(error)
-    dist.barrier()
+        _get_default_store().set("said", "")
+    # Its connections are there until the other one has said it.
+    _get_default_store().wait(["said"], timedelta(seconds=60))
     dist.destroy_process_group()
     return said
 
 
-@pytest.mark.parametrize(("ends", "what"), [(False, "left its training loop"), (True, "has ended")])
-def test_a_rank_with_fewer_steps_is_named_and_not_waited_for(ranks, ends, what):
-    first, second = ranks(2)(_uneven, ends)
+@pytest.mark.parametrize(
+    ("ends", "what", "seconds"),
+    [(False, "left its training loop", 5.0), (True, "has ended", 1000.0)],
+)
+def test_a_rank_with_fewer_steps_is_named_and_not_waited_for(ranks, ends, what, seconds):
+    first, second = ranks(2)(_uneven, ends, seconds)
     assert second == ""
     assert first.startswith(f"rank 1 {what} after 2 steps, and rank 0 did 3: ")
     assert "drop_last=True" in first
@@ -93,8 +103,8 @@ def test_a_rank_with_fewer_steps_is_named_and_not_waited_for(ranks, ends, what):
 
 def _late():
     dist.init_process_group("gloo")
-    agreement_module._TELL_SECONDS = 0.05
-    agreement = Agreement(0)
+    agreement_module._TELL_SECONDS = agreement_module._AWAY_SECONDS = 0.05
+    agreement, said = Agreement(0), io.StringIO()
     if dist.get_rank() == 1:
         # An evaluation of its own between two loops: the other one has said that it waits.
         agreement.left(0)
@@ -104,8 +114,9 @@ def _late():
         looked = agreement._look
 
         def look(*arguments, **options):
-            looked(*arguments, **options)
-            if not released:
+            with contextlib.redirect_stderr(said):
+                looked(*arguments, **options)
+            if said.getvalue() and not released:
                 released.append(True)
                 dist.barrier()
 
@@ -113,8 +124,38 @@ def _late():
         agreement._look = look
     stop = agreement.exchange(1, dist.get_rank() == 1, False, 1.0).stop
     dist.destroy_process_group()
-    return stop
+    return stop, said.getvalue()
 
 
 def test_a_rank_that_comes_back_is_waited_for(ranks):
-    assert ranks(2)(_late) == [True, True]
+    (stopped, said), (other, nothing) = ranks(2)(_late)
+    assert (stopped, other, nothing) == (True, True, "")
+    # Once, and with the bound of the process group.
+    assert said.count("outlast: rank 0 has waited for ") == 1
+    assert "at step 1 for rank 1, which left its training loop after 0 steps" in said
+    assert "it waits for 1800 s at most" in said
+
+
+def _ends(steps):
+    """Ranks with different numbers of steps, of which one meets the others at its end."""
+    dist.init_process_group("gloo")
+    stopping = Stopping(None)
+    said = ""
+    with stopping.signals():
+        stopping.begin(0)
+        try:
+            for step in range(1, steps[dist.get_rank()] + 1):
+                stopping.why(step)
+            stopping.end(steps[dist.get_rank()])
+        except IntegrationError as error:
+            said = str(error)
+    dist.destroy_process_group()
+    return said
+
+
+def test_ranks_that_end_after_unequal_steps_are_told(ranks):
+    first, second = ranks(2)(_ends, (5, 1))
+    assert "rank 1 did 1 steps, where the ranks did from 1 to " in second
+    assert first.startswith("rank 0 did ")
+    assert "drop_last=True" in first
+    assert ranks(2)(_ends, (3, 3)) == ["", ""]

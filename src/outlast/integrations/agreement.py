@@ -4,10 +4,13 @@ A signal comes to one rank, and clocks differ, but all ranks must save at the sa
 add up flags there, in a small all-reduce, about once a second: as often as every step would cost
 what it costs, and a stop has a second's time. Rank 0 says when the next is.
 
-A rank that has fewer steps than others never comes there. Where it has told so when it left its
-loop, the others, which would wait for a long time, say whom they wait for and then give up. Where
-it meets them at its end instead, all see that their steps differ. Neither helps a rank that waits
-within a step, for DistributedDataParallel or the guard: there the process group's timeout counts.
+A rank that has fewer steps than others never comes there. Where it has told that it has ended, the
+others, which would wait for a long time, say so and give up. One that has left its loop may come to
+another one, after an evaluation of its own for example: it is alive as long as its connections are,
+and is waited for as long as the process group's own timeout says; after a minute the others say
+whom they wait for. Where a rank meets them at its end instead, all see that their steps differ.
+Nothing of this helps a rank that waits within a step, for DistributedDataParallel or the guard:
+there the process group's timeout counts.
 """
 
 from __future__ import annotations
@@ -20,24 +23,23 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
 from outlast.errors import IntegrationError
 
 _LOOK_SECONDS = 1.0
-_TIMEOUT = timedelta(minutes=30)
 
-_FIRST_PAUSE_SECONDS = 1e-5
-_LONGEST_PAUSE_SECONDS = 0.05
-"""While waiting for other ranks, between two looks at whether they have come."""
+_WAIT_SECONDS = 0.5
+"""A wait for other ranks is as long, before this one sees whether there is something to say."""
 
 _TELL_SECONDS = 5.0
-"""After so long a rank looks and says whom it waits for."""
+"""After so long a rank tells that it waits, and looks what the others have told."""
 
 _AWAY_SECONDS = 60.0
-"""So long a rank that has left its loop may be away, as in an evaluation of its own."""
+"""After so long it says whom it waits for."""
 
-_HERE, _ENDED = "here", "ended"
+_HERE, _WAITS, _ENDED = "here", "waits", "ended"
+_NAMED = 4
 
 _REMEDY = (
     "all ranks must do the same number of steps; give each as many batches, e.g. by a "
@@ -56,18 +58,23 @@ class Agreement:
     """The ranks of the default process group, in a group of their own, over gloo.
 
     All ranks make it at the same boundary.
+
+    Attributes:
+        rank: In the default group.
     """
 
     def __init__(self, step: int) -> None:
         self.rank = dist.get_rank()
         self._size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._timeout = _timeout()
+        self._group = host_group()
         # A connection of its own: on the group's, another thread may wait.
         below = _get_default_store().clone()  # type: ignore[attr-defined]
         self._board = dist.PrefixStore("outlast/agreement", below)
-        self._away = False
         self._next = step
         self._gap = 1
+        self._said = False
+        self._told = ""
         self._tell(_HERE)
 
     def is_due(self, step: int) -> bool:
@@ -101,21 +108,22 @@ class Agreement:
         """
         self._together(step, False, False, 0)
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; all ask at the same boundary."""
-        flags = torch.tensor([flag], device="cpu", dtype=torch.int32)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return bool(flags)
+    def any(self, step: int, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all ask at the same boundary, after `step` steps.
+
+        Raises:
+            IntegrationError: As `exchange`.
+        """
+        # As many flags as elsewhere: another rank may be at its end, and meets this one there.
+        return bool(self._together(step, flag, False, 0)[0])
 
     def left(self, step: int) -> None:
         """This rank has left a loop after `step` steps; it may come to another one."""
-        self._away = True
         self._tell(str(step))
 
     def back(self) -> None:
         """This rank is at a step boundary; to be called at each."""
-        if self._away:
-            self._away = False
+        if self._told != _HERE:
             self._tell(_HERE)
 
     def ended(self, step: int) -> None:
@@ -123,6 +131,7 @@ class Agreement:
         self._tell(f"{_ENDED} {step}")
 
     def _tell(self, text: str) -> None:
+        self._told = text
         # Where rank 0 is gone, so may the store be; then nobody waits for a word.
         with contextlib.suppress(RuntimeError):
             self._board.set(str(self.rank), text)
@@ -144,52 +153,98 @@ class Agreement:
         return largest
 
     def _reduce(self, flags: torch.Tensor, step: int) -> None:
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._said = False
         begun = time.monotonic()
-        pause, look = _FIRST_PAUSE_SECONDS, _TELL_SECONDS
-        while not work.is_completed():
-            waited = time.monotonic() - begun
-            if waited > look:
-                self._look(step, waited, tell=look == _TELL_SECONDS)
-                look = waited + 1.0
-            time.sleep(pause)
-            pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS)
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
         try:
-            work.wait()
+            while not _is_done(work, min(_WAIT_SECONDS, _TELL_SECONDS)):
+                waited = time.monotonic() - begun
+                if waited >= _TELL_SECONDS:
+                    self._look(step, waited)
         except RuntimeError as error:
-            self._look(step, _AWAY_SECONDS, tell=False)
+            self._look(step, time.monotonic() - begun, over=True)
             raise IntegrationError(
                 f"another rank is gone, or did not come to step {step} within "
-                f"{_TIMEOUT.total_seconds():g} s: {str(error).splitlines()[0]}"
+                f"{self._timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
             ) from None
+        if self._told == _WAITS:
+            self._tell(_HERE)
 
-    def _look(self, step: int, waited: float, *, tell: bool) -> None:
-        """Say which ranks are away, when this one has waited for them.
+    def _look(self, step: int, waited: float, *, over: bool = False) -> None:
+        """See what the ranks that are waited for have told.
+
+        Args:
+            step: At which this one waits.
+            waited: Since when, in seconds.
+            over: Whether nobody can be waited for any longer.
 
         Raises:
             IntegrationError: When one of them will not come.
         """
-        for rank in range(self._size):
-            word = self._word_of(rank)
-            if word == _HERE:
-                continue
-            done = word.removeprefix(f"{_ENDED} ")
-            what = "has ended" if word != done else "left its training loop"
-            sentence = f"rank {rank} {what} after {done} steps, and rank {self.rank} did {step}"
-            if word != done or waited >= _AWAY_SECONDS:
-                raise IntegrationError(f"{sentence}: {_REMEDY}")
-            if tell:
-                print(
-                    f"outlast: {sentence}; it is waited for {_AWAY_SECONDS:g} s",
-                    file=sys.stderr,
-                    flush=True,
+        if self._told == _HERE:
+            self._tell(_WAITS)
+        words = {each: self._word_of(each) for each in range(self._size) if each != self.rank}
+        for rank, word in words.items():
+            if word.startswith(_ENDED) or (over and word not in (_HERE, _WAITS)):
+                raise IntegrationError(
+                    f"rank {rank} {_what(word)}, and rank {self.rank} did {step}: {_REMEDY}"
                 )
+        waiting = [rank for rank, word in words.items() if word == _WAITS]
+        if waited < _AWAY_SECONDS or self._said or self.rank > min(waiting, default=self.rank):
+            return
+        self._said = True
+        away = [
+            f"rank {each}, which {_what(word)}" for each, word in words.items() if word != _WAITS
+        ]
+        more = f", and {len(away) - _NAMED} more" if len(away) > _NAMED else ""
+        print(
+            f"outlast: rank {self.rank} has waited for {waited:.0f} s at step {step} for "
+            f"{', for '.join(away[:_NAMED])}{more}; it waits for "
+            f"{self._timeout.total_seconds():g} s at most, the process group's timeout",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _word_of(self, rank: int) -> str:
-        """What a rank has told last."""
-        if rank == self.rank:
-            return _HERE
+        """What another rank has told last."""
         try:
             return str(self._board.get(str(rank)).decode())
         except RuntimeError:
             return _HERE
+
+
+def _what(word: str) -> str:
+    """What a rank does that has told `word`."""
+    if word == _HERE:
+        return "is within a step"
+    done = word.removeprefix(f"{_ENDED} ")
+    return f"{'has ended' if word != done else 'left its training loop'} after {done} steps"
+
+
+def _is_done(work: dist.Work, seconds: float) -> bool:
+    """Wait for a collective for at most `seconds`.
+
+    Raises:
+        RuntimeError: When it has failed.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks of the default process group, for tensors in host memory; all make it together."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_timeout())
+    return group
+
+
+def _timeout() -> timedelta:
+    """How long a collective of the default process group may take, as its maker has said."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = (group._get_backend(each).options for each in group._device_types)
+    return max((each._timeout for each in options), default=default_pg_timeout)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import AutosaveError
 from outlast.integrations.agreement import Agreement
+from outlast.integrations.clock import StepClock
 from outlast.integrations.pace import Every, Pace
 from outlast.records import replace_file
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 UNASKED_SECONDS = 600.0
 """From save to save, where neither the script nor the command line asks for any."""
-
-_STEP_WEIGHT = 0.1
 
 
 @dataclass
@@ -112,20 +111,18 @@ class SaveTimes:
     def __init__(self, pace: Pace, step: int, world_size: int) -> None:
         self._pace = pace
         self._agreement = Agreement(step) if world_size > 1 and not pace.is_common else None
-        self._boundary, self._seconds = time.monotonic(), 0.0
-        pace.begun(step, self._boundary)
+        self._clock = StepClock()
+        pace.begun(step, time.monotonic())
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` steps; asked after each."""
         now = time.monotonic()
-        seconds, self._boundary = now - self._boundary, now
-        weight = _STEP_WEIGHT if self._seconds else 1.0
-        self._seconds += weight * (seconds - self._seconds)
+        self._clock.step()
         save = self._pace.due(step, now)
         if self._agreement is not None:
             if not self._agreement.is_due(step):
                 return False
-            save = self._agreement.exchange(step, False, save, self._seconds).save
+            save = self._agreement.exchange(step, False, save, self._clock.mean_seconds).save
         if save:
             self._pace.begun(step, now)
         return save

@@ -10,12 +10,11 @@ from outlast.checkpoint import IntervalEstimator
 from outlast.cluster import report_progress
 from outlast.errors import CheckpointError
 from outlast.integrations.agreement import Agreement
+from outlast.integrations.clock import StepClock
+from outlast.integrations.memory import LoopMemory
 from outlast.integrations.pace import Every, pace_of
-from outlast.job import fingerprint
 from outlast.records import CheckpointFailed, StopRequested, read_run
-from outlast.recover.beacon import no_mark
 from outlast.train.ranks import together
-from outlast.train.recovering import from_disk, run_memory
 from outlast.train.saving import open_store
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from outlast.job import LoopJob
     from outlast.records import Event
     from outlast.train.ranks import Ranks
-
-_STEP_WEIGHT = 0.1
 
 
 class StateKeeper:
@@ -66,27 +63,16 @@ class StateKeeper:
         self._state = state
         self._note = note
         self._store = together(lambda: open_store(job.checkpoint, recording.directory))
-        self._memory = run_memory(
-            job.recover,
-            fingerprint(job),
-            ranks=ranks,
-            directory=recording.directory,
-            state=state,
-            store=self._store,
-        )
+        self._memory = LoopMemory(job, ranks, recording.directory, self._store, state, note=note)
         self._agreement: Agreement | None = None
         self._handles: list[SaveHandle] = []
         self._saved_step = -1
-        self._boundary = 0.0
-        self._step_seconds = 0.0
+        self._clock = StepClock()
 
     def restore(self) -> tuple[int, list[Event]]:
         """Bring the newest state back; the steps that it has done, and what there is to say."""
-        if self._memory is not None:
-            step, events = self._memory.restore()
-        else:
-            step, events = from_disk(self._store, self._state)
-        self._saved_step = -1 if self._memory is not None and self._memory.unsaved else step
+        step, events = self._memory.restore()
+        self._saved_step = -1 if self._memory.unsaved else step
         if self._ranks.world_size > 1:
             self._agreement = Agreement(step)
         every, directory = self._job.checkpoint.every_steps, self._recording.directory.path
@@ -105,19 +91,15 @@ class StateKeeper:
         """Set-up is over, with `step` steps done."""
         self._pace.begun(step, time.monotonic())
         self._stop.training_begins()
-        self._boundary = time.monotonic()
+        self._clock.begin()
 
     def settle(self) -> None:
         """To be called before an optimizer's step: what was being copied from memory is copied."""
-        if self._memory is not None:
-            self._memory.settle(no_mark)
+        self._memory.settle()
 
     def observe_step(self) -> None:
         """A step has been done."""
-        now = time.monotonic()
-        seconds, self._boundary = now - self._boundary, now
-        weight = _STEP_WEIGHT if self._step_seconds else 1.0
-        self._step_seconds += weight * (seconds - self._step_seconds)
+        seconds = self._clock.step()
         self._stop.observe_step(seconds)
         self._pace.observe_step(seconds, saving=bool(self._handles))
         self._collect(wait=False)
@@ -137,12 +119,7 @@ class StateKeeper:
             self.save_last(step)
             self.stopped = stop
             return stop
-        if self._memory is not None and step % self._job.recover.every_steps == 0:
-            self._note()
-            plan = self._memory.look(step)
-            if self._agreement is not None:
-                plan = self._agreement.any(plan)
-            self._recording.write(self._memory.keep(step, plan=plan))
+        self._recording.write(self._memory.keep(step, self._agreement))
         if save:
             self._save(step)
         return ""
@@ -177,9 +154,7 @@ class StateKeeper:
     def finish(self) -> None:
         """The loop has come to its end: wait for the saves under way, and forget the memory."""
         self._collect(wait=True)
-        if self._memory is not None:
-            self._memory.close(forget=True)
-            self._memory = None
+        self._memory.close(forget=True)
 
     def close(self, *, failed: bool = False, forget: bool = False) -> None:
         """Give up the store and the memory, which is kept for a restart.
@@ -188,8 +163,7 @@ class StateKeeper:
             failed: Other ranks may wait for this one elsewhere: they are not waited for.
             forget: What is in memory may be wrong: a restart must go on from a checkpoint.
         """
-        if self._memory is not None:
-            self._memory.close(forget=forget)
+        self._memory.close(forget=forget)
         self._store.close(drain=not failed, failed=failed)
 
     def _estimator(self) -> IntervalEstimator:
@@ -211,7 +185,7 @@ class StateKeeper:
         common = save and self._pace.is_common
         if not self._agreement.is_due(step):
             return "", common
-        agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        agreed = self._agreement.exchange(step, bool(why), save, self._clock.mean_seconds)
         stop = (why or "a signal to another rank") if agreed.stop else ""
         return stop, common or agreed.save
 
@@ -225,7 +199,7 @@ class StateKeeper:
             except CheckpointError as error:
                 self._recording.write(CheckpointFailed(step, str(error)))
         self._collect(wait=False)
-        self._boundary = time.monotonic()
+        self._clock.begin()
 
     def _collect(self, *, wait: bool) -> None:
         """See how the saves under way went, those that are done or all."""

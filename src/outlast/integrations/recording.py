@@ -228,6 +228,12 @@ class Recording:
                 CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
             )
 
+    def checked(self, guard: RunGuard, step: int) -> None:
+        """Write down what the guards of all ranks have found and checked up to `step`."""
+        for event in guard.news():
+            self.write(event)
+        self.write(guard.summary(step))
+
     def write(self, event: Event | None) -> None:
         """Write any other event down."""
         if self._writer is not None and event is not None:

@@ -412,9 +412,7 @@ class Run:
         if self._guard is None:
             return
         self._told_step, self._told_seconds = self.step, time.monotonic()
-        for event in self._guard.news():
-            self._recording.write(event)
-        self._recording.write(self._guard.summary(self.step))
+        self._recording.checked(self._guard, self.step)
 
 
 def _no_update(step: int) -> str:

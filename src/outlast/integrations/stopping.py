@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from outlast.integrations.agreement import Agreement
+from outlast.integrations.clock import StepClock
 from outlast.integrations.place import ranks_here
 from outlast.integrations.stop import Stop
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-_STEP_WEIGHT = 0.1
 
 
 class Stopping:
@@ -20,14 +18,17 @@ class Stopping:
 
     Args:
         limit_seconds: How long a training may take; None: as long as it needs.
+
+    Attributes:
+        agreement: Of the ranks, between `begin` and `end`; None elsewhere, and for one rank.
     """
 
     def __init__(self, limit_seconds: float | None) -> None:
+        self.agreement: Agreement | None = None
         self._limit_seconds = limit_seconds
         self._ranks = ranks_here()
         self._stop = Stop(limit_seconds)
-        self._agreement: Agreement | None = None
-        self._boundary = self._step_seconds = 0.0
+        self._clock = StepClock()
 
     def signals(self) -> AbstractContextManager[Stop]:
         """The context of a training, in which the signals ask for a stop."""
@@ -36,25 +37,41 @@ class Stopping:
 
     def begin(self, step: int) -> None:
         """The first step begins, after `step` steps; all ranks together."""
-        self._agreement = Agreement(step) if self._ranks.world_size > 1 else None
+        self.agreement = Agreement(step) if self._ranks.world_size > 1 else None
         self._stop.training_begins()
-        self._boundary, self._step_seconds = time.monotonic(), 0.0
+        self._clock = StepClock()
 
     def observe_save(self, seconds: float) -> None:
         """A save took `seconds` until it was published."""
         self._stop.observe_save(seconds)
 
     def why(self, step: int) -> str:
-        """Why to stop after `step` steps, the same answer on all ranks; empty to go on."""
-        now = time.monotonic()
-        seconds, self._boundary = now - self._boundary, now
-        weight = _STEP_WEIGHT if self._step_seconds else 1.0
-        self._step_seconds += weight * (seconds - self._step_seconds)
-        self._stop.observe_step(seconds)
-        if self._agreement is None:
+        """Why to stop after `step` steps, the same answer on all ranks; empty to go on.
+
+        Raises:
+            IntegrationError: When a rank does not come to this step, because it has fewer or is
+                gone.
+        """
+        self._stop.observe_step(self._clock.step())
+        if self.agreement is None:
             return self._stop()
-        if not self._agreement.is_due(step):
+        if not self.agreement.is_due(step):
             return ""
         why = self._stop() if self._ranks.is_first else self._stop.signalled
-        agreed = self._agreement.exchange(step, bool(why), False, self._step_seconds)
+        agreed = self.agreement.exchange(step, bool(why), False, self._clock.mean_seconds)
         return (why or "a signal to another rank") if agreed.stop else ""
+
+    def ended(self, step: int) -> None:
+        """This rank has done `step` steps and does no more; others that wait for it give up."""
+        if self.agreement is not None:
+            self.agreement.ended(step)
+
+    def end(self, step: int) -> None:
+        """This rank has come to the end of its loop after `step` steps; all ranks meet there.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        agreement, self.agreement = self.agreement, None
+        if agreement is not None:
+            agreement.meet(step)

@@ -95,7 +95,7 @@ class Keeper:
         self._run = run
         self._identity = identity
         self._every_steps = every_steps
-        self._peers = peers or Peers(node=_node(self._memory))
+        self._peers = peers or Peers(node=node_of(self._memory))
         self._redundancy = redundancy or Redundancy()
         self._keeper: StateKeeper | None = None
         self._claim: Claim | None = None
@@ -130,11 +130,12 @@ class Keeper:
         mine = scan(self._folder, self._identity, node, peers.rank) if first == peers.rank else []
         return newest_whole(each for found in peers.gather(mine) for each in found)
 
-    def restore(self, whole: Whole | None = None) -> Recovered | None:
+    def restore(self, whole: Whole | None = None, part: State | None = None) -> Recovered | None:
         """Fill the live state from memory; None where there is nothing to restore.
 
         Args:
             whole: What `find` has found; None: look now.
+            part: Entries of the state to fill, which may be other objects; None: all of it.
 
         Raises:
             RecoverError: On all processes, when it does not fit, or has gone meanwhile; the live
@@ -146,14 +147,15 @@ class Keeper:
             return None
         peers = self._peers
         saved = Saved(whole.tensors(), whole.values(), whole.values())
-        targets = peers.together(lambda: find_targets(self._state, saved))
+        state = self._state if part is None else part
+        targets = peers.together(lambda: find_targets(state, saved))
         names = peers.gather([*targets.tensors, *targets.values])
         taken = {name for each in names for name in each}
         problem = check_fit(targets, saved, taken, ())
         if found := next((each for each in peers.gather(problem) if each), ""):
             raise RecoverError(f"the state of step {whole.step} in memory does not fit: {found}")
         moved = sum(peers.gather(fill(targets, whole, peers)))
-        peers.together(lambda: install(self._state, targets, saved))
+        peers.together(lambda: install(state, targets, saved))
         source = "parity" if self._rebuilt else "peer" if moved else "memory"
         return Recovered(whole.step, source, time.perf_counter() - begun, moved)
 
@@ -258,9 +260,10 @@ class Keeper:
         forget(self._folder)
 
 
-def _node(memory: Path) -> str:
+def node_of(memory: str | Path) -> str:
     """What processes have in common that see the same memory: machine, boot, and mount."""
+    place = Path(memory)
     with contextlib.suppress(OSError):
-        memory.mkdir(parents=True, exist_ok=True)
-        return f"{boot_identity()}-{memory.stat().st_dev}"
+        place.mkdir(parents=True, exist_ok=True)
+        return f"{boot_identity()}-{place.stat().st_dev}"
     return ""

@@ -17,7 +17,7 @@ from outlast.records import (
 )
 from outlast.recover.memory.spread import Redundancy
 from outlast.recover.peers import Peers
-from outlast.recover.restart import Keeper
+from outlast.recover.restart import Keeper, node_of
 from outlast.recover.sources import Candidate, cheapest
 from outlast.version import __version__
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import torch.distributed as dist
+
     from outlast.checkpoint import CheckpointStore
     from outlast.job.recover import RecoverSection
     from outlast.records import Event, Run, RunDirectory
     from outlast.recover.beacon import Mark
     from outlast.recover.memory.find import Whole
-    from outlast.recover.restart import Recovered
     from outlast.state.live import State
     from outlast.train.ranks import Ranks
 
@@ -43,6 +44,14 @@ def kept_run(directory: RunDirectory) -> str:
     return f"{directory.path.name}-{directory.identifier}"
 
 
+def is_kept(settings: RecoverSection, ranks: Ranks) -> bool:
+    """Whether states are kept in memory: a launcher would start these ranks again."""
+    restarted = ranks.launch == "nproc" or (
+        ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    return settings.mode == "restart" and restarted
+
+
 def run_memory(
     settings: RecoverSection,
     identity: str,
@@ -51,19 +60,28 @@ def run_memory(
     directory: RunDirectory,
     state: State,
     store: CheckpointStore,
+    group: dist.ProcessGroup | None = None,
+    steps_before: int = 0,
 ) -> RunMemory | None:
     """What keeps this run's states in memory; None where nobody would start the ranks again.
+
+    Args:
+        settings: How.
+        identity: Of the job: what was kept under another one is not restored.
+        ranks: This process among the others.
+        directory: Of the run; it has its identifier.
+        state: Model, optimizers, and whatever else is kept.
+        store: The run's checkpoints.
+        group: Of all ranks, for host memory; None: the default group.
+        steps_before: That the process with this rank had done when it was killed, if it is known.
 
     Raises:
         RecoverError: On all ranks, when the parity that is asked for is not possible.
     """
-    restarted = ranks.launch == "nproc" or (
-        ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    )
-    if settings.mode != "restart" or not restarted:
+    if not is_kept(settings, ranks):
         return None
     redundancy = Redundancy(settings.parity, settings.parity_group, settings.domain)
-    peers = Peers()
+    peers = Peers(group, node_of(settings.memory))
     redundancy.check(peers.gather(peers.node))
     keeper = Keeper(
         state,
@@ -71,9 +89,12 @@ def run_memory(
         f"{identity} outlast-{__version__}",
         memory=settings.memory,
         every_steps=settings.every_steps,
+        peers=peers,
         redundancy=redundancy,
     )
-    return RunMemory(keeper, state, store, directory.path if ranks.is_first else None)
+    known = ranks.is_first and directory.exists()
+    records = directory.path if known else None
+    return RunMemory(keeper, state, store, records, peers, steps_before=steps_before)
 
 
 def from_disk(
@@ -115,43 +136,91 @@ class RunMemory:
         keeper: Of the memory.
         state: Model and optimizers.
         store: The run's checkpoints.
-        directory: Of the run, on rank 0; None elsewhere.
+        directory: Of the run, on rank 0, where it has records; None elsewhere.
+        peers: The ranks.
+        steps_before: That the process with this rank had done when it was killed, if it is known.
 
     Attributes:
+        saved: Steps of the newest checkpoint when `find` looked; -1 without one.
         unsaved: Whether what was restored is on no disk, so that it must be saved in the end.
     """
 
     def __init__(
-        self, keeper: Keeper, state: State, store: CheckpointStore, directory: Path | None
+        self,
+        keeper: Keeper,
+        state: State,
+        store: CheckpointStore,
+        directory: Path | None,
+        peers: Peers,
+        *,
+        steps_before: int = 0,
     ) -> None:
         self._keeper = keeper
         self._state = state
         self._store = store
         self._directory = directory
-        self._peers = Peers()
+        self._peers = peers
+        self._steps_before = steps_before
+        self.saved = -1
         self._told = False
         self.unsaved = False
 
     def restore(self) -> tuple[int, list[Event]]:
         """Restore the newest state that is known; the steps that it has done, and the events."""
-        history = None if self._directory is None else read_run(self._directory)
-        passed_over: list[str] = []
+        history, passed_over = self._history(), list[str]()
         try:
-            recovered = self._from_memory(history)
+            whole = self.find(history)
+            if whole is not None:
+                event = self.take(whole, history)
+                return event.step, [event, *self._changed(history, event.step)]
         except RecoverError as error:
-            recovered = None
             passed_over.append(str(error))
-        if recovered is not None:
-            event = StateRecovered(
-                recovered.step,
-                recovered.source,
-                recovered.seconds,
-                max(_recorded(history) - recovered.step, 0),
-                recovered.size,
-            )
-            return recovered.step, [event, *self._changed(history, recovered.step)]
         step, events = from_disk(self._store, self._state, passed_over)
         return step, [*events, *self._changed(history, step)]
+
+    def find(self, history: Run | None = None) -> Whole | None:
+        """The state in memory from which the run is sooner back than from its newest checkpoint.
+
+        Args:
+            history: Of the run, on the first rank; None: look now.
+
+        Raises:
+            RecoverError: On all ranks, when more is lost than parity makes good.
+        """
+        self.saved = max(self._peers.gather(self._saved_step()))
+        whole = self._keeper.find()
+        if whole is None or self._choice(whole, history or self._history()) == "disk":
+            return None
+        return whole
+
+    def read(self, whole: Whole, entries: State) -> None:
+        """Restore a part of what `find` has found, before the rest has a place.
+
+        Raises:
+            RecoverError: As `take`.
+        """
+        self._keeper.restore(whole, entries)
+
+    def take(self, whole: Whole, history: Run | None = None) -> StateRecovered:
+        """Restore what `find` has found.
+
+        Args:
+            whole: The state.
+            history: Of the run, on the first rank; None: look now.
+
+        Raises:
+            RecoverError: On all ranks, when it does not fit, or has gone meanwhile; the live state
+                may be filled in part and must be restored from elsewhere.
+        """
+        recovered = self._keeper.restore(whole)
+        assert recovered is not None
+        self.unsaved = recovered.step > self.saved
+        # What was done may not be on record yet.
+        done = max(_recorded(history or self._history()), self._steps_before)
+        lost = max(0, *(each - recovered.step for each in self._peers.gather(done)))
+        return StateRecovered(
+            recovered.step, recovered.source, recovered.seconds, lost, recovered.size
+        )
 
     def look(self, done: int) -> bool:
         """As `Keeper.look`."""
@@ -183,21 +252,15 @@ class RunMemory:
         """End keeping; `forget`: what is kept is on disk as well."""
         self._keeper.close(forget_run=forget)
 
-    def _from_memory(self, history: Run | None) -> Recovered | None:
-        whole = self._keeper.find()
-        saved = max(self._peers.gather(self._saved_step()))
-        if whole is None or self._choice(whole, saved, history) == "disk":
-            return None
-        recovered = self._keeper.restore(whole)
-        self.unsaved = recovered is not None and recovered.step > saved
-        return recovered
+    def _history(self) -> Run | None:
+        return None if self._directory is None else read_run(self._directory)
 
-    def _choice(self, whole: Whole, saved: int, history: Run | None) -> str:
+    def _choice(self, whole: Whole, history: Run | None) -> str:
         """``memory`` or ``disk``; all ranks do as rank 0 says, who knows the run's step times."""
         size = sum(entry.size for entry in whole.tensors().values())
         candidates = [Candidate("memory", whole.step, size)]
-        if saved >= 0:
-            candidates.append(Candidate("disk", saved, size))
+        if self.saved >= 0:
+            candidates.append(Candidate("disk", self.saved, size))
         chosen = cheapest(candidates, _step_seconds(history))
         assert chosen is not None
         return self._peers.gather(chosen.source)[0]
