@@ -154,7 +154,15 @@ def run(
                     os.kill(os.getpid(), signal.SIGTERM)
     except SystemExit as stopped:
         return stopped.code
+    torch.save(engine.module.state_dict(), Path(place) / f"weights{dist.get_rank()}.pt")
     return 0
+
+
+def kill(before_step, run, engine):
+    """Kills the last rank before a step of the first start of the group."""
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and run.step == before_step - 1 and dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_version(place, step):

@@ -1,18 +1,23 @@
 """A loop of DeepSpeed's under `Run`: killed, stopped, guarded, measured, on fewer ranks."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="deepspeed (the extra integrations) is not installed")
 
 import deepspeed_training as training
+import torch
 import torch.distributed as dist
 from deepspeed_training import built  # noqa: F401  (a fixture)
 from energy_counter import Counter
 from forked import run_ranks
 
-from outlast.errors import IntegrationError, WrongNumbersError
+from outlast.errors import IntegrationError, OutlastError, WrongNumbersError
 from outlast.guard.inject import inject, parse_faults
 from outlast.integrations.deepspeed import Run
 from outlast.records import (
@@ -21,6 +26,7 @@ from outlast.records import (
     CheckpointSaved,
     EnergyMeasured,
     Guarded,
+    StateRecovered,
     StopRequested,
     Warned,
     WrongNumbers,
@@ -61,6 +67,73 @@ def test_killed_and_stopped_it_ends_as_if_it_had_not_been(whole, tmp_path):
     assert events(tmp_path, CheckpointSaved)[-1].step == STEPS
     write_report([tmp_path / "r"], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+SCRIPT = f"""
+import functools
+import sys
+
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import deepspeed_training as training
+
+place, step, *settings = sys.argv[1:]
+sys.exit(training.run(place, 1, settings, during=functools.partial(training.kill, int(step))))
+"""
+
+
+@pytest.mark.supports("deepspeed", "recover", "resume")
+def test_a_rank_that_is_killed_under_torchrun_costs_one_step_at_most_and_no_bit(whole, tmp_path):
+    script, place = tmp_path / "train.py", tmp_path / "killed"
+    script.write_text(SCRIPT)
+    place.mkdir()
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "--max-restarts=2", str(script), str(place), "11", f"recover.memory={place}/memory",
+        ],
+        # As the documentation says: a restarted group must not find the addresses of a dead one.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert training.losses(place) == training.losses(whole)
+    for rank in range(2):
+        weights, expected = (
+            torch.load(each / f"weights{rank}.pt", weights_only=True) for each in (place, whole)
+        )
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    (recovered,) = events(place, StateRecovered)
+    assert recovered.source == "memory"
+    # Ten steps were done; a group that is ended may not come to keep the last of them.
+    assert recovered.step in (9, 10)
+    assert events(place, CheckpointRestored) == []
+    assert not list((place / "memory").rglob("rank-*"))
+
+
+@pytest.mark.supports("deepspeed", "recover", "malleable")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_what_is_in_memory_is_gone_on_with_by_other_ranks(before, after, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    memory = (f"recover.memory={tmp_path}/memory", "log.every_steps=1")
+    kill = functools.partial(training.kill, 8)
+    run_ranks(before, _lost, str(tmp_path), memory, kill, may_die=(before - 1,))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_ranks(after, training.run, str(tmp_path), 2, memory) == [0] * after
+    (recovered,) = events(tmp_path, StateRecovered)
+    assert recovered.step in (6, 7)
+    assert events(tmp_path, CheckpointRestored) == []
+    done = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    assert int(done[-1][0]) == STEPS
+
+
+def _lost(place, settings, kill):
+    """A run that ends with its last rank."""
+    with pytest.raises((RuntimeError, OutlastError)):
+        training.run(place, 2, settings, during=kill)
 
 
 @pytest.mark.supports("deepspeed", "malleable")
@@ -192,8 +265,11 @@ def _refuse_stage_three(place):
     engine = training.engine_of(3)
     with pytest.raises(IntegrationError) as error:
         Run(engine=engine, loader=[])
-    with pytest.raises(IntegrationError, match="cannot for a DeepSpeed engine"):
-        Run(engine=training.engine_of(1), loader=[], settings=["recover.mode=restart"])
+    spread = training.engine_of(1)
+    # As DeepSpeed's layer of experts says it.
+    spread.module[0].ep_size = 2
+    with pytest.raises(IntegrationError, match="spreads experts over 2 ranks"):
+        Run(engine=spread, loader=[])
     return str(error.value)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import IntegrationError
-from outlast.train.ranks import ALONE, Ranks, ranks_from
+from outlast.train.ranks import Ranks, ranks_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +30,7 @@ def ranks_here() -> Ranks:
                 f"{known.launch} has started {known.world_size} processes, but there is no process "
                 "group yet: call torch.distributed.init_process_group() before"
             )
-        return ALONE
+        return known
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (known.rank, known.world_size):
         return known

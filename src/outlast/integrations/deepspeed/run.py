@@ -19,11 +19,11 @@ import deepspeed
 import torch
 
 from outlast.checkpoint import list_versions, load, storage_of
-from outlast.errors import CheckpointError, IntegrationError, WrongNumbersError
+from outlast.errors import CheckpointError, IntegrationError, RunError, WrongNumbersError
 from outlast.integrations import run as plain
 from outlast.integrations.deepspeed.state import RANK, EngineState
 from outlast.integrations.recording import directory_of
-from outlast.records import Warned
+from outlast.records import StepsDone, Warned, read_run
 from outlast.train.guarding import RunGuard
 from outlast.train.ranks import shared
 
@@ -39,11 +39,12 @@ class Run(plain.Run):
     """`outlast.Run` for a DeepSpeed engine of ZeRO 0 to 2.
 
     It goes through the loader, restores the engine before the first batch and saves it on the way,
-    guards the passes, measures energy, writes the records that `outlast report` shows, and stops in
-    time with exit code 3. ``engine.save_checkpoint`` is not needed.
+    guards the passes, measures energy, writes the records that `outlast report` shows, keeps the
+    state in memory for a restart by torchrun, and stops in time with exit code 3.
+    ``engine.save_checkpoint`` is not needed.
 
     The state may be restored on another number of ranks. The guard checks the passes, and not the
-    optimizer's own numbers. Nothing is kept in memory for a restart: `recover.mode` is off.
+    optimizer's own numbers.
 
     All processes make it together, after `deepspeed.initialize`.
 
@@ -96,13 +97,6 @@ class Run(plain.Run):
             fresh=fresh,
             prediction=prediction,
         )
-        if "mode" in self.job.recover.model_fields_set and self.job.recover.mode != "off":
-            raise IntegrationError(
-                f'recover.mode = "{self.job.recover.mode}" keeps the state in memory, and this Run '
-                'cannot for a DeepSpeed engine; set it to "off" or leave it out'
-            )
-        recover = self.job.recover.model_copy(update={"mode": "off"})
-        self.job = self.job.model_copy(update={"recover": recover})
         ranks = self._ranks.world_size
         self._facts = dataclasses.replace(
             self._facts,
@@ -124,13 +118,22 @@ class Run(plain.Run):
         return self
 
     def _saved_ranks(self) -> list[int]:
-        """How many ranks have saved the checkpoints: the newest may turn out to be damaged."""
+        """How many ranks have saved what may be restored: which state it will be is not known yet.
+
+        The newest version may turn out to be damaged.
+        """
         found = set()
-        storage = storage_of(directory_of(self.job).checkpoints)
+        directory = directory_of(self.job)
+        storage = storage_of(directory.checkpoints)
         for version in list_versions(storage):
             with contextlib.suppress(CheckpointError):
                 names = load(storage, version).catalogue.values
                 found.add(sum(name.startswith(RANK) for name in names))
+        with contextlib.suppress(RunError):
+            # What is in memory is of the newest start that has done steps, or of one after it.
+            run = read_run(directory.path)
+            newest = max((record.attempt for record, _ in run.of(StepsDone)), default=0)
+            found.update(each.world_size for each in run.attempts if each.number >= newest)
         return sorted(shared(found)[0] - {0})
 
     def _installed_guard(self) -> RunGuard | None:
@@ -199,6 +202,12 @@ def _refuse(engine: deepspeed.DeepSpeedEngine) -> None:
         raise IntegrationError(
             "this Run keeps engines of data parallelism alone; leave pipeline and tensor "
             "parallelism out"
+        )
+    parts = max((getattr(each, "ep_size", 1) for each in engine.module.modules()), default=1)
+    if parts > 1:
+        raise IntegrationError(
+            f"the engine spreads experts over {parts} ranks (ep_size), and this Run would keep "
+            "those of one rank alone; set ep_size to 1, or take an OutlastCheckpointEngine"
         )
     if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
         raise IntegrationError(

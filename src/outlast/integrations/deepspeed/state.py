@@ -12,6 +12,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from outlast.errors import CheckpointError
 from outlast.integrations.deepspeed.contents import plain, rebuilt
 from outlast.integrations.deepspeed.partitions import adapt_ranks, elements_of, repartitioned
+from outlast.integrations.settled import places_of, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -29,7 +30,7 @@ class EngineState:
 
     Args:
         engine: Of ZeRO 0 to 2, without pipeline and model parallelism.
-        saved_ranks: How many ranks have saved the versions of which one is to be restored.
+        saved_ranks: How many ranks have saved the states of which one is to be restored.
 
     Attributes:
         entries: What is saved and restored, by name. The last one loads the engine.
@@ -52,12 +53,17 @@ class EngineState:
             _SHARED: self._shared,
         }
         self.of_others = [f"{RANK}{rank}" for rank in self._parts if rank != self._rank]
+        if self._rank != 0:
+            self.of_others.append(_SHARED)
 
     def settle(self) -> dict[str, Any]:
         """The entries from now on: only those that this rank saves."""
         self._parts = {self._rank: self._own}
         self.of_others = []
-        self.entries = {f"{RANK}{self._rank}": self._own, _SHARED: self._shared}
+        self.entries = {f"{RANK}{self._rank}": self._own}
+        if self._rank == 0:
+            # The other ranks have the same, and what they lack it has.
+            self.entries[_SHARED] = self._shared
         return self.entries
 
     def note(self) -> None:
@@ -69,11 +75,13 @@ class EngineState:
                 self._engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
         finally:
             self._engine.checkpoint_engine = before
-        partitions = {name: each for name, each in taken.files.items() if "optim_states" in name}
-        self._own.content = partitions
-        # Of the first rank's: the others have the same, and what they lack it has.
-        first = {name: each for name, each in taken.files.items() if name not in partitions}
-        self._shared.content = first if self._rank == 0 else {}
+        # They are as they are now until the optimizer of the next step changes them.
+        places = places_of([self._engine.module], [self._engine.basic_optimizer])
+        files = {name: settled(each, places) for name, each in taken.files.items()}
+        self._own.content = {name: each for name, each in files.items() if "optim_states" in name}
+        self._shared.content = {
+            name: each for name, each in files.items() if name not in self._own.content
+        }
 
     def _load(self) -> None:
         """Let the engine take what was restored.

@@ -302,11 +302,12 @@ class StateKeeper:
 def _places(live: Live) -> dict[str, object]:
     """What a plan holds good for: where every tensor lies, and which values there are.
 
-    Tensors of objects may lie elsewhere each time; of them shape and type count.
+    Tensors of objects may lie elsewhere each time; of them shape and type count, but for
+    parameters, which are copied from where they lay when it was planned.
     """
     found: dict[str, object] = dict.fromkeys(live.values)
     for name, tensor in live.tensors.items():
-        if name in live.objects:
+        if name in live.objects and not isinstance(tensor, nn.Parameter):
             found[name] = (tensor.shape, tensor.dtype)
         else:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
