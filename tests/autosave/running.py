@@ -200,7 +200,14 @@ def in_process(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "outlast.cli.run_keeper", "outlast.cli.run_start", "outlast.integrations.run"]
+        [
+            "torch",
+            # An optimizer imports it when it is made, which takes longer than a training here.
+            "torch._dynamo",
+            "outlast.cli.run_keeper",
+            "outlast.cli.run_start",
+            "outlast.integrations.run",
+        ]
     )
     reading, writing = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(work, arguments, environment, writing))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from outlast.autosave.heap.answering import reduced_answering
 from outlast.autosave.heap.atoms import PLAIN_ATOMS
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.content import flat, own_attributes, put_attributes
@@ -185,7 +186,7 @@ class Writer(pickle.Pickler):
                 state = flat(own_attributes(value))
                 made = (type(value),)
                 return _bare, made, state, None, None, put_attributes
-        return NotImplemented
+        return reduced_answering(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if is_composed(value):
