@@ -55,6 +55,25 @@ def go(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def test_a_page_says_how_many_updates_were_made(tmp_path: Path) -> None:
+    beacon = Beacon(tmp_path / "pages", rank=0)
+    told = []
+    for phase, step in (
+        ("idle", 7),
+        ("data", 7),
+        ("optimizer", None),
+        ("agree", None),
+        ("save", None),
+        ("data", 8),
+        ("idle", 8),
+        ("evaluate", None),
+    ):
+        beacon.mark(phase, step)
+        told.append(beacon.read().done)
+    assert told == [7, 7, 7, 8, 8, 8, 8, 8]
+    beacon.close()
+
+
 def test_a_page_says_where_its_process_is(tmp_path: Path) -> None:
     beacon = Beacon(tmp_path / "pages", rank=2)
     before = time.monotonic()

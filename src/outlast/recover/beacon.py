@@ -54,6 +54,9 @@ PHASES = OUTSIDE + INSIDE
 WAITING = ("reduce", "vote", "agree", "parity")
 """Phases in which a process may have to wait for the others."""
 
+_UPDATED = "agree"
+"""Who is here has made the update of the step."""
+
 _CODES = {name: code for code, name in enumerate(PHASES)}
 _MAGIC = 0x0142454143304E31
 _BYTES = mmap.PAGESIZE
@@ -73,7 +76,8 @@ _FIELDS = 16
     _SIGNAL,
     _FIRED,
     _ANSWERS,
-) = range(14)
+    _DONE,
+) = range(15)
 _NS = 1e9
 _LEFTOVER_SECONDS = 86400.0
 
@@ -106,6 +110,7 @@ class Reading:
         deadline_seconds: How long a step of it may take now; 0 for no limit.
         fired: When an armed signal was sent, seconds of the monotonic clock; 0 for never.
         answers: Whether it writes its stacks when asked to.
+        done: Steps whose update it has made.
     """
 
     rank: int
@@ -120,6 +125,7 @@ class Reading:
     deadline_seconds: float
     fired: float
     answers: bool
+    done: int
 
     @property
     def state(self) -> str:
@@ -174,7 +180,9 @@ class Beacon:
         fields, now = self._fields, time.monotonic_ns()
         if step is not None:
             self._step = step
-            fields[_BEGAN] = now
+            fields[_BEGAN], fields[_DONE] = now, step
+        elif phase == _UPDATED:
+            fields[_DONE] = self._step + 1
         # The time first: a phase must never look older than it is.
         fields[_MARKED], fields[_WALL] = now, time.time_ns()
         fields[_WHERE] = self._step << 8 | _CODES[phase]
@@ -319,6 +327,7 @@ def _reading(content: bytes) -> Reading:
         deadline_seconds=fields[_DEADLINE] / _NS,
         fired=fields[_FIRED] / _NS,
         answers=bool(fields[_ANSWERS]),
+        done=fields[_DONE],
     )
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from outlast.checkpoint import ReplayLog
 from outlast.data import (
@@ -27,25 +26,17 @@ from outlast.job import fingerprint
 from outlast.records import Warned
 from outlast.recover.beacon import Mark, no_mark
 from outlast.train.agreement import Agreement
-from outlast.train.dropout import DropoutStream
-from outlast.train.engine import Engine, PipelineEngine, ReplicaEngine, loss_sum
+from outlast.train.engine import Engine, ReplicaEngine
+from outlast.train.engines import coded_engine, is_coded, pipeline_engine, replica_engine
 from outlast.train.evaluate import Evaluation
 from outlast.train.guarding import RunGuard
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.memory import MemoryWatch
 from outlast.train.metering import run_meter
-from outlast.train.model import ModelSize, held_blocks, size_of
+from outlast.train.model import ModelSize, size_of
 from outlast.train.optimizer import build_optimizers
-from outlast.train.parallelize import (
-    compile_blocks,
-    recompute_activations,
-    refuse_dropout,
-    replicate,
-    shard,
-    split_tensors,
-)
-from outlast.train.preflight import Plan, pipeline_shape
+from outlast.train.preflight import Plan
 from outlast.train.ranks import shared, together
 from outlast.train.recovering import run_memory
 from outlast.train.saving import cadence_of, open_store
@@ -63,26 +54,22 @@ from outlast.train.transfers import Transfers
 from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from outlast.checkpoint import CheckpointStore
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
-    from outlast.train.coding import CodingNotes
     from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
     from outlast.train.staging import NodeFiles
     from outlast.train.turns import Turns
-
-_GRACE_SECONDS = 1.0
 
 
 @dataclass
 class SetUp:
     """What a rank knows before its trainer is built, and the seconds that the set-up takes.
 
-    `restores` says whether the trainer will restore what is saved before it trains.
+    `restores` says whether the trainer will restore what is saved before it trains, `steps_before`
+    how many steps the process with this rank had done when it was killed.
     """
 
     job: Job
@@ -96,6 +83,7 @@ class SetUp:
     transfers: Transfers | None = None
     mark: Mark = no_mark
     restores: bool = False
+    steps_before: int = 0
 
     def timed(self, name: str, begun: float) -> None:
         """Note the seconds since `begun` as phase `name` of the set-up."""
@@ -187,17 +175,17 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     waits = CommunicationWait(setup.mark)
     if layout.pipeline > 1:
         assert mesh is not None
-        engine: Engine = _pipeline_engine(setup, model, mesh)
+        engine: Engine = pipeline_engine(setup, model, mesh)
     else:
-        engine = _replica_engine(setup, model, mesh, waits, saved=saved)
+        engine = replica_engine(setup, model, mesh, waits, saved=saved)
     setup.timed("parallelize", begun)
     called = engine.model if isinstance(engine, ReplicaEngine) else model
     data_rank = layout.data_rank(setup.ranks.rank)
     loader = _loader(job, layout, data, data_rank)
     notes = None
-    if mesh is not None and _coded(job, layout):
+    if mesh is not None and is_coded(job, layout):
         assert isinstance(engine, ReplicaEngine)
-        engine, notes = _coded_engine(setup, engine, loader, mesh)
+        engine, notes = coded_engine(setup, engine, loader, mesh)
     elif job.coding.scheme != "off" and records is not None:
         records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
@@ -251,6 +239,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
             directory=setup.directory,
             state=state,
             store=store,
+            steps_before=setup.steps_before,
         ),
         spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
         mark=setup.mark,
@@ -272,143 +261,6 @@ def _is_saved(job: Job, store: CheckpointStore) -> bool:
     if job.checkpoint.fast_private:
         return False
     return all(shared(together(lambda: store.newest() is not None)))
-
-
-def _replica_engine(
-    setup: SetUp,
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    waits: CommunicationWait,
-    *,
-    saved: bool,
-) -> ReplicaEngine:
-    """Tensor parallel, recomputation, compile, then FSDP2 or DDP, in this order."""
-    job, layout, device = setup.job, setup.plan.layout, setup.device
-    if job.train.compile:
-        refuse_dropout(model)
-    dropout = DropoutStream(job.run.seed, held_blocks(model), never=job.train.compile)
-    if mesh is not None and layout.tensor > 1:
-        split_tensors(model, mesh["tensor"])
-    if layout.shard == 1:
-        # FSDP2 moves block by block itself, so the whole model need not fit on one device.
-        model.to(device)
-    if job.train.activation_checkpointing:
-        recompute_activations(model, dropout)
-    if job.train.compile:
-        compile_blocks(model)
-    bf16 = job.train.precision == "bf16"
-    called = model
-    # Gradient coding sums over replicas itself.
-    summed_here = layout.replicate > 1 and not _coded(job, layout)
-    if mesh is not None and layout.shard > 1:
-        axes = ("replicate", "shard") if summed_here else ("shard",)
-        shard(model, mesh[axes], bf16=bf16)
-    elif mesh is not None and summed_here:
-        called = replicate(model, mesh["replicate"], sync=not saved)
-        waits.watch_gradients(model)
-    return ReplicaEngine(
-        model=called,
-        inner=model,
-        device=device,
-        dropout=dropout,
-        waits=waits,
-        data_ranks=layout.data_ranks,
-        bf16_autocast=bf16 and layout.shard == 1,
-        mark=setup.mark,
-    )
-
-
-def _coded(job: Job, layout: Layout) -> bool:
-    """Whether gradients are summed over replicas by [coding]."""
-    return job.coding.scheme != "off" and layout.replicate > 1
-
-
-def _coded_engine(
-    setup: SetUp, inner: ReplicaEngine, loader: BatchLoader, mesh: DeviceMesh
-) -> tuple[Engine, CodingNotes]:
-    """The engine of [coding] around the one that runs a replica's micro-batches."""
-    # Codes need scipy, which other runs need not load.
-    from outlast.coding.protocol import CodedAllReduce, Coverage
-    from outlast.train.coding import CodedEngine, CodingNotes, CoverageEngine, code_of
-
-    job, layout, rank = setup.job, setup.plan.layout, setup.ranks.rank
-    settings, timeout = job.coding, job.launch.timeout_seconds
-    replicas = mesh["replicate"].get_group()
-    replica, shard_rank = divmod(layout.data_rank(rank), layout.shard)
-    notes = CodingNotes(settings.scheme, replica, layout.replicate, speaks=shard_rank == 0)
-    if settings.scheme == "coverage":
-        coverage = Coverage(
-            inner.model,
-            chunks_per_rank=loader.microbatches,
-            copies=min(settings.copies, layout.replicate),
-            lost=settings.lost,
-            deadline_seconds=settings.deadline_seconds or None,
-            group=replicas,
-            team=mesh["shard"].get_group() if layout.shard > 1 else None,
-            seed=job.run.seed,
-            timeout_seconds=timeout,
-            # The rest of the trainer needs all processes: if one is gone, the run starts again.
-            grace_seconds=min(_GRACE_SECONDS, timeout),
-        )
-        return CoverageEngine(inner, coverage, loader, layout, shard_rank, notes), notes
-    code = code_of(job, layout.replicate)
-    coded = CodedAllReduce(
-        inner.model,
-        code,
-        group=replicas,
-        deadline_seconds=settings.deadline_seconds or None,
-        timeout_seconds=timeout,
-        on_lost="rescale" if settings.lost == "commit" else "raise",
-        largest_error=settings.largest_error * code.chunks,
-    )
-    load = len(code.assignment.chunks_of(coded.worker))
-    prefetched = code.chunks == loader.ranks
-    shares = loader if prefetched else replace(loader, rank=0, ranks=code.chunks)
-    return CodedEngine(inner, coded, shares, load, notes, prefetched), notes
-
-
-def _pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> PipelineEngine:
-    """Cut the model into this rank's stages, each replicated over the data ranks."""
-    # torch's pipelining loads its compiler, a second that other layouts need not spend.
-    from outlast.train.pipeline import (
-        StageModule,
-        keep_local,
-        make_schedule,
-        make_stage,
-        stage_blocks,
-        stage_view,
-    )
-
-    job, layout, device = setup.job, setup.plan.layout, setup.device
-    stages, microbatches = pipeline_shape(job, layout)
-    rank = layout.pipeline_rank(setup.ranks.rank)
-    # Interleaving gives every rank each pipeline-th stage.
-    mine = range(rank, stages, layout.pipeline)
-    blocks = stage_blocks(setup.plan.facts.layers or 0, stages)
-    local = {block for index in mine for block in blocks[index]}
-    keep_local(model, local, first=0 in mine, last=stages - 1 in mine)
-    model.to(device)
-    dropout = DropoutStream(job.run.seed, held_blocks(model))
-    if job.train.activation_checkpointing:
-        recompute_activations(model, dropout)
-    modules = []
-    for index in mine:
-        first, last = index == 0, index == stages - 1
-        view = stage_view(model, blocks[index], first=first, last=last)
-        bf16 = torch.bfloat16 if job.train.precision == "bf16" else None
-        modules.append(StageModule(view, first=first, last=last, dropout=dropout, autocast=bf16))
-    loss_scale = [1.0]
-    runtimes = [
-        make_stage(module, index, stages, device, mesh["pipeline"].get_group())
-        for index, module in zip(mine, modules, strict=True)
-    ]
-    schedule = make_schedule(
-        runtimes,
-        microbatches,
-        lambda logits, targets: loss_sum(logits, targets) * loss_scale[0],
-    )
-    replicas = mesh["replicate"].get_group()
-    return PipelineEngine(schedule, modules, device, replicas, loss_scale, setup.mark)
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

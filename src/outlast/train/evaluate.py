@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from outlast.data import MicroBatch, SampleWindow, share
+from outlast.records import Evaluated
 from outlast.train.engine import IGNORED_TARGET, Engine
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Evaluation:
         if source_bytes is None:
             return None
         return loss / math.log(2) * len(self.windows.file.tokens) / source_bytes
+
+    def measured(self, step: int, loss: float, seconds: float) -> Evaluated:
+        """The event of what `measure` has found after `step` steps, in so many seconds."""
+        return Evaluated(step, loss, self.bits_per_byte(loss), self.tokens, seconds)
 
     def _batches(self) -> Iterator[MicroBatch]:
         """This rank's part, in equally many batches of equal shape on every rank."""

@@ -32,14 +32,8 @@ from outlast.recover.beacon import place, tidy
 from outlast.recover.live import Lighthouse, require_torchft
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
-from outlast.train.live import (
-    Post,
-    fixed_parts,
-    has_ended,
-    job_of_group,
-    known_steps,
-    train_group,
-)
+from outlast.train.live import fixed_parts, job_of_group, train_group
+from outlast.train.live_records import Post, has_ended, known_steps
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
 from outlast.train.ranks import ALONE

@@ -5,44 +5,31 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.errors import CheckpointError, WrongNumbersError
-from outlast.records import (
-    AttemptEnded,
-    CheckpointFailed,
-    CheckpointInterval,
-    CheckpointRestored,
-    CheckpointSaved,
-    Evaluated,
-    Ready,
-    StateRecovered,
-    StepsDone,
-    StopRequested,
-    Stopwatch,
-    Warned,
-)
+from outlast.errors import WrongNumbersError
+from outlast.records import Ready, StopRequested, Stopwatch, Warned
 from outlast.recover.beacon import Mark, no_mark
 from outlast.recover.resize import RESIZE
+from outlast.train.boundary import Agreed, Interval, Outcome, StateMovedError
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
-from outlast.train.recovering import from_disk
+from outlast.train.saves import Saves, restored
 from outlast.train.schedule import learning_rate_factor
-from outlast.train.transfers import CopyNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from outlast.checkpoint import CheckpointStore, ReplayLog, SaveHandle
+    from outlast.checkpoint import CheckpointStore, ReplayLog
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
     from outlast.records import RecordWriter
+    from outlast.state.live import State
     from outlast.train.agreement import Agreement
     from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
@@ -58,69 +45,8 @@ if TYPE_CHECKING:
     from outlast.train.waits import CommunicationWait
 
 
-_RESTORED = (CheckpointRestored, StateRecovered)
-
-
-class StateMovedError(Exception):
-    """The state has become that of another step: a group that was behind has taken a peer's.
-
-    Attributes:
-        step: Steps that it has done.
-    """
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"the state is that of step {step} now")
-        self.step = step
-
-
 def _always() -> bool:
     return True
-
-
-@dataclass
-class Interval:
-    """What has happened since the last step record."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-
-
-class Agreed(NamedTuple):
-    """What any rank wants at the end of a step.
-
-    Attributes:
-        stopping: To stop.
-        resizing: To stop because the run shall go on with another number of processes.
-        saving: To save.
-        grown: To say more of its memory.
-        planning: To plan anew what is kept in memory.
-    """
-
-    stopping: bool
-    resizing: bool
-    saving: bool
-    grown: bool
-    planning: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt went.
-
-    Attributes:
-        last_step: Steps done in the run when it ended.
-        completed: Whether these are all steps of the job.
-        reason: What asked for the stop, or an empty text.
-    """
-
-    last_step: int
-    completed: bool
-    reason: str
-
-    def ended(self, seconds: dict[str, float]) -> AttemptEnded:
-        """The event that closes the attempt; `seconds` are those since the last step record."""
-        outcome = "completed" if self.completed else "to_be_continued"
-        return AttemptEnded(self.last_step, outcome, self.reason, seconds)
 
 
 @dataclass
@@ -130,8 +56,8 @@ class Trainer:
     `records` is None on ranks other than 0. `before_step` is called with the number of steps done
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
     stop, or an empty text. `writes` says whether the last save is up to this process and its ranks.
-    `resize_wanted` is asked on rank 0. `mark` is told in which phase of a
-    step this process is. `must_restore`: the model has no first weights.
+    `resize_wanted` is asked on rank 0. `mark` is told in which phase of a step this process is.
+    `must_restore`: the model has no first weights.
     """
 
     job: Job
@@ -164,12 +90,20 @@ class Trainer:
     mark: Mark = no_mark
     slowness: SlownessWatch | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
-    _pending: SaveHandle | None = None
-    _metrics: dict[str, float] = field(default_factory=dict)
-    _published: int = -1
     _resizing: bool = False
     _handed_over: bool = False
-    _copies: CopyNotes = field(default_factory=CopyNotes)
+
+    def __post_init__(self) -> None:
+        self.saves = Saves(
+            self.store,
+            self._state,
+            self.cadence,
+            self.records,
+            self.watch,
+            self.waits,
+            self.mark,
+            self._record_guard,
+        )
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
         """Restore, train to the last step or until a stop is agreed on, save.
@@ -201,7 +135,7 @@ class Trainer:
         with self.waits.in_collectives(), self._forgetting_wrong_numbers():
             if self.replay is not None and first_step < self.job.train.steps:
                 # Logs lead on from a version of this attempt.
-                self._save(first_step)
+                self.saves.begin(first_step)
             last_step, first_step = self._train(first_step)
             completed = last_step >= self.job.train.steps
             if completed and self._made(last_step, first_step):
@@ -236,15 +170,9 @@ class Trainer:
             raise
 
     def _restore(self) -> int:
-        if self.recovery is not None:
-            step, events = self.recovery.restore()
-        else:
-            step, events = from_disk(self.store, self._state)
-        if self.must_restore and not any(isinstance(event, _RESTORED) for event in events):
-            raise CheckpointError(
-                "the checkpoint that was there when this start began has gone, and the model has "
-                "no first weights; run the same command again"
-            )
+        step, events = restored(
+            self.recovery, self.store, self._state, must_restore=self.must_restore
+        )
         for event in events:
             self._record(event)
         return step
@@ -287,7 +215,7 @@ class Trainer:
                 if self.before_step is not None:
                     self.before_step(done)
                 begun = time.perf_counter()
-                with self._timed("data"):
+                with self.watch("data"):
                     step, parts = next(batches)
                 norm, learning_rate, loss = self.step(step, parts)
                 done = step + 1
@@ -300,9 +228,7 @@ class Trainer:
                     self.mark("memory")
                     self._record(self.recovery.keep(done, plan=agreed.planning))
                 interval.step_seconds.append(time.perf_counter() - begun)
-                self.cadence.observe_step(
-                    interval.step_seconds[-1], saving=self._pending is not None
-                )
+                self.cadence.observe_step(interval.step_seconds[-1], saving=self.saves.under_way)
                 if self._logs(done) or agreed.stopping:
                     self._record_steps(done, interval, norm, learning_rate)
                     self._record_coding(done)
@@ -322,7 +248,7 @@ class Trainer:
     def step(self, step: int, parts: list[MicroBatch]) -> tuple[torch.Tensor, float, torch.Tensor]:
         """Gradients and update; returns gradient norm, learning rate, this rank's loss share."""
         begun = time.perf_counter()
-        with self._timed("compute"):
+        with self.watch("compute"):
             loss = self._gradients(step, parts)
             self.mark("vote")
             parameters = list(self.model.parameters())
@@ -365,7 +291,7 @@ class Trainer:
     def _agree(self, loss: torch.Tensor, interval: Interval, done: int) -> Agreed:
         """What any rank wants; the loss is summed up on the way."""
         self.mark("agree")
-        with self._timed("communication"):
+        with self.watch("communication"):
             wants_stop = 1.0 if self.stop.reason else 0.0
             wants_size = 1.0 if self.resize_wanted is not None and self.resize_wanted() else 0.0
             wants_save = 1.0 if self.cadence.wants(done, writes=self.writes()) else 0.0
@@ -411,51 +337,20 @@ class Trainer:
         if evaluate and done % evaluate == 0:
             self._evaluate(done)
         if saving:
-            self._save(done)
-        self._collect_saved(wait=False)
-        self.record_copies()
+            self.saves.begin(done)
+        self.saves.collect(wait=False)
+        self.saves.record_copies()
 
     def _evaluate(self, step: int) -> None:
         if self.evaluation is None:
             return
         begun = time.perf_counter()
         self.mark("evaluate")
-        with self._timed("evaluation"):
+        with self.watch("evaluation"):
             loss = self.evaluation.measure(self.model, self.engine, self.agreement)
             self.waits.take()
-        self._metrics = {"validation_loss": loss}
-        self._record(
-            Evaluated(
-                step,
-                loss,
-                self.evaluation.bits_per_byte(loss),
-                self.evaluation.tokens,
-                time.perf_counter() - begun,
-            )
-        )
-
-    def _save(self, step: int) -> str | None:
-        """Save in the background; what goes wrong is recorded and stops no training.
-
-        Returns:
-            Why the save could not be begun, or None.
-        """
-        self.mark("save")
-        with self._timed("checkpoint"):
-            metrics, self._metrics = self._metrics, {}
-            self.cadence.saved(step)
-            self._record_guard(step)
-            try:
-                handle = self.store.save_async(step, self._state, metrics=metrics)
-            except CheckpointError as error:
-                self.cadence.ended()
-                self._record(CheckpointFailed(step, str(error)))
-                return str(error)
-            # The store has waited for the save before, and counted that as blocked.
-            self._collect_saved(wait=True)
-            self._pending = handle
-            self.waits.take()
-        return None
+        self.saves.metrics = {"validation_loss": loss}
+        self._record(self.evaluation.measured(step, loss, time.perf_counter() - begun))
 
     def _made(self, step: int, first_step: int) -> bool:
         """Whether the state of `step` is on no disk because it is this attempt's, or was kept."""
@@ -463,60 +358,24 @@ class Trainer:
 
     def _save_last(self, step: int, first_step: int) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over."""
-        with self._timed("checkpoint"):
-            error = self._collect_saved(wait=True)
+        with self.watch("checkpoint"):
+            error = self.saves.collect(wait=True)
             if self._resizing and self.recovery is not None and self.recovery.holds(step):
                 # Those that go on take it from memory.
                 self._handed_over = True
                 return
-        if self._made(step, first_step) and self._published < step and self.writes():
-            error = self._save(step)
-            with self._timed("checkpoint"):
-                error = self._collect_saved(wait=True) or error
-        if error is not None and self._published < step:
-            raise CheckpointError(
-                f"{error}; the run can go on from its newest complete checkpoint: mend the cause "
-                "and run the same command again"
-            )
-
-    def _collect_saved(self, *, wait: bool) -> str | None:
-        """Record the save under way if it has ended; returns its error."""
-        if self._pending is None or not (wait or self._pending.done()):
-            return None
-        result = self._pending.result()
-        self._pending = None
-        self.cadence.ended()
-        if result.error is None:
-            self._published = result.step
-            self._record(
-                CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
-            )
-            self.cadence.observe_save(result)
-            if (news := self.cadence.news()) is not None:
-                self._record(CheckpointInterval(result.step, *news))
-        else:
-            self._record(CheckpointFailed(result.step, result.error))
-        return result.error
-
-    def record_copies(self) -> None:
-        """Write down which checkpoints were copied on to lower tiers meanwhile."""
-        if self.records is not None:
-            for event in self._copies.news(self.store.drained()):
-                self._record(event)
+        self.saves.end(step, error, made=self._made(step, first_step) and self.writes())
 
     def _record_steps(
         self, done: int, interval: Interval, norm: torch.Tensor, learning_rate: float
     ) -> None:
         seconds = self.watch.lap()
         self._record(
-            StepsDone(
-                step=done,
-                steps=len(interval.losses),
-                loss=sum(interval.losses) / len(interval.losses),
+            interval.record(
+                done,
                 gradient_norm=float(norm),
                 learning_rate=learning_rate,
                 tokens=done * self._tokens_per_step,
-                step_seconds=[round(seconds, 6) for seconds in interval.step_seconds],
                 seconds=seconds,
             )
         )
@@ -527,15 +386,12 @@ class Trainer:
         if self.records is not None and event is not None:
             self.records.write(event)  # type: ignore[arg-type]
 
-    def _timed(self, purpose: str) -> AbstractContextManager[None]:
-        return self.watch(purpose)
-
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     @property
-    def _state(self) -> dict[str, object]:
+    def _state(self) -> State:
         return {"model": self.model, "optimizer": self.optimizers}
 
     @property

@@ -41,7 +41,7 @@ from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, to
 from outlast.train.signals import StopFlag
 from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
-from outlast.train.watching import under_watch
+from outlast.train.watching import steps_before, under_watch
 from outlast.version import __version__
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
     from outlast.data import Prepared
     from outlast.job import Job
+    from outlast.train.boundary import Outcome
     from outlast.train.drill import Drill
-    from outlast.train.loop import Outcome, Trainer
+    from outlast.train.loop import Trainer
     from outlast.train.model import ModelSize
     from outlast.train.staging import Stager
     from outlast.train.transfers import Transfers
@@ -150,6 +151,7 @@ def work(start: Start, ranks: Ranks) -> int:
         try:
             lock = together(lambda: claim(start) if ranks.is_first else None)
             directory = run_directory(start.job)
+            before = together(lambda: steps_before(start.job, ranks, directory))
             mark = together(lambda: watch.enter_context(under_watch(start.job, ranks, directory)))
             setup = SetUp(
                 start.job,
@@ -163,6 +165,7 @@ def work(start: Start, ranks: Ranks) -> int:
                 mark=mark,
                 transfers=start.transfers,
                 restores=start.drill is None,
+                steps_before=before,
             )
             if start.drill is not None:
                 return start.drill.run(setup)
@@ -196,7 +199,7 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
                 records.write(Warned(message))
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
-        trainer.record_copies()
+        trainer.saves.record_copies()
         if records is not None:
             end_run(setup, data, trainer, records, outcome)
             if start.prediction is not None:

@@ -52,6 +52,15 @@ def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Mar
         beacon.close()
 
 
+def steps_before(job: Job, ranks: Ranks, directory: RunDirectory) -> int:
+    """Steps that the process with this rank had done when it was killed; 0 where it left no page.
+
+    Asked before `under_watch`, which takes the page over.
+    """
+    pages = read_beacons(place(job.recover.memory, directory))
+    return next((each.done for each in pages if each.rank == ranks.rank), 0)
+
+
 def _deadline(job: Job) -> StepDeadline:
     seconds, longest = job.recover.hang_seconds, job.launch.timeout_seconds
     return StepDeadline(

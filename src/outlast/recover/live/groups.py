@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from outlast.errors import RecoverError, WrongNumbersError
-from outlast.records import MemberLost, MembershipChanged, StateRecovered
+from outlast.records import StateRecovered
 from outlast.recover.live.heal import Transfer, state_digest
 from outlast.recover.live.lighthouse import require_torchft
 from outlast.recover.live.membership import Seat, SeatSettings, Standing
 from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
-from outlast.recover.live.rules import begun, committed_in, membership, must_restore
+from outlast.recover.live.rules import begun, changed, committed_in, membership, must_restore
 from outlast.recover.live.step import LiveStep
 from outlast.recover.live.tree import PartSums
 from outlast.version import __version__
@@ -378,21 +378,7 @@ class LiveGroups:
         before = self._found
         if before is None or before.lives == found.lives:
             return
-        seconds = time.perf_counter() - self._last_commit
-        lost = [each for each in before.members if each.life not in found.lives]
-        joined = [each for each in found.members if each.life not in before.lives]
-        self._events += [
-            MemberLost(self._step, f"group {each.number}", "dead", seconds) for each in lost
-        ]
-        left = before.count - len(lost)
-        if lost:
-            change = MembershipChanged(self._step, before.count, left, "lost", seconds)
-            self._events.append(change)
-        if joined:
-            # One that returns at once does so in the round in which its loss is noticed.
-            seconds = 0.0 if lost else seconds
-            change = MembershipChanged(self._step, left, found.count, "joined", seconds)
-            self._events.append(change)
+        self._events += changed(before, found, self._step, time.perf_counter() - self._last_commit)
 
 
 def _refuse_running_statistics(models: list[nn.Module]) -> None:

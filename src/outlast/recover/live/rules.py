@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outlast.errors import RecoverError
+from outlast.records import MemberLost, MembershipChanged
 
 _BEGUN, _COMMITTED = "0", "1"
 
@@ -194,3 +195,29 @@ def must_restore(
             f"{step} would be done a second time"
         )
     return None
+
+
+def changed(
+    before: Membership, found: Membership, step: int, seconds: float
+) -> list[MemberLost | MembershipChanged]:
+    """Events of a membership that differs from that of the last step.
+
+    Args:
+        before: Of the last step.
+        found: Of the next one.
+        step: Its number.
+        seconds: Since the last commit.
+    """
+    lost = [each for each in before.members if each.life not in found.lives]
+    joined = [each for each in found.members if each.life not in before.lives]
+    events: list[MemberLost | MembershipChanged] = [
+        MemberLost(step, f"group {each.number}", "dead", seconds) for each in lost
+    ]
+    left = before.count - len(lost)
+    if lost:
+        events.append(MembershipChanged(step, before.count, left, "lost", seconds))
+    if joined:
+        # One that returns at once does so in the round in which its loss is noticed.
+        seconds = 0.0 if lost else seconds
+        events.append(MembershipChanged(step, left, found.count, "joined", seconds))
+    return events
