@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.checkpoint import list_versions, storage_of
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.job import Job
 from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
@@ -107,12 +109,31 @@ def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, signal_name: s
     assert not run_directory(job).lock_file.exists()
 
 
+LONG = ("train.steps=90", "checkpoint.every_steps=10")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Job]:
+    """A function from a number of processes to a job of `LONG` that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    jobs: dict[int, Job] = {}
+
+    def of(nproc: int) -> Job:
+        if nproc not in jobs:
+            job = tiny_job(folder, f"whole{nproc}", *LONG, f"launch.nproc={nproc}")
+            assert finish(start_process(job, folder))[0] == EXIT_DONE
+            jobs[nproc] = job
+        return jobs[nproc]
+
+    return of
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_killed_at_any_moment_ends_in_equal_bits(tmp_path: Path, nproc: int) -> None:
-    settings = ("train.steps=90", "checkpoint.every_steps=10", f"launch.nproc={nproc}")
-    whole = tiny_job(tmp_path, "whole", *settings)
-    assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
-    job = tiny_job(tmp_path, "killed", *settings)
+def test_killed_at_any_moment_ends_in_equal_bits(
+    tmp_path: Path, nproc: int, undisturbed: Callable[[int], Job]
+) -> None:
+    whole = undisturbed(nproc)
+    job = tiny_job(tmp_path, "killed", *LONG, f"launch.nproc={nproc}")
     random = np.random.default_rng(nproc)
     target = 0
     while target < 80:
@@ -132,9 +153,7 @@ def test_killed_at_any_moment_ends_in_equal_bits(tmp_path: Path, nproc: int) -> 
 
 
 def test_a_killed_launcher_leaves_a_run_that_goes_on_at_once(tmp_path: Path) -> None:
-    job = tiny_job(
-        tmp_path, "launcher", "train.steps=90", "checkpoint.every_steps=10", "launch.nproc=2"
-    )
+    job = tiny_job(tmp_path, "launcher", *LONG, "launch.nproc=2")
     process = start_process(job, tmp_path)
     wait_for_step(job, 15, process)
     process.kill()
@@ -144,11 +163,11 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on_at_once(tmp_path: Path) -> 
     assert read_run(run_directory(job).path).of(StateRecovered)
 
 
-def test_a_killed_worker_is_restarted_with_its_group(tmp_path: Path) -> None:
-    settings = ("train.steps=90", "checkpoint.every_steps=10", "launch.nproc=2")
-    whole = tiny_job(tmp_path, "whole", *settings)
-    assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
-    job = tiny_job(tmp_path, "worker", *settings)
+def test_a_killed_worker_is_restarted_with_its_group(
+    tmp_path: Path, undisturbed: Callable[[int], Job]
+) -> None:
+    whole = undisturbed(2)
+    job = tiny_job(tmp_path, "worker", *LONG, "launch.nproc=2")
     process = start_process(job, tmp_path)
     wait_for_step(job, 20, process)
     children = subprocess.run(

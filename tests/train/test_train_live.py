@@ -2,15 +2,14 @@
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import end_started, finish, start_process
+from runs import Forked, finish, load_torchft, start_process
 from tiny import evaluations, losses, tiny_job, train
 
 from outlast.cli.train import run_job
@@ -40,20 +39,16 @@ LIVE = (
 
 
 @pytest.fixture(autouse=True)
-def _torchft() -> Iterator[None]:
-    pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
-    yield
-    end_started()
+def _torchft() -> None:
+    load_torchft()
 
 
-def _wait(
-    process: subprocess.Popen[str], done: Callable[[], bool], story: Callable[[], str] = str
-) -> None:
+def _wait(process: Forked, done: Callable[[], bool], story: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not done():
         assert time.monotonic() < deadline, f"it takes too long: {story()}"
         if process.poll() is not None:
-            assert done(), f"ended early:\n{process.stdout and process.stdout.read()}"
+            assert done(), f"ended early:\n{process.said()}"
             return
         time.sleep(0.05)
 
@@ -65,7 +60,7 @@ def _step(job: Job) -> int:
         return 0
 
 
-def _groups(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def _groups(process: Forked) -> list[psutil.Process]:
     """The processes of the groups, in the order in which they were started."""
     launcher = psutil.Process(process.pid)
     forked = [each for each in launcher.children() if each.cmdline() == launcher.cmdline()]

@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import end_started, finish, start_process, wait_for_step
+from runs import finish, load_torchft, start_process, wait_for_step
 from tiny import tiny_job
 
 from outlast.job import Job
@@ -34,10 +34,8 @@ LIVE = (
 
 
 @pytest.fixture(autouse=True)
-def _torchft() -> Iterator[None]:
-    pytest.importorskip("torchft", reason="torchft (the extra ft) is not installed")
-    yield
-    end_started()
+def _torchft() -> None:
+    load_torchft()
 
 
 def wait(done: Callable[[], bool]) -> None:

@@ -4,12 +4,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import finish, start_process, wait_for_step
+from runs import Forked, finish, start, start_process, wait_for_step
 from tiny import assert_equal_bits, losses, tiny_job, weights
 
 from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_TO_BE_CONTINUED
@@ -42,11 +41,18 @@ def memory_of(tmp_path: Path) -> str:
 KILL = ("--process-fault", "kill:step=20:rank=1")
 
 
-@pytest.mark.parametrize("layout", ["parallel.replicate=2", "parallel.shard=2"])
+LAYOUTS = {
+    "replicas": ("launch.nproc=2", "parallel.replicate=2"),
+    "shards": ("launch.nproc=2", "parallel.shard=2"),
+    "shards of replicas": ("launch.nproc=4", "parallel.replicate=2", "parallel.shard=2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
     tmp_path: Path, layout: str
 ) -> None:
-    settings = (*NEVER_SAVES, "launch.nproc=2", layout, memory_of(tmp_path))
+    settings = (*NEVER_SAVES, *LAYOUTS[layout], memory_of(tmp_path))
     whole = tiny_job(tmp_path, "whole", *settings)
     assert finish(start_process(whole, tmp_path))[0] == EXIT_DONE
     job = tiny_job(tmp_path, "killed", *settings)
@@ -57,10 +63,22 @@ def test_a_killed_worker_costs_at_most_one_step_and_no_checkpoint(
     assert (record.attempt, recovered.source) == (2, "memory")
     # Of the last step the copy may have been under way.
     assert recovered.step in (19, 20)
+    assert recovered.lost_steps == 20 - recovered.step
     assert not run.of(CheckpointRestored)
     assert_equal_bits(weights(job), weights(whole))
     # What was kept is given back.
     assert list((tmp_path / "memory").rglob("rank-*")) == []
+
+
+def test_steps_that_are_done_again_are_counted_though_none_is_on_record(tmp_path: Path) -> None:
+    # Pages lie in the memory, as in that of a node.
+    (tmp_path / "memory").mkdir()
+    rare = ("recover.every_steps=8", "log.every_steps=50", memory_of(tmp_path))
+    job = tiny_job(tmp_path, "rare", *NEVER_SAVES, "launch.nproc=2", *rare)
+    code, output = finish(start_process(job, tmp_path, *KILL))
+    assert code == EXIT_DONE, output
+    [(_, recovered)] = read_run(run_directory(job).path).of(StateRecovered)
+    assert (recovered.step, recovered.lost_steps) == (16, 4)
 
 
 def test_a_rank_that_loses_its_memory_too_is_rebuilt_from_parity(tmp_path: Path) -> None:
@@ -141,14 +159,9 @@ def test_where_memory_is_short_training_goes_on_with_a_warning(tmp_path: Path) -
     assert re.search(r"two copies of the state take \d+\.\d MB .* goes on from the newest", found)
 
 
-def resize(job: Job, processes: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outlast", "resize", str(run_directory(job).path)]
-        + ["--processes", str(processes)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+def resize(run: Path, folder: Path, processes: int) -> tuple[int | None, str]:
+    """What `outlast resize` ends with and says."""
+    return finish(start(folder, "resize", str(run), "--processes", str(processes)))
 
 
 def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
@@ -186,14 +199,14 @@ def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
     assert losses(job)[:seen] == pytest.approx(losses(whole), abs=TOLERANCE)
 
 
-def wait_for_attempt(job: Job, number: int, process: subprocess.Popen[str]) -> None:
+def wait_for_attempt(job: Job, number: int, process: Forked) -> None:
     """Wait until the attempt has done a step."""
     deadline = time.monotonic() + 240.0
     while time.monotonic() < deadline:
         done = read_run(run_directory(job).path).of(StepsDone)
         if any(record.attempt == number for record, _ in done):
             return
-        assert process.poll() is None, f"ended early:\n{process.stdout and process.stdout.read()}"
+        assert process.poll() is None, f"ended early:\n{process.said()}"
         time.sleep(0.05)
     raise AssertionError(f"attempt {number} has done no step in 240 s")
 
@@ -205,14 +218,15 @@ def test_the_command_says_from_which_step_how_many_go_on(tmp_path: Path) -> None
     process = start_process(job, tmp_path)
     try:
         wait_for_step(job, 2, process)
-        done = resize(job, 1)
+        code, told = resize(run_directory(job).path, tmp_path, 1)
+        assert code == EXIT_DONE, told
         process.send_signal(signal.SIGTERM)
         code, output = finish(process)
     finally:
         process.kill()
     assert code == EXIT_TO_BE_CONTINUED, output
-    said = re.search(r"goes on from step (\d+) with 1 processes", done.stdout)
-    assert said is not None, done.stderr
+    said = re.search(r"goes on from step (\d+) with 1 processes", told)
+    assert said is not None, told
     run = read_run(run_directory(job).path)
     assert run.attempts[1].first_step == int(said[1])
     steps = [step for step, _ in run.losses()]
@@ -240,18 +254,14 @@ def test_a_stop_and_a_wish_at_one_moment_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_resized_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    nothing = subprocess.run(
-        [sys.executable, "-m", "outlast", "resize", str(tmp_path / "none"), "-n", "2"],
-        capture_output=True,
-        text=True,
-    )
-    assert nothing.returncode == EXIT_BAD_INPUT
-    assert "is no run directory" in nothing.stderr
+    code, told = finish(start(tmp_path, "resize", str(tmp_path / "none"), "-n", "2"))
+    assert code == EXIT_BAD_INPUT
+    assert "is no run directory" in told
     ended = tiny_job(tmp_path, "ended")
     assert finish(start_process(ended, tmp_path))[0] == EXIT_DONE
-    refused = resize(ended, 2)
-    assert refused.returncode == EXIT_BAD_INPUT
-    assert "has ended (completed); there is nothing to resize" in refused.stderr
+    code, told = resize(run_directory(ended).path, tmp_path, 2)
+    assert code == EXIT_BAD_INPUT
+    assert "has ended (completed); there is nothing to resize" in told
     long = ("train.steps=100000", "checkpoint.every_steps=0", memory_of(tmp_path))
     for name, settings, processes, sentence in (
         ("alone", (), 2, "was started by outlast train without --nproc"),
@@ -261,9 +271,9 @@ def test_what_cannot_be_resized_is_refused_in_a_sentence(tmp_path: Path) -> None
         process = start_process(job, tmp_path)
         try:
             wait_for_step(job, 1, process)
-            refused = resize(job, processes)
-            assert refused.returncode == EXIT_BAD_INPUT
-            assert sentence in refused.stderr
+            code, told = resize(run_directory(job).path, tmp_path, processes)
+            assert code == EXIT_BAD_INPUT
+            assert sentence in told
             assert not is_wanted(run_directory(job).path)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
