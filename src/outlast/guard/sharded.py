@@ -299,8 +299,12 @@ class ShardedReduction:
         self._gathers: list[CheckedAllGather] = []
         self._scatters: list[CheckedReduceScatter] = []
         self._undo: list[Callable[[], None]] = []
+        known: set[int] = set()
         for name, module in modules.items():
-            if has_parameters(module):
+            state = id(module._get_fsdp_state())
+            # Modules that were sharded together, as a list, communicate as one.
+            if has_parameters(module) and state not in known:
+                known.add(state)
                 self._install(Unit(name or "root", module), terms)
 
     def _install(self, unit: Unit, terms: Terms) -> None:
