@@ -1,9 +1,10 @@
-"""A loop on Accelerate with checkpoints, guard, records and a stop in time.
+"""A loop on Accelerate with checkpoints, guard, records, a stop in time, and restarts from memory.
 
     accelerate launch --cpu --num_processes 2 examples/integrations/train_accelerate.py
     python examples/integrations/train_accelerate.py          # goes on with one process
 
-Kill it at any time, and run it again; `outlast report runs/accelerate` shows the run.
+Kill it at any time, and run it again; `outlast report runs/accelerate` shows the run. With
+`--max_restarts 3` a killed process costs a step.
 """
 
 import sys
@@ -15,7 +16,13 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from outlast.integrations.accelerate import add_checkpoints, add_guard, add_records, add_stop
+from outlast.integrations.accelerate import (
+    add_checkpoints,
+    add_guard,
+    add_records,
+    add_recover,
+    add_stop,
+)
 from outlast.job import load_loop_job
 
 GLOBAL_BATCH = 16
@@ -30,11 +37,12 @@ def train(accelerator: Accelerator, folder: Path, epochs: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+    job = load_loop_job(None, [f'run.directory="{folder.parent}"', f"run.name={folder.name}"])
     saving = add_checkpoints(accelerator, folder / "checkpoints")
+    memory = add_recover(accelerator, saving, job)
     if saving.newest() is not None:
         accelerator.load_state()
     guard = add_guard(accelerator, "linear")
-    job = load_loop_job(None, [f'run.directory="{folder.parent}"', f"run.name={folder.name}"])
     steps = epochs * len(loader)
     tracker = add_records(accelerator, job, steps=steps, guard=guard, saving=saving)
     stop = add_stop(accelerator, saving=saving, tracker=tracker)
@@ -48,6 +56,7 @@ def train(accelerator: Accelerator, folder: Path, epochs: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             accelerator.log({"loss": loss.item()}, step=saving.steps)
+            memory.keep()
             if stop(saving.steps):
                 accelerator.save_state(folder / "stopped")
                 stop.leave()

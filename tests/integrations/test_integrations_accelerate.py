@@ -28,6 +28,7 @@ from outlast.integrations.accelerate import (
     add_checkpoints,
     add_guard,
     add_records,
+    add_recover,
     add_stop,
 )
 from outlast.job import load_loop_job
@@ -63,6 +64,8 @@ class Plan:
     every: int = 3
     load: Any = None
     resume: bool = False
+    remembers: bool = False
+    waits: bool = True
 
 
 def looped(plan: Plan) -> tuple[int, list[float], str, int]:
@@ -85,19 +88,24 @@ def looped(plan: Plan) -> tuple[int, list[float], str, int]:
     saving = (
         add_checkpoints(accelerator, plan.folder / "store", writer="thread") if plan.ours else None
     )
-    if plan.resume:
+    memory = None
+    settings = [f'run.directory="{plan.folder}"', "log.every_steps=2", "energy.every_steps=1"]
+    settings += [f'energy.sources=["file:{plan.folder}/joules0"]']
+    settings += [f'recover.memory="{plan.folder}/memory"']
+    job = load_loop_job(None, settings)
+    if plan.remembers:
+        assert saving is not None
+        memory = add_recover(accelerator, saving, job)
+    if plan.resume or (memory is not None and saving is not None and saving.newest() is not None):
         accelerator.load_state(plan.load)
     first = 0 if saving is None else saving.steps
     guard = tracker = None
     if plan.records:
         meter = plan.folder / f"joules{accelerator.process_index}"
         meter.write_text("1.0\n")
-        settings = [f'run.directory="{plan.folder}"', "log.every_steps=2", "energy.every_steps=1"]
-        settings += [f'energy.sources=["file:{plan.folder}/joules0"]']
         guard = add_guard(accelerator, "linear")
         if plan.fault:
             inject(guard.guard, parse_faults([plan.fault]), rank=accelerator.process_index)
-        job = load_loop_job(None, settings)
         tracker = add_records(accelerator, job, steps=16, guard=guard, saving=saving)
     stop = add_stop(accelerator, saving=saving, tracker=tracker)
     kept.extend([accelerator, model, optimizer, loader, saving, guard, tracker, stop])
@@ -119,10 +127,15 @@ def looped(plan: Plan) -> tuple[int, list[float], str, int]:
                 accelerator.log({"loss": mean, "lr": schedule.get_last_lr()[0]}, step=step)
             if step % plan.every == 0:
                 accelerator.save_state(str(plan.folder / f"state-{step}"))
+            if memory is not None:
+                memory.keep()
             if step == plan.dies_at:
-                if saving is not None:
+                if plan.waits and saving is not None:
                     saving.finish()
-                accelerator.wait_for_everyone()
+                    accelerator.wait_for_everyone()
+                elif memory is not None:
+                    # As the next step's update would do.
+                    memory._settle()
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == plan.signals_at and accelerator.process_index == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -153,7 +166,7 @@ def _alone(plan: Plan) -> Any:
 def run(processes: int, plan: Plan) -> list[Any]:
     plan.folder.mkdir(exist_ok=True)
     dies = set(range(processes)) if plan.dies_at else set()
-    if processes == 1:
+    if processes == 1 and not plan.remembers:
         return run_ranks(1, _alone, plan, may_die=dies)
     return run_ranks(processes, looped, plan, may_die=dies)
 

@@ -175,11 +175,6 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
         lambda trainer: add_outlast(trainer, load_loop_job(None, ["run.name=other"])),
         "TrainingArguments.output_dir",
     ),
-    (
-        {},
-        lambda trainer: add_outlast(trainer, load_loop_job(None, ["recover.every_steps=5"])),
-        r"\[recover\] has no effect",
-    ),
 ]
 
 

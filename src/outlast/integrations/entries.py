@@ -27,13 +27,18 @@ class TextEntry:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The text, filled up with spaces."""
-        text = json.dumps(self.content).encode()
-        size = max(_SMALLEST_BYTES, 1 << len(text).bit_length())
-        return {"text": torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)}
+        return {"text": padded(json.dumps(self.content))}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what was saved."""
         self.content = json.loads(state["text"].numpy().tobytes())
+
+
+def padded(text: str) -> torch.Tensor:
+    """`text` as bytes, filled up with spaces to a size that seldom changes."""
+    written = text.encode()
+    size = max(_SMALLEST_BYTES, 1 << len(written).bit_length())
+    return torch.frombuffer(bytearray(written.ljust(size)), dtype=torch.uint8)
 
 
 class RandomEntry:

@@ -3,6 +3,7 @@
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 saving = add_checkpoints(accelerator, "runs/mine/store")    # save_state and load_state use a store
 add_records(accelerator, "job.toml", saving=saving)         # accelerator.log writes records
+memory = add_recover(accelerator, saving)                    # memory.keep() after each step
 stop = add_stop(accelerator)                                # if stop(step): leave with exit code 3
 """
 
@@ -16,18 +17,22 @@ from outlast.integrations.accelerate.add import (  # noqa: E402
     add_energy,
     add_guard,
     add_records,
+    add_recover,
     add_stop,
 )
+from outlast.integrations.accelerate.remembering import Remembering  # noqa: E402
 from outlast.integrations.accelerate.saving import Saving  # noqa: E402
 from outlast.integrations.accelerate.tracking import OutlastTracker  # noqa: E402
 
 __all__ = [
     "AskStop",
     "OutlastTracker",
+    "Remembering",
     "Saving",
     "add_checkpoints",
     "add_energy",
     "add_guard",
     "add_records",
+    "add_recover",
     "add_stop",
 ]

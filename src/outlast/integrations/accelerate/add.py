@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
+from outlast.integrations.accelerate.remembering import Remembering
 from outlast.integrations.accelerate.saving import Saving
 from outlast.integrations.accelerate.tracking import OutlastTracker
 from outlast.integrations.place import ranks_here, unwrapped
+from outlast.integrations.recording import directory_of
 from outlast.integrations.step_energy import StepEnergy
 from outlast.integrations.stopping import Stopping
 from outlast.job import LoopJob, load_loop_job
 from outlast.job.template import toml_value
+from outlast.records import RunDirectory
 from outlast.train.guarding import RunGuard
+from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     import os
@@ -58,6 +62,39 @@ def add_checkpoints(
                 f"kept; remove it (what has an effect: {', '.join(_FOLLOWED)})"
             )
     return Saving(accelerator, Path(directory), section)
+
+
+def add_recover(
+    accelerator: Accelerator,
+    saving: Saving,
+    job: str | os.PathLike[str] | LoopJob | None = None,
+) -> Remembering:
+    """Keep the state of each step in memory outside of the processes, and go on from it.
+
+    Under torchrun or ``accelerate launch`` with restarts a killed process costs one step at most.
+    From then on `Saving.newest` and `load_state` know of the memory, too. It is used so::
+
+        memory = add_recover(accelerator, saving)
+        if saving.newest() is not None:
+            accelerator.load_state()
+        for batch in loader:
+            ...
+            memory.keep()           # where save_state could stand
+
+    Args:
+        accelerator: After `prepare`, and before `load_state`.
+        saving: What `add_checkpoints` gave.
+        job: A TOML file or settings; [recover] counts here, and [run] as for `add_records`. None:
+            defaults, for the run of the store.
+
+    Raises:
+        JobError: When a setting is wrong.
+        RecoverError: When the parity that is asked for is not possible.
+    """
+    settings = _job_of(job)
+    directory = RunDirectory(saving.directory) if job is None else directory_of(settings)
+    together(lambda: directory.identify() if ranks_here().is_first else None)
+    return Remembering(accelerator, saving, settings, directory)
 
 
 def add_guard(
@@ -117,7 +154,7 @@ def add_records(
     """
     tracker = OutlastTracker(
         accelerator,
-        job if isinstance(job, LoopJob) else load_loop_job(None if job is None else Path(job)),
+        _job_of(job),
         steps=steps,
         tokens_per_step=tokens_per_step,
         guard=guard,
@@ -171,6 +208,7 @@ class AskStop:
 
         def end_training() -> None:
             with self._handlers:
+                self._stopping.ended(self._calls)
                 own_end()
 
         accelerator.end_training = end_training
@@ -231,6 +269,10 @@ def add_stop(
         tracker: What `add_records` gave.
     """
     return AskStop(accelerator, limit_seconds, saving, tracker)
+
+
+def _job_of(job: str | os.PathLike[str] | LoopJob | None) -> LoopJob:
+    return job if isinstance(job, LoopJob) else load_loop_job(None if job is None else Path(job))
 
 
 def _settings(section: str, values: dict[str, Any]) -> LoopJob:

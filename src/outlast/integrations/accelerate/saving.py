@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 import uuid
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +28,24 @@ from outlast.integrations.accelerate.folders import (
 )
 from outlast.integrations.entries import RandomEntry, TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
+from outlast.integrations.saves import Saves
 from outlast.records import CheckpointRestored, Warned
 from outlast.train.ranks import shared, together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from accelerate import Accelerator
 
-    from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.integrations.accelerate.remembering import Remembering
     from outlast.job import CheckpointSection
-    from outlast.records import Event
 
 _FACTS, _RANDOM = "accelerator", "random-"
 _ALL = 10**9
 _HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 
 
-class Saving:
+class Saving(Saves):
     """The store of one accelerator, in place of the files of its `save_state`.
 
     All processes make it, after `Accelerator.prepare`, and call its methods together.
@@ -59,10 +58,9 @@ class Saving:
     Attributes:
         steps: Steps that the first optimizer has done in the run: a version's number, but that a
             second save after the same step counts as of the next one.
-        events: What loading had to say.
-        results: Of the saves that have ended.
-        on_result: Called with each result.
-        watch: Makes contexts whose time counts for a purpose.
+        directory: Of the store.
+        store: Of the versions.
+        memory: Keeps the state of each step, too; None without.
 
     Raises:
         IntegrationError: When the accelerator cannot be saved in this way.
@@ -72,19 +70,13 @@ class Saving:
         self, accelerator: Accelerator, directory: Path, settings: CheckpointSection
     ) -> None:
         check_savable(accelerator)
+        super().__init__(ranks_here())
         self.steps = 0
-        self.events: list[Event] = []
-        self.results: list[SaveResult] = []
-        self.on_result: Callable[[SaveResult], None] = lambda _: None
-        self.watch: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda _: (
-            contextlib.nullcontext()
-        )
+        self.memory: Remembering | None = None
         self._accelerator = accelerator
-        self._directory = directory
-        self._ranks = ranks_here()
-        self._handle: SaveHandle | None = None
-        self._saved_steps = self._saved_number = -1
-        self._store = together(lambda: self._opened(settings))
+        self.directory = directory
+        self._saved_steps = -1
+        self.store = together(lambda: self._opened(settings))
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
         self._random: dict[str, Any] | None = None
         own_end, own_skip = accelerator.end_training, accelerator.skip_first_batches
@@ -115,25 +107,17 @@ class Saving:
         with self.watch("checkpoint"):
             with self._hidden():
                 folder = str(self._own_save(output_dir, *arguments, **options))
-            note = Note(self._next_number(), uuid.uuid4().hex, self._directory)
+            note = Note(self._next_number(), uuid.uuid4().hex, self.directory)
             if accelerator.is_main_process:
                 write_note(Path(folder), note)
-            saved = self._objects()
-            entries = [*saved, *(f"{_RANDOM}{rank}" for rank in range(self._ranks.world_size))]
+            saved = self.objects()
+            entries = [*saved]
             saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
             if self._ranks.is_first:
-                content = {
-                    "entries": entries,
-                    "ranks": self._ranks.world_size,
-                    "steps": self.steps,
-                    "number": note.version,
-                    "save": note.save,
-                    "step": accelerator.step,
-                    "iteration": accelerator.project_configuration.iteration,
-                }
-                saved[_FACTS] = TextEntry(content)
-            self._handle = self._store.save_async(note.version, saved)
-            self._saved_steps, self._saved_number = self.steps, note.version
+                facts = {**self.facts(entries), "number": note.version, "save": note.save}
+                saved[_FACTS] = TextEntry(facts)
+            self._handle = self.store.save_async(note.version, saved)
+            self._saved_steps, self._number = self.steps, note.version
         return folder
 
     def load_state(self, input_dir: str | None = None, *arguments: Any, **options: Any) -> None:
@@ -146,12 +130,14 @@ class Saving:
             OutlastError: When nothing can be used.
         """
         self.collect(wait=True)
-        ours, note, folder = shared(together(lambda: self._chosen(input_dir)))[0]
-        if not ours:
+        (ours, note, folder), is_newest = shared(together(lambda: self._looked(input_dir)))[0]
+        if is_newest and self._loaded_from_memory():
+            self._saved_steps = self._number = -1
+        elif not ours:
             self._own_load(folder, *arguments, **options)
-        elif note is None or os.path.realpath(note.store) == os.path.realpath(self._directory):
-            self._load(self._store, note)
-            self._saved_steps = self._saved_number = -1
+        elif note is None or os.path.realpath(note.store) == os.path.realpath(self.directory):
+            self._load(self.store, note)
+            self._saved_steps = self._number = -1
         else:
             other = together(lambda: CheckpointStore(note.store, writer="thread"))
             try:
@@ -174,46 +160,45 @@ class Saving:
                 break
             # The newest is damaged, beyond what was read of it first.
             facts, number = _read_facts(store, restored.step), restored.step
+        self._take_over(facts, random)
+        seconds = time.perf_counter() - begun
+        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
+
+    def _loaded_from_memory(self) -> bool:
+        """Load the state in memory, where that is newer than the store's newest."""
+        if self.memory is None or self.memory.find() is None or not self.memory.read():
+            self._take_over_events()
+            return False
+        random = RandomEntry()
+        taken = self.memory.take(self._wanted(self.memory.facts, random))
+        self._take_over_events()
+        if taken:
+            self._take_over(self.memory.facts, random)
+        return taken
+
+    def _take_over_events(self) -> None:
+        for each in () if self.memory is None else self.memory.events:
+            if isinstance(each, Warned):
+                self._tell(each.message)
+            else:
+                self.events.append(each)
+
+    def _take_over(self, facts: dict[str, Any], random: RandomEntry) -> None:
+        """Go on where the objects that were loaded are from."""
         self.steps = facts["steps"]
         self._accelerator.step = facts["step"]
         self._accelerator.project_configuration.iteration = facts["iteration"]
         assert random.states is not None
         self._random = random.states
         set_random_states(random.states)
-        seconds = time.perf_counter() - begun
-        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
 
     def newest(self) -> int | None:
         """Number of the newest state that can be loaded; None where there is none."""
-        version = self._store.newest()
+        kept = None if self.memory is None else self.memory.find()
+        if kept is not None:
+            return kept
+        version = self.store.newest()
         return None if version is None else version.step
-
-    def collect(self, *, wait: bool = False) -> None:
-        """See how the save under way went, if it is done.
-
-        Args:
-            wait: Wait for it.
-        """
-        if self._handle is None or not (wait or self._handle.done()):
-            return
-        with self.watch("checkpoint"):
-            result = self._handle.result()
-        self._handle = None
-        self.results.append(result)
-        self.on_result(result)
-        if result.error is not None:
-            self._saved_steps = self._saved_number = -1
-            warnings.warn(result.error, stacklevel=2)
-
-    def finish(self) -> None:
-        """Wait for the save under way.
-
-        Raises:
-            CheckpointError: When the last save has failed.
-        """
-        self.collect(wait=True)
-        if self.results and self.results[-1].error is not None:
-            raise CheckpointError(self.results[-1].error)
 
     def close(self) -> None:
         """Wait for the save under way and give up the store; `end_training` calls it.
@@ -224,14 +209,14 @@ class Saving:
         try:
             self.finish()
         finally:
-            self._store.close()
+            self.store.close()
 
     def _opened(self, settings: CheckpointSection) -> CheckpointStore:
         project = self._accelerator.project_configuration
         # As in Accelerate, folders that the script names are limited by nobody.
         limit = project.total_limit if project.automatic_checkpoint_naming else None
         return CheckpointStore(
-            self._directory,
+            self.directory,
             keep=limit or _ALL,
             reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
             asynchronous=settings.asynchronous,
@@ -270,7 +255,21 @@ class Saving:
             for name, each in kept.items():
                 setattr(accelerator, name, each)
 
-    def _objects(self) -> dict[str, Any]:
+    def facts(self, entries: Sequence[str]) -> dict[str, Any]:
+        """What is saved beside the objects.
+
+        Args:
+            entries: Their names.
+        """
+        return {
+            "entries": [*entries],
+            "ranks": self._ranks.world_size,
+            "steps": self.steps,
+            "step": self._accelerator.step,
+            "iteration": self._accelerator.project_configuration.iteration,
+        }
+
+    def objects(self) -> dict[str, Any]:
         """The live objects that are saved and restored, of all processes the same."""
         accelerator = self._accelerator
         models = [unwrapped(each) for each in accelerator._models]
@@ -290,7 +289,7 @@ class Saving:
 
     def _wanted(self, facts: dict[str, Any], random: RandomEntry) -> dict[str, Any]:
         """The live objects to load into, with this process's random numbers."""
-        found = self._objects()
+        found = self.objects()
         saved = {each for each in facts["entries"] if not each.startswith(_RANDOM)}
         if differing := saved ^ {*found}:
             name = min(differing)
@@ -326,25 +325,34 @@ class Saving:
             )
         return facts, note.version
 
+    def _looked(self, input_dir: str | None) -> tuple[tuple[bool, Note | None, str | None], bool]:
+        """What `_chosen` says, and whether that is the newest state of this run."""
+        _, note, folder = found = self._chosen(input_dir)
+        if note is None:
+            return found, folder is None
+        newest = self.store.newest()
+        own = os.path.realpath(note.store) == os.path.realpath(self.directory)
+        return found, own and (newest is None or newest.step <= note.version)
+
     def _chosen(self, input_dir: str | None) -> tuple[bool, Note | None, str | None]:
         """Whether a state is in a store, and its note or None for the newest; else its folder."""
         if input_dir is not None:
             note = read_note(Path(input_dir).expanduser())
             return note is not None, note, input_dir
-        newest = self._store.newest()
+        newest = self.store.newest()
         if (
             newest is None
             or not self._accelerator.project_configuration.automatic_checkpoint_naming
         ):
             return newest is not None, None, None
         own = newest_own_folder(Path(self._accelerator.project_dir) / "checkpoints")
-        published = self._directory / newest.folder
+        published = self.directory / newest.folder
         seal = published / SEAL
         if own is None or own.seconds <= (seal if seal.exists() else published).stat().st_mtime:
             return True, None, None
         self._tell(
             f"{own.path}, which Accelerate itself has written, is newer than the newest state in "
-            f"{self._directory}, of step {newest.step}, and is loaded; to load the latter, name "
+            f"{self.directory}, of step {newest.step}, and is loaded; to load the latter, name "
             "its folder"
         )
         return False, None, str(own.path)
@@ -354,17 +362,12 @@ class Saving:
 
         No version is overwritten, and a folder leads to the state that it was given.
         """
-        if self._saved_steps <= self.steps <= self._saved_number:
-            return self._saved_number + 1
+        if self._saved_steps <= self.steps <= self._number:
+            return self._number + 1
         return self.steps
 
     def _count(self, *_: Any) -> None:
         self.steps += 1
-
-    def _tell(self, sentence: str) -> None:
-        self.events.append(Warned(sentence))
-        if self._ranks.is_first:
-            warnings.warn(sentence, stacklevel=2)
 
 
 def _read_facts(store: CheckpointStore, number: int | None) -> dict[str, Any]:

@@ -145,8 +145,5 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
         self._recording.saved(result)
 
     def _tell_findings(self) -> None:
-        if self._guard is None:
-            return
-        for event in self._guard.news():
-            self._recording.write(event)
-        self._recording.write(self._guard.summary(self._step))
+        if self._guard is not None:
+            self._recording.checked(self._guard, self._step)

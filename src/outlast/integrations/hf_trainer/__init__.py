@@ -15,6 +15,7 @@ from outlast.integrations.hf_trainer.add import (  # noqa: E402
     add_guard,
     add_outlast,
     add_records,
+    add_recover,
     add_stop,
 )
 from outlast.integrations.hf_trainer.energy import EnergyCallback, add_energy  # noqa: E402
@@ -27,6 +28,7 @@ __all__ = [
     "add_guard",
     "add_outlast",
     "add_records",
+    "add_recover",
     "add_stop",
     "predicted",
 ]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
+from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.hf_trainer.checks import check_trainer
 from outlast.integrations.place import ranks_here
-from outlast.records import StopRequested
+from outlast.records import StopRequested, Warned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveResult
     from outlast.integrations.hf_trainer.guarding import Guarding
     from outlast.integrations.hf_trainer.recorder import Recorder
+    from outlast.integrations.hf_trainer.remembering import Remembering
     from outlast.integrations.hf_trainer.saving import Saving
     from outlast.integrations.stopping import Stopping
 
@@ -60,6 +62,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         saving: Its store; None without.
+        remembering: What keeps each step for a restart; None without.
         guarding: Its guard; None without.
         recorder: Its records; None without.
         stopping: When it is to stop; None without.
@@ -67,6 +70,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Trainer) -> None:
         self.saving: Saving | None = None
+        self.remembering: Remembering | None = None
         self.guarding: Guarding | None = None
         self.recorder: Recorder | None = None
         self.stopping: Stopping | None = None
@@ -90,11 +94,24 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             self.recorder.begin(step, events, self.guarding)
         if self.stopping is not None:
             self.stopping.begin(step)
+        if self.remembering is not None:
+            assert self.saving is not None
+            self.remembering.agreement = None if self.stopping is None else self.stopping.agreement
+            self.remembering.begin(self.saving.objects())
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """All that belongs to the last step of the epoch before is done."""
+        if self.remembering is not None:
+            self.remembering.keep()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Gradients are complete."""
+        if self.remembering is not None:
+            self.remembering.settle()
         if self.recorder is not None:
             self.recorder.observe_rate(float(self._trainer.optimizer.param_groups[0]["lr"]))
 
@@ -107,6 +124,9 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             self.saving.collect()
         if self.recorder is not None:
             self.recorder.step(step, self.guarding)
+        if self.remembering is not None:
+            self._tell_of_memory(self.remembering)
+            self.remembering.step_done(step)
         if (
             self.stopping is not None
             and (why := self.stopping.why(step))
@@ -134,6 +154,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             self.recorder.recording.write(StopRequested(step, self._why))
         if self.saving is not None:
             self.saving.finish()
+        self._forget()
         if self.recorder is not None:
             self.recorder.tell(self.guarding, step)
             self.recorder.close("to_be_continued", self._why)
@@ -151,8 +172,22 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         """All steps are done."""
         if self.saving is not None:
             self.saving.finish()
+        self._forget()
         if self.recorder is not None:
             self.recorder.close("completed")
+
+    def _forget(self) -> None:
+        """Give the memory back: what it holds is on disk, or the training is over."""
+        if self.remembering is not None:
+            self.remembering.close(forget=True)
+
+    def _tell_of_memory(self, remembering: Remembering) -> None:
+        events, remembering.events = remembering.events, []
+        for each in events:
+            if self.recorder is not None and self.recorder.recording is not None:
+                self.recorder.recording.write(each)
+            if isinstance(each, Warned) and ranks_here().is_first:
+                warnings.warn(each.message, stacklevel=2)
 
     def _train(self, own: Any, resume: str | bool | None, *arguments: Any, **options: Any) -> Any:
         """The trainer's own `train` within all that was added."""
@@ -174,6 +209,9 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         try:
             yield
         except BaseException as error:
+            if self.remembering is not None:
+                # A restart must not go on from what may be wrong.
+                self.remembering.close(forget=isinstance(error, WrongNumbersError))
             if self.recorder is not None:
                 self.recorder.close("failed", f"{type(error).__name__}: {error}")
             raise
@@ -204,6 +242,10 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
 
     def _finalize(self, own: Any, *arguments: Any, **options: Any) -> Any:
         """The last step is done, and other weights may come: the guard ends here."""
+        if self.stopping is not None:
+            self.stopping.end(self._trainer.state.global_step)
+        if self.remembering is not None:
+            self.remembering.settle()
         if self.guarding is not None:
             self.guarding.finish()
             if self.recorder is not None:

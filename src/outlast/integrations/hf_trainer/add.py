@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import IntegrationError
-from outlast.integrations.hf_trainer.adapter import adapter_of
+from outlast.integrations.hf_trainer.adapter import Adapter, adapter_of
 from outlast.integrations.hf_trainer.checks import (
     check_checkpoints,
     check_stop,
@@ -14,6 +14,7 @@ from outlast.integrations.hf_trainer.checks import (
 )
 from outlast.integrations.hf_trainer.guarding import Guarding
 from outlast.integrations.hf_trainer.recorder import Recorder, in_output_directory
+from outlast.integrations.hf_trainer.remembering import Remembering
 from outlast.integrations.hf_trainer.saving import Saving
 from outlast.integrations.stopping import Stopping
 from outlast.job import LoopJob, load_loop_job
@@ -48,6 +49,33 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
     adapter = adapter_of(trainer, "saving")
     adapter.saving = Saving(trainer, section)
     return adapter.saving
+
+
+def add_recover(trainer: Trainer, **settings: Any) -> Remembering:
+    """Keep the state of each step in memory outside of the processes, and go on from it.
+
+    Under torchrun with ``--max-restarts`` a killed process costs one step at most. It goes behind
+    ``add_checkpoints``, and `Saving.has_checkpoint` knows of the memory, too.
+
+    Args:
+        trainer: A `Trainer`, or one derived from it.
+        settings: Keys of [recover], such as ``memory="/dev/shm"``.
+
+    Raises:
+        JobError: When a setting is wrong.
+        IntegrationError: When there is no store.
+    """
+    check_trainer(trainer)
+    job = _settings("recover", settings)
+    if job.recover.mode == "off":
+        raise IntegrationError('add_recover with mode = "off" does nothing; leave it out')
+    adapter = adapter_of(trainer, "remembering")
+    if adapter.saving is None:
+        raise IntegrationError(
+            "add_recover keeps in memory what add_checkpoints saves to disk: call "
+            "add_checkpoints(trainer) before"
+        )
+    return _remember(adapter, trainer, job)
 
 
 def add_guard(
@@ -125,7 +153,7 @@ def add_outlast(
     tokens_per_step: int = 0,
     prediction: Predicted | None = None,
 ) -> Saving:
-    """All of it: checkpoints, guard, records with energy, and stopping in time.
+    """All of it: checkpoints, restarts from memory, guard, records with energy, stopping in time.
 
     Args:
         trainer: A `Trainer`, or one derived from it.
@@ -144,21 +172,23 @@ def add_outlast(
     check_trainer(trainer)
     settings = _job_of(job)
     in_output_directory(settings, trainer.args.output_dir)
-    plain = LoopJob().recover
-    if settings.recover not in (plain, plain.model_copy(update={"mode": "off"})):
-        raise IntegrationError(
-            "[recover] has no effect in a Trainer, whose state is not kept in memory; remove it, "
-            'or set recover.mode = "off"'
-        )
     check_checkpoints(trainer, settings.checkpoint)
     check_stop(trainer)
     add_records(trainer, settings, tokens_per_step=tokens_per_step, prediction=prediction)
     adapter = adapter_of(trainer, "saving")
     adapter.saving = Saving(trainer, settings.checkpoint)
+    if settings.recover.mode == "restart":
+        _remember(adapter, trainer, settings)
     if settings.guard.policy != "off":
         adapter.guarding = Guarding(trainer, settings.guard, settings.run.seed)
     add_stop(trainer)
     return adapter.saving
+
+
+def _remember(adapter: Adapter, trainer: Trainer, job: LoopJob) -> Remembering:
+    assert adapter.saving is not None
+    adapter.remembering = adapter.saving.memory = Remembering(trainer, job)
+    return adapter.remembering
 
 
 def _settings(section: str, values: dict[str, Any]) -> LoopJob:

@@ -25,14 +25,16 @@ class Choice(NamedTuple):
         kind: ``store``; ``trainer``: what the Trainer itself has to load, or to refuse; or
             ``nothing``: a folder whose version was never published, and no other version.
         place: Of the store, or a folder that the Trainer itself has written; empty: as named.
-        step: Of the version; None for the newest.
+        step: Of the version, or of what the Trainer has written; None for the newest version.
         is_marked: Whether a folder stands for that version, be it published or not.
+        is_newest: Whether the newest state is asked for, wherever it is.
     """
 
     kind: str
     place: str = ""
     step: int | None = None
     is_marked: bool = False
+    is_newest: bool = False
 
 
 def chosen(resume: str | bool | None, directory: RunDirectory, newest: int | None) -> Choice:
@@ -43,19 +45,24 @@ def chosen(resume: str | bool | None, directory: RunDirectory, newest: int | Non
         directory: The trainer's output directory.
         newest: Step of the newest version in its store; None without any.
     """
+    is_newest = resume is True or _is_store(resume, directory)
+    return _chosen(resume, directory, newest)._replace(is_newest=is_newest)
+
+
+def _chosen(resume: str | bool | None, directory: RunDirectory, newest: int | None) -> Choice:
     if newest is not None and _is_store(resume, directory):
         return Choice("store", str(directory.checkpoints))
     if resume is True and newest is not None:
         written = _written_by_trainer(directory)
         if max(written, default=-1) > newest:
-            return Choice("trainer", str(written[max(written)]))
+            return Choice("trainer", str(written[max(written)]), max(written))
         return Choice("store", str(directory.checkpoints))
     folder = last_folder(directory) if resume is True else Path(resume or "")
     if folder is None or (step := _FOLDER.fullmatch(folder.name)) is None:
         return Choice("trainer")
     is_marked = stands_for_version(folder)
     if folder.is_dir() and not is_marked:
-        return Choice("trainer")
+        return Choice("trainer", step=int(step[1]))
     own = folder.parent.resolve() == directory.path.resolve()
     place = directory.checkpoints if own else folder.parent / "checkpoints"
     if own and newest is None:

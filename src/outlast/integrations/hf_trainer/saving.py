@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.autosave.resume.randomness import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention
-from outlast.cluster import report_progress
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.entries import RandomEntry, TextEntry
 from outlast.integrations.hf_trainer.folders import (
@@ -31,6 +30,7 @@ from outlast.integrations.hf_trainer.folders import (
     step_of,
 )
 from outlast.integrations.place import ranks_here, trained_part, unwrapped
+from outlast.integrations.saves import Saves
 from outlast.records import CheckpointRestored, RunDirectory, Warned
 from outlast.train.ranks import shared, together
 from outlast.train.saving import open_store
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
-    from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.integrations.hf_trainer.remembering import Remembering
     from outlast.job import CheckpointSection
-    from outlast.records import Event
 
 _MODEL, _OPTIMIZER, _SCHEDULER, _SCALER = "model", "optimizer", "scheduler", "scaler"
 _TRAINER, _RANDOM = "trainer", "random-"
@@ -55,13 +54,13 @@ _STATE_FILE = "trainer_state.json"
 
 
 class _WentBackError(Exception):
-    """The version that was begun with is damaged; the one of `step` is whole, and loaded."""
+    """What was begun with is damaged; the version of `step` is whole, or None: the newest one."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int | None) -> None:
         self.step = step
 
 
-class Saving:
+class Saving(Saves):
     """The store of one trainer, in place of its own files.
 
     Args:
@@ -69,26 +68,16 @@ class Saving:
         settings: Of the store.
 
     Attributes:
-        events: What the last resume had to say.
-        results: Of the saves of the last training that have ended.
-        on_result: Called with each result.
-        watch: Makes contexts whose time counts for a purpose.
+        memory: Keeps the state of each step, too; None without.
     """
 
     def __init__(self, trainer: Trainer, settings: CheckpointSection) -> None:
-        self.events: list[Event] = []
-        self.results: list[SaveResult] = []
-        self.on_result: Callable[[SaveResult], None] = lambda _: None
-        self.watch: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda _: (
-            contextlib.nullcontext()
-        )
+        super().__init__(ranks_here())
+        self.memory: Remembering | None = None
         self._trainer = trainer
         self._settings = settings
-        self._ranks = ranks_here()
         self._store: CheckpointStore | None = None
         self._source: CheckpointStore | None = None
-        self._handle: SaveHandle | None = None
-        self._saved_step = -1
         self._within_save = False
         self._resumed = ""
         self._content: dict[str, Any] = {}
@@ -112,21 +101,22 @@ class Saving:
                 "hold; leave add_checkpoints out"
             )
         self.events, self.results = [], []
-        self._saved_step = -1
+        self._number = -1
         with contextlib.ExitStack() as stack:
             stack.push(lambda kind, *_: self._close(failed=_is_failure(kind)))
             self._store = self._open_store()
             choice = shared(together(lambda: self._chosen(resume)))[0]
-            if choice.kind == "nothing":
+            in_memory = self._look_into_memory(choice)
+            if choice.kind == "nothing" and not in_memory:
                 self._tell(
                     f"checkpoint-{choice.step} was never published, and there is none before it: "
                     "the training begins anew"
                 )
                 return train(None)
-            if choice.kind == "trainer":
+            if choice.kind == "trainer" and not in_memory:
                 return train(choice.place or resume)
-            self._source, self._step = self._store, choice.step
-            if choice.place != str(self._directory.checkpoints):
+            self._source, self._step = self._store, None if in_memory else choice.step
+            if not in_memory and choice.place != str(self._directory.checkpoints):
                 self._source = stack.enter_context(CheckpointStore(choice.place))
             while True:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-resume-"))
@@ -146,37 +136,33 @@ class Saving:
             trainer.train(resume_from_checkpoint=saving.has_checkpoint())
         """
         with self._open_store() as store:
-            found = store.newest() is not None
-        last = last_folder(self._directory)
-        return shared(found or (last is not None and not stands_for_version(last)))[0]
+            last = last_folder(self._directory)
+            own = last is not None and not stands_for_version(last)
+            if shared(own or store.newest() is not None)[0]:
+                return True
+            return self.memory is not None and self.memory.has_any(store, self._directory)
+
+    def _look_into_memory(self, choice: Choice) -> bool:
+        """Whether the training goes on from memory, of which the trainer's own state is read."""
+        if self.memory is None:
+            return False
+        assert self._store is not None
+        self.memory.open(self._store, self._directory)
+        found = self.memory.find(choice)
+        self._take_over_events()
+        return found
+
+    def _take_over_events(self) -> None:
+        assert self.memory is not None
+        told, self.memory.events = self.memory.events, []
+        self.events += told
+        for each in told:
+            if isinstance(each, Warned) and self._ranks.is_first:
+                warnings.warn(each.message, stacklevel=2)
 
     def _open_store(self) -> CheckpointStore:
         together(lambda: self._directory.identify() if self._ranks.is_first else None)
         return together(self._opened)
-
-    def collect(self, *, wait: bool = False) -> None:
-        """See how the save under way went, if it is done, or has to be waited for."""
-        if self._handle is None or not (wait or self._handle.done()):
-            return
-        with self.watch("checkpoint"):
-            result = self._handle.result()
-        self._handle = None
-        self.results.append(result)
-        self.on_result(result)
-        if result.error is not None:
-            warnings.warn(result.error, stacklevel=2)
-        elif not result.skipped and self._ranks.is_first:
-            report_progress(result.step, save_seconds=result.seconds)
-
-    def finish(self) -> None:
-        """Wait for the save under way: where training ends, a failure must not be passed over.
-
-        Raises:
-            CheckpointError: When the last save has failed.
-        """
-        self.collect(wait=True)
-        if self.results and self.results[-1].error is not None:
-            raise CheckpointError(self.results[-1].error)
 
     @property
     def _directory(self) -> RunDirectory:
@@ -217,6 +203,18 @@ class Saving:
             folder: To put it into.
             is_marked: Whether there has been a save of this step, perhaps one that was cut short.
         """
+        if self.memory is not None and self.memory.content:
+            self._content = self.memory.content
+        else:
+            self._content = self._read_content(is_marked)
+        path = folder / f"checkpoint-{self._content['state']['global_step']}"
+        path.mkdir()
+        text = json.dumps(self._content["state"])
+        (path / _STATE_FILE).write_text(text, encoding="utf-8")
+        return str(path)
+
+    def _read_content(self, is_marked: bool) -> dict[str, Any]:
+        """The trainer's own state, and what there is beside it, of the version to resume from."""
         assert self._source is not None
         entry = TextEntry()
         try:
@@ -232,20 +230,23 @@ class Saving:
             self._step = None
             restored = self._source.restore({_TRAINER: entry})
         assert restored is not None
-        self._content = entry.content
-        path = folder / f"checkpoint-{restored.step}"
-        path.mkdir()
-        (path / _STATE_FILE).write_text(json.dumps(entry.content["state"]), encoding="utf-8")
-        return str(path)
+        return entry.content
 
     def _restore(self) -> None:
         """Load all that was saved into what the Trainer has made."""
+        if self.memory is not None and self.memory.content:
+            taken = self.memory.take(self.objects())
+            self._take_over_events()
+            if not taken:
+                raise _WentBackError(None)
+            self._random = self.memory.random
+            return
         assert self._source is not None
         begun = time.perf_counter()
         entries = self._content["entries"]
         rank = self._ranks.rank % self._content["ranks"]
         self._random = RandomEntry()
-        wanted = {**self._objects(), f"{_RANDOM}{rank}": self._random}
+        wanted = {**self.objects(), f"{_RANDOM}{rank}": self._random}
         state = {name: each for name, each in wanted.items() if name in entries}
         if _OPTIMIZER not in entries:
             self._tell(
@@ -261,12 +262,10 @@ class Saving:
         seconds = time.perf_counter() - begun
         self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
 
-    def _objects(self) -> dict[str, Any]:
-        """The live objects that are saved and restored, of all ranks the same."""
+    def objects(self) -> dict[str, Any]:
+        """The live objects, of all ranks the same."""
         trainer = self._trainer
         found: dict[str, Any] = {_MODEL: self._model()}
-        if trainer.args.save_only_model and not self._resumed:
-            return found
         optimizer = trainer.optimizer
         found[_OPTIMIZER] = getattr(optimizer, "optimizer", optimizer)
         found[_SCHEDULER] = trainer.lr_scheduler
@@ -279,22 +278,18 @@ class Saving:
         model = unwrapped(self._trainer.model)
         return trained_part(model) if hasattr(model, "peft_config") else model
 
-    def _tell(self, sentence: str) -> None:
-        self.events.append(Warned(sentence))
-        if self._ranks.is_first:
-            warnings.warn(sentence, stacklevel=2)
-
     def _save(self) -> None:
         """Begin to save what the Trainer has just decided to save."""
         assert self._store is not None
         state = self._trainer.state
         step = state.global_step
-        if step == self._saved_step:
+        if step == self._number:
             return
         with self.watch("checkpoint"):
-            saved = self._objects()
+            whole = not self._trainer.args.save_only_model
+            saved: dict[str, Any] = self.objects() if whole else {_MODEL: self._model()}
             entries = [*saved]
-            if _OPTIMIZER in saved:
+            if whole:
                 entries += [f"{_RANDOM}{rank}" for rank in range(self._ranks.world_size)]
                 saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
             if self._ranks.is_first:
@@ -305,7 +300,7 @@ class Saving:
                 }
                 saved[_TRAINER] = TextEntry(content)
             self._handle = self._store.save_async(step, saved, metrics=_metrics(state))
-        self._saved_step = step
+        self._number = step
 
     def _replace_methods(self) -> None:
         """Put this store in the place of what reads and writes files."""

@@ -1,0 +1,78 @@
+"""The saves of a framework's adapter that has a store of its own: how each of them went."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from outlast.cluster import report_progress
+from outlast.errors import CheckpointError
+from outlast.records import Warned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.records import Event
+    from outlast.train.ranks import Ranks
+
+
+class Saves:
+    """One save at a time, which is waited for when it has to be.
+
+    Args:
+        ranks: This process among the others.
+
+    Attributes:
+        events: What restoring had to say.
+        results: Of the saves that have ended.
+        on_result: Called with each result.
+        watch: Makes contexts whose time counts for a purpose.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.events: list[Event] = []
+        self.results: list[SaveResult] = []
+        self.on_result: Callable[[SaveResult], None] = lambda _: None
+        self.watch: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda _: (
+            contextlib.nullcontext()
+        )
+        self._ranks = ranks
+        self._handle: SaveHandle | None = None
+        self._number = -1
+        """Of the newest version that was begun, and has not failed."""
+
+    def collect(self, *, wait: bool = False) -> None:
+        """See how the save under way went, if it is done.
+
+        Args:
+            wait: Wait for it.
+        """
+        if self._handle is None or not (wait or self._handle.done()):
+            return
+        with self.watch("checkpoint"):
+            result = self._handle.result()
+        self._handle = None
+        self.results.append(result)
+        self.on_result(result)
+        if result.error is not None:
+            self._number = -1
+            warnings.warn(result.error, stacklevel=2)
+        elif not result.skipped and self._ranks.is_first:
+            report_progress(result.step, save_seconds=result.seconds)
+
+    def finish(self) -> None:
+        """Wait for the save under way: where training ends, a failure must not be passed over.
+
+        Raises:
+            CheckpointError: When the last save has failed.
+        """
+        self.collect(wait=True)
+        if self.results and self.results[-1].error is not None:
+            raise CheckpointError(self.results[-1].error)
+
+    def _tell(self, sentence: str) -> None:
+        self.events.append(Warned(sentence))
+        if self._ranks.is_first:
+            warnings.warn(sentence, stacklevel=2)
