@@ -21,6 +21,7 @@ from outlast.autosave.heap.answering import reduced_answering
 from outlast.autosave.heap.atoms import PLAIN_ATOMS
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.content import flat, own_attributes, put_attributes
+from outlast.autosave.heap.modules import module_named
 from outlast.autosave.heap.parametrized import ParametrizedClass, class_from, class_of
 from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable
 from outlast.autosave.heap.tensors import (
@@ -162,7 +163,7 @@ class Writer(pickle.Pickler):
             case types.CodeType():
                 return _code, (marshal.dumps(value),)
             case types.ModuleType():
-                return importlib.import_module, (value.__name__,)
+                return module_named, (value.__name__,)
             case types.MethodType():
                 return _method, (value.__func__, value.__self__)
             case types.MappingProxyType():
