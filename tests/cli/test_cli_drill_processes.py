@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_job
 
-from outlast.cli.drill_processes import Asked, _goodput, drill_processes, print_processes
+from outlast.cli.drill_goodput import goodput
+from outlast.cli.drill_processes import Asked, drill_processes, print_processes
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
 from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
@@ -174,16 +175,16 @@ def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undistur
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")
     ]
-    whole = _goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, [struck])
+    whole = goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, [struck])
     # 100 steps after the first one take 50 s, with the break 55.
     assert whole["measured"] == pytest.approx(50.0 / 55.0)
     way_back = 0.05 + REFORM_SECONDS + 0.5 + 1.0
     assert whole["predicted"] == pytest.approx(50.0 / (50.0 + way_back + 0.25))
-    at_rate = _goodput(job, Asked("2/min", (), 0.0, None, 0), *directories, [struck])
+    at_rate = goodput(job, Asked("2/min", (), 0.0, None, 0), *directories, [struck])
     # Until the step after the kill: 41 steps in 25.5 s.
     assert at_rate["measured"] == pytest.approx(20.5 / 25.5)
     assert at_rate["predicted"] == pytest.approx(1.0 / (1.0 + way_back / 30.0), abs=0.02)
-    stopped = _goodput(job, Asked("", ("data",), 5.0, None, 0), *directories, [struck])
+    stopped = goodput(job, Asked("", ("data",), 5.0, None, 0), *directories, [struck])
     assert stopped["predicted"] == pytest.approx(50.0 / 55.0)
 
 
@@ -201,7 +202,7 @@ def test_what_live_groups_lose_is_the_silence_of_the_dead_one_and_half_a_step(
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")
     ]
-    found = _goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, struck)
+    found = goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, struck)
     assert found["predicted"] == pytest.approx(50.0 / (50.0 + 2 * (0.8 * 2.0 + 0.25)))
 
 

@@ -1,5 +1,6 @@
 """Every parallel layout gives the one-process run, up to floating-point reduction noise."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,32 +75,42 @@ MUON_TOLERANCE = 2e-2
 BF16_TOLERANCE = 5e-2
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        (2, "parallel.replicate=2"),
-        (2, "parallel.shard=2"),
-        (2, "parallel.tensor=2"),
-        (2, "parallel.pipeline=2"),
-    ],
-)
-def test_muon_trains_alike_on_every_layout(size: int, layout: str, tmp_path: Path) -> None:
-    muon = ["optimizer.name=muon", "parallel.pipeline_microbatches=2"]
-    alone, spread = tiny_job(tmp_path, "alone", *muon), tiny_job(tmp_path, "spread", *muon, layout)
-    assert train(alone, 1) == EXIT_DONE
-    assert train(spread, size) == EXIT_DONE
-    assert losses(spread) == pytest.approx(losses(alone), abs=MUON_TOLERANCE)
+MUON = ("optimizer.name=muon", "parallel.pipeline_microbatches=2")
+BF16 = ("train.precision=bf16",)
 
 
-@pytest.mark.parametrize(
-    "layout", ["parallel.replicate=2", "parallel.shard=2", "parallel.tensor=2"]
-)
-def test_bf16_trains_alike_on_every_layout(layout: str, tmp_path: Path) -> None:
-    bf16 = "train.precision=bf16"
-    alone, spread = tiny_job(tmp_path, "alone", bf16), tiny_job(tmp_path, "spread", bf16, layout)
-    assert train(alone, 1) == EXIT_DONE
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    """A function from settings to the losses of one process with them."""
+    folder = tmp_path_factory.mktemp("alone")
+    known: dict[tuple[str, ...], list[float]] = {}
+
+    def of(*settings: str) -> list[float]:
+        if settings not in known:
+            job = tiny_job(folder, f"alone{len(known)}", *settings)
+            assert train(job, 1) == EXIT_DONE
+            known[settings] = losses(job)
+        return known[settings]
+
+    return of
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard", "tensor", "pipeline"])
+def test_muon_trains_alike_on_every_layout(
+    axis: str, tmp_path: Path, alone: Callable[..., list[float]]
+) -> None:
+    spread = tiny_job(tmp_path, "spread", *MUON, f"parallel.{axis}=2")
     assert train(spread, 2) == EXIT_DONE
-    assert losses(spread) == pytest.approx(losses(alone), abs=BF16_TOLERANCE)
+    assert losses(spread) == pytest.approx(alone(*MUON), abs=MUON_TOLERANCE)
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard", "tensor"])
+def test_bf16_trains_alike_on_every_layout(
+    axis: str, tmp_path: Path, alone: Callable[..., list[float]]
+) -> None:
+    spread = tiny_job(tmp_path, "spread", *BF16, f"parallel.{axis}=2")
+    assert train(spread, 2) == EXIT_DONE
+    assert losses(spread) == pytest.approx(alone(*BF16), abs=BF16_TOLERANCE)
 
 
 def test_micro_batches_that_are_empty_on_some_ranks_do_no_harm(tmp_path: Path) -> None:
