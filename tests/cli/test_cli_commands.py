@@ -192,3 +192,17 @@ def test_help_loads_neither_torch_nor_transformers():
     loaded = loaded_by("--help")
     assert "outlast.cli.main" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "plotly", "pydantic"}
+
+
+def test_the_trainers_modules_load_torch_and_no_other_large_library():
+    # Every process of every run pays for it. Models of Hugging Face load transformers when made.
+    script = "import sys, outlast.train.launch, outlast.train.run; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(os.sep)
+    )
+    loaded = set(run.stdout.split())
+    assert "torch" in loaded
+    assert not loaded & {
+        *("transformers", "accelerate", "scipy", "pandas", "plotly", "blosc2", "tensorboard"),
+        *("torchft", "torch.distributed.pipelining"),
+    }
