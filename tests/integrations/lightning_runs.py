@@ -62,6 +62,9 @@ class Tiny(pl.LightningModule):  # type: ignore[misc]
     def on_validation_start(self) -> None:
         if self.trainer.sanity_checking:
             self.reached()
+        else:
+            with (self.folder / f"validations{self.global_rank}").open("a") as file:
+                file.write(f"{self.global_step}\n")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if "joules" in self.how:
@@ -124,7 +127,7 @@ def loaders(how: dict[str, Any]) -> tuple[Any, Any]:
     )
 
 
-def _fit(folder: Path, settings: list[str], how: dict[str, Any]) -> int:
+def fit(folder: Path, settings: list[str], how: dict[str, Any]) -> int:
     """One start of the training script; the exit code."""
     warnings.simplefilter("ignore")
     torch.manual_seed(7)
@@ -196,7 +199,7 @@ def start(folder: Path, *settings: str, plan: str = "", **how: Any) -> list[int 
     if plan:
         (folder / "plan").write_text(plan if len(plan.split()) == 3 else f"{plan} 0")
     ranks = how.get("devices", 1)
-    codes = run_ranks(ranks, _fit, folder, [*settings], how, may_die=range(ranks))
+    codes = run_ranks(ranks, fit, folder, [*settings], how, may_die=range(ranks))
     assert not (folder / "plan").exists()
     return codes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from outlast.errors import IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
 from outlast.integrations.lightning.callback import OutlastCallback
+from outlast.integrations.lightning.memory import KeepLast, TrainerMemory
 from outlast.integrations.recording import directory_of
 from outlast.job import LoopJob, load_loop_job
+from outlast.train.ranks import ranks_from
+from outlast.train.recovering import is_kept
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from outlast.records import Predicted
@@ -36,7 +39,8 @@ def with_outlast(
     sample and the same random numbers; what happens is recorded in the run's directory, and what
     the job asks for is guarded and measured. At a signal or the end of a Slurm job's time the
     training saves after the step and ends the program with exit code 3. Give `Trainer.fit`
-    ``ckpt_path="last"``, and the same command goes on from there.
+    ``ckpt_path="last"``, and the same command goes on from there. Under torchrun with
+    ``--max-restarts`` each step is kept in memory, and a restart goes on from that.
 
     Args:
         job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
@@ -68,14 +72,21 @@ def with_outlast(
     default = type(job.checkpoint).model_fields["every_steps"].default
     store = job.checkpoint.model_copy(update={"every_steps": default})
     checkpoint_io = StoreCheckpointIO(directory.checkpoints, store)
+    memory = TrainerMemory(job) if is_kept(job.recover, ranks_from(os.environ)) else None
     outlast = OutlastCallback(
-        job, checkpoint_io.files, tokens_per_step=tokens_per_step, prediction=prediction
+        job,
+        checkpoint_io.files,
+        tokens_per_step=tokens_per_step,
+        prediction=prediction,
+        memory=memory,
     )
     saving = [each for each in own if isinstance(each, ModelCheckpoint)]
     if not saving:
         own.append(_last_checkpoint(job, directory.path / "lightning"))
     else:
         _check_own(job, saving)
+    if memory is not None:
+        own.append(KeepLast(memory))
     return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
 
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveResult
     from outlast.integrations.files import CheckpointFiles
+    from outlast.integrations.lightning.memory import TrainerMemory
     from outlast.job import LoopJob
-    from outlast.records import Predicted
+    from outlast.records import Event, Predicted
 
 _OWN_FILES = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
 
@@ -44,6 +45,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         files: Those of the trainer's `StoreCheckpointIO`.
         tokens_per_step: Of one optimizer step, over all processes; 0: not known.
         prediction: What the run is expected to need.
+        memory: Keeps each step for a restart; None: nothing is kept.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         *,
         tokens_per_step: int = 0,
         prediction: Predicted | None = None,
+        memory: TrainerMemory | None = None,
     ) -> None:
         super().__init__()
         self._job = job
         self._files = files
         self._tokens_per_step = tokens_per_step
         self._prediction = prediction
+        self._memory = memory
         self._trainer: Trainer | None = None
         self._places: list[list[dict[str, Any]]] | None = None
         self._recording: Recording | None = None
@@ -95,20 +99,30 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         if "process_dataloader" not in vars(trainer.strategy):
             process = trainer.strategy.process_dataloader
             trainer.strategy.process_dataloader = lambda loader: self._placed(process(loader))
+        if self._memory is not None:
+            self._memory.watch(trainer, self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where every rank stands in the training data; all ranks call it together."""
-        if self._trainer is None or (loop := self._trainer.fit_loop)._combined_loader is None:
-            return {}
+    def places_here(self) -> list[dict[str, Any]]:
+        """Where this rank stands in each loader of the training data."""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         finished = progress.is_last_batch or progress.current.ready >= loop.max_batches
         ahead = len(getattr(loop._data_fetcher, "batches", ()))
-        mine = [
+        return [
             each.outlast_place.noted(finished=finished, ahead=ahead)
             for each in loop._combined_loader.flattened
             if isinstance(each, PlacedLoader)
         ]
-        return {"places": shared(mine)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every rank stands in the training data; all ranks call it together."""
+        if self._trainer is None or self._trainer.fit_loop._combined_loader is None:
+            return {}
+        if self._memory is not None and self._memory.taking:
+            # Each rank keeps its own.
+            return {}
+        return {"places": shared(self.places_here())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over where the ranks stood."""
@@ -144,7 +158,12 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             for message in self._guard.warnings:
                 recording.write(Warned(message))
         loaded, self._files.loaded = self._files.loaded, None
-        events = [] if loaded is None else [CheckpointRestored(self._step, *loaded)]
+        events: list[Event] = []
+        if self._memory is not None:
+            self._memory.begin(recording)
+            events += self._memory.events
+        if loaded is not None:
+            events.append(CheckpointRestored(self._step, *loaded))
         recording.ready(self._step, events, self._guard)
         self._stopping.begin(self._step)
 
@@ -153,6 +172,8 @@ class OutlastCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Note the rate of this step, before a scheduler sets the next."""
         self._rate = optimizer.param_groups[0]["lr"]
+        if self._memory is not None:
+            self._memory.settle()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -189,7 +210,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """All is saved: the run is complete."""
         if stage == "fit" and self._recording is not None:
             self._recording.close("completed")
-            self._close()
+            self._close(forget=True)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -204,9 +225,11 @@ class OutlastCallback(Callback):  # type: ignore[misc]
                 self._tell_findings()
             self._recording.close("failed", f"{type(exception).__name__}: {exception}")
         self._signals.close()
-        self._close()
+        self._close(forget=isinstance(exception, WrongNumbersError))
 
-    def _close(self) -> None:
+    def _close(self, *, forget: bool) -> None:
+        if self._memory is not None:
+            self._memory.close(forget=forget)
         self._files.listener = None
         self._guarding.close()
         self._recording = self._guard = self._stopping = None
@@ -254,6 +277,8 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         saving._save_last_checkpoint(trainer, saving._monitor_candidates(trainer))
         saving.save_last = kind
         together(self._files.wait)
+        if self._memory is not None:
+            self._memory.close(forget=True)
         self._tell_findings()
         self._recording.close("to_be_continued", why)
         if trainer.is_global_zero:
