@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="its pins differ from the tested set; see the docs")
+pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from torchtitan.config.manager import ConfigManager
 
 from outlast.integrations.torchtitan import OutlastCheckpointManager
 from outlast.integrations.torchtitan.converter import TwoFactorLinear
+from outlast.integrations.torchtitan.settings import job_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 
@@ -28,6 +29,7 @@ def test_the_recipes_are_recipes(
     config = ConfigManager().parse_args(arguments)
     assert isinstance(config.checkpoint, OutlastCheckpointManager.Config)
     assert (config.checkpoint.interval, config.checkpoint.delta_chain) == (3, 4)
+    assert job_of(config).guard.policy == "linear"
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = config.model_spec.model.build()

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from forked import run_ranks
 
-pytest.importorskip("torchtitan", reason="its pins differ from the tested set; see the docs")
+pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from titan_runs import Titan, settings, steps_in
 

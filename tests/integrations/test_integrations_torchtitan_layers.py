@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import run_ranks
 
-pytest.importorskip("torchtitan", reason="its pins differ from the tested set; see the docs")
+pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from titan_runs import Titan, small_model
 from torchtitan.config.manager import ConfigManager

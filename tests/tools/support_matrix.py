@@ -47,7 +47,6 @@ MECHANISMS = {
 
 _NO_STEPS = "it saves and loads, and runs no steps"
 _OF_FORMATS = "its forward pass needs CUDA; so far its files and arguments are read and written"
-_FROM_DISK = "it goes on from the newest checkpoint, not from memory"
 
 NOT_APPLICABLE: dict[str, dict[str, str]] = {
     "dcp": dict.fromkeys(
@@ -57,16 +56,6 @@ NOT_APPLICABLE: dict[str, dict[str, str]] = {
 """By framework and mechanism: why there is nothing to do."""
 
 NOT_YET: dict[str, dict[str, str]] = {
-    "transformers": {"recover": _FROM_DISK},
-    "accelerate": {"recover": _FROM_DISK},
-    "lightning": {"recover": _FROM_DISK},
-    "deepspeed": {"recover": _FROM_DISK},
-    "torchtitan": {
-        **dict.fromkeys(
-            ("guard", "energy", "records"), "its Trainer needs CUDA; nothing of it was tried"
-        ),
-        "recover": _FROM_DISK,
-    },
     "megatron": dict.fromkeys(
         (
             *("checkpoint", "resume", "malleable", "guard", "energy"),

@@ -1,9 +1,9 @@
-"""Outlast inside torchtitan 0.3: checkpoints in a store, structured layers, a stop in time.
+"""Outlast inside torchtitan 0.3: checkpoints, guard, energy and records, structured layers.
 
 def my_run() -> Trainer.Config:
-    return use_outlast(llama3_debugmodel())
+    return use_outlast(llama3_debugmodel(), "job.toml")
 
-`use_outlast` changes a recipe of any model; `OutlastCheckpointManager.Config` and
+`use_outlast` changes a recipe of any model; `OutlastTrainer`, `OutlastCheckpointManager.Config` and
 `TensorizeConverter.Config` stand in recipes of one's own.
 """
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from outlast.integrations.torchtitan.converter import TensorizeConverter
     from outlast.integrations.torchtitan.manager import OutlastCheckpointManager
     from outlast.integrations.torchtitan.recipe import use_outlast
+    from outlast.integrations.torchtitan.trainer import OutlastTrainer
 
 require("torchtitan", "0.3", "0.4")
 
 _HOMES = {
     "OutlastCheckpointManager": "manager",
+    "OutlastTrainer": "trainer",
     "TensorizeConverter": "converter",
     "use_outlast": "recipe",
 }
 
-__all__ = ["OutlastCheckpointManager", "TensorizeConverter", "use_outlast"]
+__all__ = ["OutlastCheckpointManager", "OutlastTrainer", "TensorizeConverter", "use_outlast"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,17 +29,29 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from outlast.checkpoint import CheckpointStore, Reduction, Retention
-from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, IntegrationError
+from outlast.errors import (
+    EXIT_TO_BE_CONTINUED,
+    CheckpointError,
+    IntegrationError,
+    WrongNumbersError,
+)
 from outlast.integrations.agreement import Agreement
 from outlast.integrations.stop import Stop
+from outlast.integrations.torchtitan.memory import Memory
 from outlast.integrations.torchtitan.sources import Source, check_data_keys
 from outlast.integrations.torchtitan.state import Entries, module_of
+from outlast.records import CheckpointRestored, StopRequested
 from outlast.train.ranks import together
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
-    from outlast.checkpoint import SaveHandle
+    from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.integrations.recording import Recording
+    from outlast.job import LoopJob
+    from outlast.train.ranks import Ranks
 
 MODEL_FOLDER = "model"
 """Below the folder: what holds the model alone, a last save or a seed."""
@@ -57,6 +70,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     A save in the background that fails is logged, and the training goes on; the last save, and one
     before a stop, raise. At SIGTERM, SIGUSR1 and SIGINT, and before a Slurm job's time is up, all
     ranks save after the same step and end with exit code 3: the same command goes on from there.
+
+    Attributes:
+        stopped: Why the run was ended before its last step; empty for one that was not.
 
     Raises:
         IntegrationError: When a setting cannot be followed.
@@ -89,6 +105,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     ) -> None:
         self.enable = config.enable
         self.save_future: SaveHandle | None = None
+        self.stopped = ""
+        self._recording: Recording | None = None
         if not self.enable:
             return
         if config.last_save_in_hf and sd_adapter is None:
@@ -108,8 +126,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         }
         self.entries = Entries(states, model_parts)
         self._store = together(lambda: self._opened(self.folder))
+        self._memory: Memory | None = None
+        self._memory_of: Callable[..., Memory | None] | None = None
         self._handle: SaveHandle | None = None
         self._saved_step = -1
+        self._restored_step = 0
         self._closed = False
         self._boundary = time.monotonic()
         self._step_seconds = 0.0
@@ -117,6 +138,15 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._stop = Stop() if config.stop_in_time and not config.load_only else None
         if self._stop is not None:
             self._stop.__enter__()
+
+    def attach(self, recording: Recording, job: LoopJob, ranks: Ranks) -> None:
+        """Tell a run's records what happens, and keep the state in memory as its [recover] says.
+
+        To be called before `load`, on all ranks.
+        """
+        if self.enable:
+            self._recording = recording
+            self._memory_of = partial(Memory.of, job, ranks, recording)
 
     def _load(self, step: int = -1) -> bool:
         """Restore the newest version or that of `step`, or what the run is to begin with.
@@ -127,24 +157,18 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         with torch.no_grad():
             found = self._restored(step)
+        asks = self._stop is not None or self._memory is not None
+        if asks and dist.is_initialized() and dist.get_world_size() > 1:
+            self._agreement = Agreement(self._restored_step)
         if self._stop is not None:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                self._agreement = Agreement(max(self._saved_step, 0))
             self._stop.training_begins()
         self._boundary = time.monotonic()
         return found
 
     def _restored(self, step: int) -> bool:
         wanted = self._wanted()
-        if step != 0:
-            check_data_keys(self._store, wanted, None if step == -1 else step)
-            restored = self._store.restore(wanted, step=None if step == -1 else step)
-            if restored is not None:
-                for sentence in restored.skipped:
-                    _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
-                self.entries.loaded(wanted)
-                self._saved_step = restored.step
-                return True
+        if step != 0 and self._restored_version(wanted, None if step == -1 else step):
+            return True
         if self._restored_seed():
             return True
         if step == 0:
@@ -153,6 +177,32 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if source is None:
             return False
         source.load(self, None if self.config.initial_load_model_only else wanted)
+        return True
+
+    def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
+        """Whether there was a state of the run, of the newest or that step; it is restored then."""
+        check_data_keys(self._store, wanted, step)
+        whole = not self.config.exclude_from_loading and not self.config.load_only
+        if self._memory_of is not None and step is None and whole:
+            self._memory = self._memory_of(entries=self.entries, kept=wanted, store=self._store)
+        if self._memory is not None:
+            done = self._memory.restore()
+            if done is None:
+                return False
+            self._restored_step = done
+            self._saved_step = -1 if self._memory.unsaved else done
+            return True
+        began = time.monotonic()
+        restored = self._store.restore(wanted, step=step)
+        if restored is None:
+            return False
+        for sentence in restored.skipped:
+            _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
+        self.entries.loaded(wanted)
+        self._restored_step = self._saved_step = restored.step
+        if self._recording is not None:
+            seconds = time.monotonic() - began
+            self._recording.write(CheckpointRestored(restored.step, seconds, restored.skipped))
         return True
 
     def _restored_seed(self) -> bool:
@@ -189,14 +239,17 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         if self.config.load_only:
             return False
-        now = time.monotonic()
-        self._observe_step(now - self._boundary)
+        self._observe_step(time.monotonic() - self._boundary)
+        if self._handle is not None and self._handle.done():
+            self._wait_for_saving()
         why = "" if last_step else self._why_to_stop(curr_step)
         due = (
             last_step
             or curr_step % self.config.interval == 0
             or (curr_step == 1 and self.config.enable_first_step_checkpoint)
         )
+        if self._memory is not None and not why and not last_step:
+            self._memory.keep(curr_step, self._agreement)
         if due or why:
             self.maybe_wait_for_saving()
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -207,6 +260,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 elif self._saved_step != curr_step:
                     self._save_all(curr_step, wait=bool(why) or last_step)
         if why:
+            self.stopped = why
+            if self._recording is not None:
+                self._recording.write(StopRequested(curr_step, why))
             _logger.warning("stopped after step %d (%s): run the same again", curr_step, why)
             # The trainer closes its manager after errors and at its end, which this is neither.
             self.close()
@@ -224,7 +280,10 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._handle = self.save_future = handle
         if wait:
             self._handle = self.save_future = None
-            self._published(handle.wait().step)
+            result = handle.result()
+            self._ended(result)
+            if result.error is not None:
+                raise CheckpointError(result.error)
         elif mode == "disabled":
             self._wait_for_saving()
 
@@ -248,10 +307,14 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             )
             return
         with self._opened(filesystem.join(self.folder, MODEL_FOLDER)) as store:
-            store.save(step, {MODEL: module_of(weights)})
+            result = store.save(step, {MODEL: module_of(weights)})
+        if self._recording is not None:
+            self._recording.saved(result)
 
     def _maybe_wait_for_staging(self) -> None:
-        """Finish the copies of the save under way: the next update writes to the weights."""
+        """Finish the copies of the state under way: the next update writes to the weights."""
+        if self._memory is not None:
+            self._memory.settle()
         if self._handle is not None:
             self._handle.copied()
 
@@ -260,15 +323,19 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         assert self._handle is not None
         handle, self._handle, self.save_future = self._handle, None, None
         result = handle.result()
+        self._ended(result)
         if result.error is not None:
             _logger.error("step %d was not saved: %s", result.step, result.error)
-        else:
-            self._published(result.step, result.seconds)
 
-    def _published(self, step: int, seconds: float = 0.0) -> None:
-        self._saved_step = step
+    def _ended(self, result: SaveResult) -> None:
+        """A save has ended, well or not."""
+        if self._recording is not None:
+            self._recording.saved(result)
+        if result.error is not None:
+            return
+        self._saved_step = result.step
         if self._stop is not None:
-            self._stop.observe_save(seconds)
+            self._stop.observe_save(result.seconds)
 
     def _close(self) -> None:
         """Give up the store; after an error, without waiting for other ranks."""
@@ -282,6 +349,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if self._stop is not None:
             self._stop.__exit__()
             self._stop = None
+        if self._memory is not None:
+            self._memory.close(forget=not failed or isinstance(error, WrongNumbersError))
         self._store.close(drain=not failed, failed=failed)
 
     def _observe_step(self, seconds: float) -> None:

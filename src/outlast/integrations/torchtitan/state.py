@@ -165,6 +165,14 @@ class Entries:
                 entries[name] = state
         return entries
 
+    def note(self, entries: Mapping[str, Any]) -> None:
+        """Bring the entries of the data loader up to date; the others show their objects as is."""
+        self.model()
+        loader = self._states[DATALOADER]
+        state = {} if loader is None else loader.state_dict()
+        for name, key in keys_of(DATALOADER, state).items():
+            entries[name].value = key.value
+
     def loaded(self, entries: Mapping[str, Any]) -> None:
         """Give the data loader what its entries have got."""
         found = {

@@ -1,0 +1,76 @@
+"""torchtitan's trainer under torchrun: a killed rank, and a group that goes on from memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import run_ranks
+
+pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
+
+from titan_trainer import STEPS, Plan, train
+
+from outlast.records import CheckpointSaved, StateRecovered, read_run
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+HERE = Path(__file__).parent
+
+SCRIPT = """
+from pathlib import Path
+
+import torch.distributed as dist
+from titan_trainer import Plan, train
+
+HERE = Path(__file__).parent
+plan = Plan(HERE / "run", (HERE / "job.toml").read_text(), dies_at=7)
+found = train(plan)
+(HERE / f"digest{dist.get_rank()}").write_text(found.digest)
+dist.destroy_process_group()
+"""
+"""Saves the steps 4 and 8 on disk; rank 1 dies when it has done the seventh."""
+
+
+@pytest.mark.supports("torchtitan", "recover", "resume")
+def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path) -> None:
+    [whole, _] = run_ranks(2, train, Plan(tmp_path / "whole"))
+    memory = tmp_path / "memory"
+    (tmp_path / "job.toml").write_text(
+        f'recover.memory = "{memory}"\nenergy.measure = false\nlog.every_steps = 1\n'
+    )
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "--max-restarts=2", str(tmp_path / "train.py"),
+        ],
+        # As the documentation says: a restarted group must not find the addresses of a dead one.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent))),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(tmp_path / f"digest{rank}").read_text() for rank in (0, 1)] == [whole.digest] * 2
+    run = read_run(tmp_path / "run")
+    assert len(run.attempts) == 2
+    [(_, recovered)] = run.of(StateRecovered)
+    # The seventh step was done and not kept yet; on disk was the fourth.
+    assert (recovered.source, recovered.step) == ("memory", 6)
+    assert dict(run.losses())[STEPS] == whole.losses[STEPS]
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [4, 8]
+    # All is on disk in the end.
+    assert not list(memory.rglob("rank-*"))
