@@ -200,7 +200,13 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             self._end(trainer, why)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last step is done."""
+        """The last step is done.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        assert self._stopping is not None
+        self._stopping.end(self._step)
         if self._guard is not None:
             self._guard.finish()
         self._tell_findings()
