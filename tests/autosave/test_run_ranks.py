@@ -109,9 +109,15 @@ def test_signal_to_one_rank_stops_all_at_the_same_step_and_another_number_is_ref
 def test_launcher_told_to_stop_passes_it_on(script):
     text = script.read_text().replace(
         "            os.kill(os.getpid(), getattr(signal, what))",
-        "            os.kill(os.getppid(), getattr(signal, what))",
+        "            came, number = [], getattr(signal, what)\n"
+        "            before = signal.signal(number, lambda *how: (came.append(1), before(*how)))\n"
+        "            os.kill(os.getppid(), number)\n"
+        "            end = time.monotonic() + 60\n"
+        "            while not came and time.monotonic() < end:\n"
+        "                time.sleep(0.01)\n"
+        "            signal.signal(number, before)",
     )
-    script.write_text(text)
+    script.write_text(text.replace("import signal\n", "import signal\nimport time\n"))
     disturb(script, 5, "SIGUSR1", ranks=[0])
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
     assert code == 3, said
