@@ -248,7 +248,8 @@ def test_a_filler_trains_while_the_link_waits_and_hands_over(
     ended = noted(files, "ended")[0]
     assert (ended["job"], ended["verdict"]) == (filler, "continue")
     assert second["step"] == ended["step"] > 0, "nothing that the filler did is lost"
-    assert not files.handover.exists()
+    # It goes right behind the note.
+    wait(lambda: not files.handover.exists(), files, 60.0)
     # The chain goes on as without a filler.
     wait(lambda: len(noted(files, "started")) == 3, files, 60.0)
     assert [each["number"] for each in noted(files, "started")] == [1, 1, 2]
