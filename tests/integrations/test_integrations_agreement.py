@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 from datetime import timedelta
 
 import pytest
@@ -134,6 +135,42 @@ def test_a_rank_that_comes_back_is_waited_for(ranks):
     assert said.count("outlast: rank 0 has waited for ") == 1
     assert "at step 1 for rank 1, which left its training loop after 0 steps" in said
     assert "it waits for 1800 s at most" in said
+
+
+class _EndsMeanwhile:
+    """A collective that ends between a wait in vain and the look whether it is done."""
+
+    def __init__(self, work):
+        self._work = work
+        self.is_completed = work.is_completed
+
+    def wait(self, *seconds):
+        try:
+            return self._work.wait(*seconds)
+        except RuntimeError:
+            _get_default_store().set("waited", "")
+            deadline = time.monotonic() + 60
+            while not self._work.is_completed():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            raise
+
+
+def _slow():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        own = dist.all_reduce
+        dist.all_reduce = lambda *arguments, **options: _EndsMeanwhile(own(*arguments, **options))
+    agreement = Agreement(0)
+    if dist.get_rank() == 1:
+        _get_default_store().wait(["waited"], timedelta(seconds=60))
+    stop = agreement.exchange(1, dist.get_rank() == 1, False, 1.0).stop
+    dist.destroy_process_group()
+    return stop
+
+
+def test_a_rank_that_comes_as_a_wait_ends_is_no_failure(ranks):
+    assert ranks(2)(_slow) == [True, True]
 
 
 def _ends(steps):

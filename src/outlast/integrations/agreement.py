@@ -230,9 +230,10 @@ def _is_done(work: dist.Work, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # It may have ended well since: only this says whether it has failed.
+        work.wait()
     return True
 
 
