@@ -231,6 +231,23 @@ def test_values_and_tensors_of_an_object_come_from_one_rank(ranks: Ranks, tmp_pa
     assert torch.equal(found.state["tensor"], torch.full((30,), found.state["rank"]))
 
 
+def save_own_buffers(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    model = Net(0)
+    for each in model.buffers():
+        each.fill_(2 + dist.get_rank())
+    with open_store(directory) as store:
+        store.save(1, {"model": model})
+        dist.barrier()
+
+
+def test_buffers_that_differ_come_from_the_first_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3)(save_own_buffers, tmp_path)
+    model = Net(1)
+    assert open_store(tmp_path).restore({"model": model}) is not None
+    assert [float(model.cosines.max()), int(model.seen)] == [2.0, 2]
+
+
 def replace_together(directory: Path) -> list[tuple[str | None, str]]:
     """Rank 1 is halted in step 2 while rank 0 has written its part; then step 3 replaces it."""
     dist.init_process_group("gloo")

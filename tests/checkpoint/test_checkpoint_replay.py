@@ -710,6 +710,29 @@ def test_logs_of_three_ranks_are_replayed_on_any_number(
             assert ranks(count)(restore_together, tmp_path, other) == [expected] * count
 
 
+def log_own_buffers(directory: Path) -> None:
+    state = shared_state("replicated", 0)
+
+    def see(module: nn.Module, *_: Any) -> None:
+        module.seen[2] = 1 + dist.get_rank()
+
+    state["model"].module.register_forward_hook(see)
+    store = open_store(directory)
+    replay = ReplayLog(store, state)
+    store.save_async(0, state)
+    assert not step_together(replay, state, 1).wait().skipped
+    dist.barrier()
+
+
+@pytest.mark.distributed
+def test_logs_hold_the_first_ranks_buffers(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3)(log_own_buffers, tmp_path)
+    state = shared_state("alone", 1)
+    restored = open_store(tmp_path).restore(state)
+    assert restored is not None
+    assert (restored.step, int(state["model"].seen[2])) == (1, 1)
+
+
 @pytest.mark.distributed
 def test_sums_that_depend_on_the_sharding_are_never_taken_for_the_same(
     ranks: Ranks, tmp_path: Path

@@ -164,6 +164,47 @@ def test_replicas_on_one_node_keep_each_tensor_once(tmp_path: Path) -> None:
     assert two == [sorted(one * 2)] * 2
 
 
+class Held:
+    """A tensor of an object."""
+
+    def __init__(self, number: int) -> None:
+        self.tensor = torch.full((40,), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+def with_own_tensors(number: int) -> dict[str, Any]:
+    state = {**model_and_optimizer(), "object": Held(number)}
+    for each in state["model"].buffers():
+        each.fill_(number)
+    return state
+
+
+def _keep_own_tensors(memory: Path) -> None:
+    keeper = keeper_for(with_own_tensors(join()), memory)
+    keeper.keep(1)
+    keeper.settle()
+    dist.barrier()
+
+
+def _restore_own_tensors(memory: Path) -> set[float]:
+    join()
+    state = with_own_tensors(9)
+    assert keeper_for(state, memory).restore() is not None
+    found = [*state["model"].buffers(), state["object"].tensor]
+    return {number for each in found for number in each.double().unique().tolist()}
+
+
+@pytest.mark.distributed
+def test_what_each_rank_has_of_its_own_is_taken_from_the_first(tmp_path: Path) -> None:
+    run_ranks(3, _keep_own_tensors, tmp_path)
+    assert run_ranks(2, _restore_own_tensors, tmp_path) == [{0.0}, {0.0}]
+
+
 def _restored_on(memory: Path, nodes: list[str]) -> tuple[str, int, dict[str, bytes]]:
     rank = join()
     state = model_and_optimizer(seed=1)

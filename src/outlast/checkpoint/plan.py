@@ -1,5 +1,7 @@
 """Who saves what: every box once, the work spread evenly over the ranks that hold it.
 
+What may differ between those ranks (buffers, objects) is that of the first.
+
 All ranks compute the same plan from the same exchange, so nobody has to distribute it.
 """
 
@@ -29,6 +31,7 @@ class Holding:
         values: Names of its values.
         objects: Names of the tensors that belong to values.
         tied: Names that lead to the same memory, each with the first of them.
+        varying: Names of the tensors of which other ranks may have other content.
         private: Whether other ranks do not see what this rank writes, so that it saves all it has.
     """
 
@@ -36,6 +39,7 @@ class Holding:
     values: tuple[str, ...]
     objects: frozenset[str] = frozenset()
     tied: tuple[tuple[str, str], ...] = ()
+    varying: frozenset[str] = frozenset()
     private: bool = field(default=False, compare=False)
 
 
@@ -73,7 +77,14 @@ def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
             first = first_names.setdefault(place_of(memory[name]), name)
             if first != name:
                 tied.append((name, first))
-    return Holding(tensors, tuple(live.values), frozenset(live.objects), tuple(tied)), memory
+    held = Holding(
+        tensors,
+        tuple(live.values),
+        frozenset(live.objects),
+        tuple(tied),
+        frozenset(live.varying),
+    )
+    return held, memory
 
 
 def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Plan:
@@ -106,7 +117,8 @@ def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Pla
         holders.items(), key=lambda item: -item[0][1].elements * facts[item[0][0]].itemsize
     )
     for (name, box), owners in largest_first:
-        saver = min(owners, key=lambda owner: load[owner])
+        varies = name in holdings[owners[0]].varying
+        saver = owners[0] if varies else min(owners, key=load.__getitem__)
         load[saver] += box.elements * facts[name].itemsize
         if saver == rank:
             mine[name] = box

@@ -44,9 +44,9 @@ class LoopMemory:
     All ranks make it and call its methods together, but for `settle` and `close`. Where nobody
     would start the ranks again, or ``recover.mode = "off"``, it does nothing.
 
-    What is kept is as in `outlast.recover.restart.Keeper`: values that are no tensors, and tensors
-    of objects other than modules and optimizers, must be equal on all ranks that have their name;
-    what each rank has for itself has a name of its own, such as ``random-3``.
+    What is kept is as in `outlast.recover.restart.Keeper`: of buffers, tensors of objects other
+    than modules and optimizers, and values that are no tensors, the first rank's of those that have
+    their name; what each rank must get back for itself has a name of its own, such as ``random-3``.
 
     Args:
         job: The settings; [recover] counts here.

@@ -62,8 +62,9 @@ class Keeper:
     processes hold together without repetition. A state is complete when all processes have settled
     it; two of them take turns, so that a death at any moment leaves one of them whole.
 
-    Values of a ``state_dict`` that are no tensors, and tensors of objects other than modules and
-    optimizers, must be equal on all processes: those of the first come back.
+    Parameters and optimizer states must be equal where several processes hold the same box of
+    them. Of buffers and tensors of other objects those of each node's first process come back, of
+    values of a ``state_dict`` that are no tensors those of the first process of all.
 
     Args:
         state: Name to module, optimizer (or several), or an object with a ``state_dict``.

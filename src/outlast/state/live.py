@@ -54,11 +54,15 @@ class Live:
         tensors: Name to tensor; names of tied tensors lead to the same object.
         values: Name to JSON value.
         objects: Names of the tensors that belong to values.
+        varying: Names of the tensors that forward passes and others change, and not optimizers
+            alone: all but parameters and optimizer states. Ranks that hold the same box of one may
+            have other content in it, as of BatchNorm's statistics; that of the first counts.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor.
@@ -85,6 +89,8 @@ def collect(state: State) -> Live:
         if isinstance(value, nn.Module):
             for name, tensor in module_tensors(value):
                 live.put(f"{key}.{name}", tensor)
+                if not isinstance(tensor, nn.Parameter):
+                    live.varying.add(f"{key}.{name}")
             for name, module in plain_modules(value):
                 if has_extra_state(module):
                     path = f"{key}.{name}._extra_state"
@@ -246,6 +252,8 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
         else:
             return None
         live.objects.add(path)
+        if not isinstance(value, nn.Parameter):
+            live.varying.add(path)
         return "torch" if isinstance(value, torch.Tensor) else "numpy"
 
     return put

@@ -119,7 +119,9 @@ class ReplayLog:
         if self._trained.outdated:
             self._trained = Trained(self._state, self._store._ranks)
         trained, live = self._trained, Live()
-        live.tensors.update(self._changes.found())
+        changed = self._changes.found()
+        live.tensors.update(changed)
+        live.varying.update(changed)
         for name, gradient in trained.take_gradients(self._rounded, copy=not reason):
             live.tensors[GRADIENT + name] = gradient
         before = {} if reason else trained.settings("before", live)

@@ -19,7 +19,7 @@ from outlast.recover.memory.room import check_room, remove
 from outlast.recover.memory.share import everything_of, holding, memories, share
 from outlast.recover.memory.slot import Catalogue, Entry, Slot
 from outlast.state.alignment import aligned
-from outlast.state.live import collect, local_box, optimizers_of
+from outlast.state.live import collect, local_box
 from outlast.state.tensors import is_dense
 
 if TYPE_CHECKING:
@@ -91,11 +91,6 @@ class StateKeeper:
         self._slots: list[Slot] = []
         self._copies: list[Copy] = []
         self._next = 0
-        self._optimizers = [
-            key
-            for key, value in state.items()
-            if not isinstance(value, nn.Module) and optimizers_of(value) is not None
-        ]
         self._stale: list[Path] = []
         self._doomed: list[Path] = []
         self._streams: list[torch.cuda.Stream] = []
@@ -283,10 +278,7 @@ class StateKeeper:
             else torch.empty(0, dtype=torch.uint8)
             for each in self._slots
         )
-        still = isinstance(live.tensors[entry.name], nn.Parameter) or any(
-            entry.name.startswith(f"{key}.state.") for key in self._optimizers
-        )
-        return Copy(entry.name, source, targets, at_once=not still)
+        return Copy(entry.name, source, targets, at_once=entry.name in live.varying)
 
     def _let_go(self) -> None:
         self._copies = []

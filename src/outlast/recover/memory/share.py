@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from outlast.errors import CheckpointError, RecoverError
 from outlast.state.live import local_box
 from outlast.state.tensors import dtype_name, place_of
@@ -23,12 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """What a process holds of a tensor: element type, shape of the whole, its box, its bytes."""
+    """What a process holds of a tensor: element type, shape of the whole, its box, its bytes.
+
+    `varies`: others that hold the same box may have other content in it; see `Live.varying`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     box: Box
     size: int
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def holding(node: str, live: Live, memory: dict[str, tuple[Box, torch.Tensor]]) 
             tuple(live.tensors[name].shape),
             box,
             local.numel() * local.element_size(),
+            name in live.varying,
         )
         for name, (box, local) in memory.items()
     }
@@ -97,7 +100,7 @@ def _tied(live: Live, memory: dict[str, tuple[Box, torch.Tensor]]) -> dict[str, 
     for name, (box, local) in memory.items():
         if name in live.objects or not local.numel():
             continue
-        key = (place_of(local), box, isinstance(live.tensors[name], nn.Parameter))
+        key = (place_of(local), box, name in live.varying)
         if (earlier := first.setdefault(key, name)) != name:
             tied[name] = earlier
     return tied
@@ -107,8 +110,8 @@ def share(holdings: Sequence[Holding], rank: int) -> tuple[list[str], set[str]]:
     """Names of the tensors and of the values that `rank` keeps, the largest tensors first.
 
     All processes come to the same result from the same `holdings`. Boxes that several processes of
-    a node hold are given to the one with the fewest bytes so far, tied tensors together; a value to
-    the first.
+    a node hold are given to the one with the fewest bytes so far, tied tensors together; those that
+    vary between them, and values, to the first.
     """
     node = holdings[rank].node
     local = [each for each, held in enumerate(holdings) if held.node == node]
@@ -124,7 +127,9 @@ def share(holdings: Sequence[Holding], rank: int) -> tuple[list[str], set[str]]:
     load = dict.fromkeys(local, 0)
     mine: list[str] = []
     for memory in sorted(sizes, key=lambda each: -sizes[each]):
-        owner = min(holders[memory], key=load.__getitem__)
+        first = holders[memory][0]
+        varies = holdings[first].parts[memory[0][0]].varies
+        owner = first if varies else min(holders[memory], key=load.__getitem__)
         load[owner] += sizes[memory]
         if owner == rank:
             mine += memory[0]
