@@ -298,11 +298,8 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         raise SystemExit(0 if started else EXIT_TO_BE_CONTINUED)
 
     def _tell_findings(self) -> None:
-        if self._guard is None or self._recording is None:
-            return
-        for event in self._guard.news():
-            self._recording.write(event)
-        self._recording.write(self._guard.summary(self._step))
+        if self._guard is not None and self._recording is not None:
+            self._recording.checked(self._guard, self._step)
 
 
 def _environment(trainer: Trainer) -> Any:
