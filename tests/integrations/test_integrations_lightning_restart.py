@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_runs import EVERY_5, QUIET, assert_same, finish, losses, records,
 
 from outlast.integrations.lightning import with_outlast
 from outlast.integrations.lightning.memory import KeepLast
+from outlast.integrations.memory import LoopMemory
 from outlast.records import CheckpointRestored, StateRecovered, Warned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -153,6 +155,44 @@ def test_a_command_that_is_given_again_goes_on_from_memory_where_it_asks_for_the
     assert restarts(0, folder, *SAVED, **{"from": None}) == [0]
     assert recovered(folder) == read(folder) == []
     assert len((folder / "losses0.jsonl").read_text().splitlines()) == 8 + 36
+
+
+def test_a_command_that_begins_anew_is_not_restarted_into_the_training_before(
+    tmp_path: Path, restarts: Any
+) -> None:
+    settings = ["recover.every_steps=4", "checkpoint.every_steps=50"]
+    anew = {"from": None}
+    assert restarts(0, tmp_path, *settings, plan="10 SIGKILL") == [None]
+    # It dies before it has kept anything itself.
+    assert restarts(0, tmp_path, *settings, plan="2 SIGKILL", **anew) == [None]
+    assert restarts(1, tmp_path, *settings, **anew) == [0]
+    assert recovered(tmp_path) == read(tmp_path) == []
+    assert len((tmp_path / "losses0.jsonl").read_text().splitlines()) == 10 + 2 + 36
+
+
+def test_what_is_kept_is_copied_before_any_step_of_a_manual_optimization(
+    tmp_path: Path, restarts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+
+    def telling(name: str) -> None:
+        own = getattr(LoopMemory, name)
+
+        def call(*arguments: Any) -> Any:
+            with told.open("a") as file:
+                file.write(f"{name}\n")
+            return own(*arguments)
+
+        monkeypatch.setattr(LoopMemory, name, call)
+
+    telling("keep")
+    telling("settle")
+    assert restarts(0, tmp_path, epochs=1, steps_told_in=told) == [0]
+    said = told.read_text().split()
+    # Not behind the last batch of the epoch.
+    assert (said.count("keep"), said.count("step")) == (11, 12)
+    followed = {second for first, second in pairwise(said) if first == "keep"}
+    assert followed == {"settle"}
 
 
 def test_it_is_said_where_a_validation_follows_each_step(tmp_path: Path, restarts: Any) -> None:

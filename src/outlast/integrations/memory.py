@@ -184,6 +184,11 @@ class LoopMemory:
             plan = self._agreed(agreement).any(step, plan)
         return self._memory.keep(step, plan=plan)
 
+    def forget_earlier(self) -> None:
+        """The loop does not go on from what an earlier start has kept: no restart of it must."""
+        if self._memory is not None:
+            self._memory.close(forget=True)
+
     def close(self, *, forget: bool) -> None:
         """End keeping.
 

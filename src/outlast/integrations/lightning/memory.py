@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.hooks import RemovableHandle
 
     from outlast.integrations.lightning.callback import OutlastCallback
     from outlast.integrations.recording import Recording
@@ -61,6 +62,7 @@ class TrainerMemory:
         self._step = -1
         self._left_out = 0
         self._told = False
+        self._hooks: list[RemovableHandle] = []
 
     def watch(self, trainer: Trainer, outlast: OutlastCallback) -> None:
         """From now on a fit begins with what is in memory, where that is newer than its file."""
@@ -85,6 +87,14 @@ class TrainerMemory:
         self._step = self._trainer.global_step
         if self._memory is None:
             self._memory = self._opened(recording.directory)
+            # Of a training that this one does not go on from; nor must a restart of this one.
+            self._memory.forget_earlier()
+        if not self._trainer.lightning_module.automatic_optimization:
+            # The step of an optimizer without Lightning's wrapper calls no callback.
+            self._hooks = [
+                each.register_step_pre_hook(lambda *_: self.settle())
+                for each in self._trainer.optimizers
+            ]
 
     def settle(self) -> None:
         """To be called before an optimizer's step: what was being copied is copied."""
@@ -120,6 +130,9 @@ class TrainerMemory:
             forget: Give the memory back: all is on disk, or may be wrong. Otherwise it is kept
                 for a restart.
         """
+        for each in self._hooks:
+            each.remove()
+        self._hooks = []
         memory, self._memory = self._memory, None
         store, self._store = self._store, None
         if memory is not None:
