@@ -142,6 +142,15 @@ def test_memory_is_passed_over_where_the_best_checkpoint_was_cut_short(tmp_path:
     assert resumed.digest == whole.digest
     assert resumed.best is not None
     assert not read_run(output).of(StateRecovered)
+    # With no other checkpoint, memory is all that there is.
+    output = tmp_path / "first"
+    assert together(1, _plan(output, dies_at=3, options=options)) == [None]
+    shutil.rmtree(output / "checkpoints")
+    resumed = _finished(together(1, _plan(output, options=options)))
+    assert resumed.first == 3
+    assert any("it goes on from memory and looks for the best" in each for each in resumed.said)
+    assert resumed.best is not None
+    assert not any("begins anew" in each for each in resumed.said)
 
 
 def test_a_memory_needs_a_store(tmp_path: Path) -> None:

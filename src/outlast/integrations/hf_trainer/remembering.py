@@ -185,7 +185,10 @@ class Remembering:
             self._text.note(state_of(self._trainer), self._ranks.world_size)
 
     def _has_best(self, content: dict[str, Any]) -> bool:
-        """Whether the best checkpoint so far is complete; else the steps to it are done again."""
+        """Whether the best checkpoint so far is complete; else the steps to it are done again.
+
+        Where there is no other checkpoint to do them from, `content` loses it instead.
+        """
         best = content["state"]["best_model_checkpoint"]
         step = None if best is None else step_of(Path(best))
         if step is None:
@@ -193,16 +196,26 @@ class Remembering:
         found = {
             each.step for each in list_versions(self._storage) if is_published(self._storage, each)
         }
-        if shared(step in found)[0]:
+        has_best, has_any = shared((step in found, bool(found)))[0]
+        if has_best:
             return True
+        if has_any:
+            follows = "it goes on from its newest checkpoint, not from memory"
+        else:
+            content["state"] |= {
+                "best_model_checkpoint": None,
+                "best_global_step": None,
+                "best_metric": None,
+            }
+            follows = "with no other checkpoint, it goes on from memory and looks for the best anew"
         assert self._memory is not None
         self._memory.events.append(
             Warned(
                 f"the best checkpoint, of step {step}, was not complete when the training ended: "
-                "it goes on from its newest checkpoint, not from memory"
+                f"{follows}"
             )
         )
-        return False
+        return not has_any
 
     def _drain(self) -> None:
         assert self._memory is not None
