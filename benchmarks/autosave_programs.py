@@ -13,6 +13,7 @@ from harness import Bar
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "autosave"))
 
 from killed import differences, names, result, run_outlast, run_plainly
+from running import Ended
 
 DEATHS = 20
 QUICK = ("while_steps", "gan", "two_phases")
@@ -40,22 +41,33 @@ def _wrong(name: str, deaths: int) -> list[str]:
     """What went wrong with a program; empty when all was well."""
     chance = random.Random(name)
     with tempfile.TemporaryDirectory() as place:
-        plain, killed = (Path(place) / each / "out.pt" for each in ("plain", "killed"))
-        plain.parent.mkdir()
-        killed.parent.mkdir()
+        plain = _fresh(place, "plain")
         if (ended := run_plainly(name, plain)).code:
             return [f"{name}: the plain run ended with {ended.code}"]
-        folder = Path(place) / "saves"
-        died = 0
-        # Twenty lives of a program of a few dozen steps are short ones; some reach its end.
-        for _ in range(deaths):
-            if killed.exists():
-                killed.unlink()
-                folder = Path(place) / f"saves-{died}"
-            ended = run_outlast(name, killed, folder, dies_at=chance.randrange(1, 9))
-            died += ended.code == -signal.SIGKILL
-            if ended.code not in (0, -signal.SIGKILL):
-                return [f"{name}: a life ended with {ended.code}"]
-        if not killed.exists() and (ended := run_outlast(name, killed, folder)).code:
-            return [f"{name}: the last life ended with {ended.code}"]
-        return [f"{name}: {line}" for line in differences(result(plain), result(killed))[:1]]
+        out, died, most = _fresh(place, "0"), 0, 10 * deaths
+        # These programs are short: many lives reach the end of one, and another begins.
+        for life in range(1, most):
+            at = chance.randrange(1, 9) if died < deaths else 0
+            ended = run_outlast(name, out, out.parent / "saves", dies_at=at)
+            if ended.code == -signal.SIGKILL:
+                died += 1
+                continue
+            if ended.code:
+                return [f"{name}: life {life} ended with {ended.code}: {_last_line(ended)}"]
+            if found := differences(result(plain), result(out))[:1]:
+                return [f"{name}: life {life}: {found[0]}"]
+            if died >= deaths:
+                return []
+            out = _fresh(place, str(life))
+        return [f"{name}: killed only {died} times in {most} lives"]
+
+
+def _fresh(place: str, name: str) -> Path:
+    """A result's file in a folder of its own."""
+    out = Path(place) / name / "out.pt"
+    out.parent.mkdir()
+    return out
+
+
+def _last_line(ended: Ended) -> str:
+    return (ended.said.strip().splitlines() or ["it said nothing"])[-1]
