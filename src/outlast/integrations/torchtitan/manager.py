@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.components.checkpointer import (
     DATALOADER,
     LR_SCHEDULER,
@@ -35,28 +34,28 @@ from outlast.errors import (
     IntegrationError,
     WrongNumbersError,
 )
-from outlast.integrations.agreement import Agreement
-from outlast.integrations.stop import Stop
-from outlast.integrations.torchtitan.memory import Memory
+from outlast.integrations.memory import LoopMemory
+from outlast.integrations.stopping import Stopping
 from outlast.integrations.torchtitan.sources import Source, check_data_keys
 from outlast.integrations.torchtitan.state import Entries, module_of
-from outlast.records import CheckpointRestored, StopRequested
+from outlast.records import CheckpointRestored, StateRecovered, StopRequested
 from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
     from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.integrations.recording import Recording
     from outlast.job import LoopJob
+    from outlast.records import Event
     from outlast.train.ranks import Ranks
 
 MODEL_FOLDER = "model"
 """Below the folder: what holds the model alone, a last save or a seed."""
 
-_STEP_WEIGHT = 0.1
 _logger = logging.getLogger(__name__)
 
 
@@ -126,18 +125,17 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         }
         self.entries = Entries(states, model_parts)
         self._store = together(lambda: self._opened(self.folder))
-        self._memory: Memory | None = None
-        self._memory_of: Callable[..., Memory | None] | None = None
+        self._memory: LoopMemory | None = None
+        self._memory_of: Callable[..., LoopMemory] | None = None
         self._handle: SaveHandle | None = None
         self._saved_step = -1
-        self._restored_step = 0
+        self._done_step = 0
         self._closed = False
-        self._boundary = time.monotonic()
-        self._step_seconds = 0.0
-        self._agreement: Agreement | None = None
-        self._stop = Stop() if config.stop_in_time and not config.load_only else None
-        if self._stop is not None:
-            self._stop.__enter__()
+        self._stopping: Stopping | None = None
+        if config.stop_in_time and not config.load_only:
+            self._stopping = Stopping(None)
+            self._signals: AbstractContextManager[Any] = self._stopping.signals()
+            self._signals.__enter__()
 
     def attach(self, recording: Recording, job: LoopJob, ranks: Ranks) -> None:
         """Tell a run's records what happens, and keep the state in memory as its [recover] says.
@@ -146,7 +144,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         if self.enable:
             self._recording = recording
-            self._memory_of = partial(Memory.of, job, ranks, recording)
+            self._memory_of = partial(LoopMemory, job, ranks, recording.directory)
 
     def _load(self, step: int = -1) -> bool:
         """Restore the newest version or that of `step`, or what the run is to begin with.
@@ -157,12 +155,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         with torch.no_grad():
             found = self._restored(step)
-        asks = self._stop is not None or self._memory is not None
-        if asks and dist.is_initialized() and dist.get_world_size() > 1:
-            self._agreement = Agreement(self._restored_step)
-        if self._stop is not None:
-            self._stop.training_begins()
-        self._boundary = time.monotonic()
+        if self._stopping is not None:
+            self._stopping.begin(self._done_step)
         return found
 
     def _restored(self, step: int) -> bool:
@@ -184,14 +178,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         check_data_keys(self._store, wanted, step)
         whole = not self.config.exclude_from_loading and not self.config.load_only
         if self._memory_of is not None and step is None and whole:
-            self._memory = self._memory_of(entries=self.entries, kept=wanted, store=self._store)
-        if self._memory is not None:
-            done = self._memory.restore()
-            if done is None:
-                return False
-            self._restored_step = done
-            self._saved_step = -1 if self._memory.unsaved else done
-            return True
+            note = partial(self.entries.note, wanted)
+            memory = self._memory_of(self._store, wanted, note=note)
+            if memory.is_on:
+                self._memory = memory
+                return self._restored_by(memory, wanted)
         began = time.monotonic()
         restored = self._store.restore(wanted, step=step)
         if restored is None:
@@ -199,10 +190,21 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         for sentence in restored.skipped:
             _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
         self.entries.loaded(wanted)
-        self._restored_step = self._saved_step = restored.step
-        if self._recording is not None:
-            seconds = time.monotonic() - began
-            self._recording.write(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self._done_step = self._saved_step = restored.step
+        seconds = time.monotonic() - began
+        self._write(CheckpointRestored(restored.step, seconds, restored.skipped))
+        return True
+
+    def _restored_by(self, memory: LoopMemory, wanted: dict[str, Any]) -> bool:
+        """Whether there was a state in memory or in the store, whichever is sooner back."""
+        done, events = memory.restore()
+        for event in events:
+            self._write(event)
+        if not any(isinstance(each, CheckpointRestored | StateRecovered) for each in events):
+            return False
+        self.entries.loaded(wanted)
+        self._done_step = done
+        self._saved_step = -1 if memory.unsaved else done
         return True
 
     def _restored_seed(self) -> bool:
@@ -239,17 +241,18 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         if self.config.load_only:
             return False
-        self._observe_step(time.monotonic() - self._boundary)
+        self._done_step = curr_step
         if self._handle is not None and self._handle.done():
             self._wait_for_saving()
-        why = "" if last_step else self._why_to_stop(curr_step)
+        why = "" if last_step or self._stopping is None else self._stopping.why(curr_step)
         due = (
             last_step
             or curr_step % self.config.interval == 0
             or (curr_step == 1 and self.config.enable_first_step_checkpoint)
         )
         if self._memory is not None and not why and not last_step:
-            self._memory.keep(curr_step, self._agreement)
+            agreement = None if self._stopping is None else self._stopping.agreement
+            self._write(self._memory.keep(curr_step, agreement))
         if due or why:
             self.maybe_wait_for_saving()
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -261,13 +264,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     self._save_all(curr_step, wait=bool(why) or last_step)
         if why:
             self.stopped = why
-            if self._recording is not None:
-                self._recording.write(StopRequested(curr_step, why))
+            self._write(StopRequested(curr_step, why))
             _logger.warning("stopped after step %d (%s): run the same again", curr_step, why)
             # The trainer closes its manager after errors and at its end, which this is neither.
             self.close()
             raise SystemExit(EXIT_TO_BE_CONTINUED)
-        self._boundary = time.monotonic()
         return due
 
     def _save_all(self, step: int, *, wait: bool) -> None:
@@ -334,8 +335,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if result.error is not None:
             return
         self._saved_step = result.step
-        if self._stop is not None:
-            self._stop.observe_save(result.seconds)
+        if self._stopping is not None:
+            self._stopping.observe_save(result.seconds)
 
     def _close(self) -> None:
         """Give up the store; after an error, without waiting for other ranks."""
@@ -346,30 +347,17 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         failed = error is not None and not isinstance(error, SystemExit)
         if not failed:
             self.maybe_wait_for_saving()
-        if self._stop is not None:
-            self._stop.__exit__()
-            self._stop = None
+        if self._stopping is not None:
+            self._signals.__exit__(None, None, None)
+            self._stopping = None
         if self._memory is not None:
             self._memory.close(forget=not failed or isinstance(error, WrongNumbersError))
         self._store.close(drain=not failed, failed=failed)
 
-    def _observe_step(self, seconds: float) -> None:
-        weight = _STEP_WEIGHT if self._step_seconds else 1.0
-        self._step_seconds += weight * (seconds - self._step_seconds)
-        if self._stop is not None:
-            self._stop.observe_step(seconds)
-
-    def _why_to_stop(self, step: int) -> str:
-        """Why all ranks stop after this step; empty to go on."""
-        if self._stop is None:
-            return ""
-        if self._agreement is None:
-            return self._stop()
-        if not self._agreement.is_due(step):
-            return ""
-        why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
-        agreed = self._agreement.exchange(step, bool(why), False, self._step_seconds)
-        return (why or "a signal to another rank") if agreed.stop else ""
+    def _write(self, event: Event | None) -> None:
+        """Write an event into the run's records, where it has any."""
+        if self._recording is not None:
+            self._recording.write(event)
 
     def _opened(self, place: str) -> CheckpointStore:
         """A store with the run's settings; `keep_latest_k` = 0 keeps everything."""
