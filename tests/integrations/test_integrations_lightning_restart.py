@@ -16,10 +16,12 @@ pytest.importorskip("lightning.pytorch")
 
 from lightning_runs import EVERY_5, QUIET, assert_same, finish, losses, records, start
 
+from outlast.errors import RecoverError
 from outlast.integrations.lightning import with_outlast
 from outlast.integrations.lightning.memory import KeepLast
 from outlast.integrations.memory import LoopMemory
 from outlast.records import CheckpointRestored, StateRecovered, Warned
+from outlast.train.recovering import RunMemory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -141,11 +143,12 @@ def test_what_two_ranks_have_kept_is_gone_on_with_by_one(tmp_path: Path, restart
 
 
 def test_a_command_that_is_given_again_goes_on_from_memory_where_it_asks_for_the_last(
-    tmp_path: Path, restarts: Any
+    tmp_path: Path, restarts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "killed"
     assert restarts(0, folder, *SAVED, plan="8 SIGKILL") == [None]
-    shutil.copytree(folder, tmp_path / "before")
+    for name in ("before", "unusable"):
+        shutil.copytree(folder, tmp_path / name)
     assert restarts(0, folder, *SAVED) == [0]
     assert recovered(folder) in ([7], [8])
     assert read(folder) == []
@@ -155,6 +158,18 @@ def test_a_command_that_is_given_again_goes_on_from_memory_where_it_asks_for_the
     assert restarts(0, folder, *SAVED, **{"from": None}) == [0]
     assert recovered(folder) == read(folder) == []
     assert len((folder / "losses0.jsonl").read_text().splitlines()) == 8 + 36
+    # So it does where torchrun starts it again and the memory cannot be used, which is said.
+    shutil.rmtree(folder)
+    (tmp_path / "unusable").rename(folder)
+
+    def take(*_: Any) -> None:
+        raise RecoverError("it has gone")
+
+    monkeypatch.setattr(RunMemory, "take", take)
+    assert restarts(1, folder, *SAVED, epochs=1, **{"from": None}) == [0]
+    assert recovered(folder) == read(folder) == []
+    (warned,) = [event.message for _, event in records(folder).of(Warned)]
+    assert warned.startswith("it has gone; the training begins anew, as the script says")
 
 
 def test_a_command_that_begins_anew_is_not_restarted_into_the_training_before(

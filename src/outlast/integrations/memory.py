@@ -56,6 +56,8 @@ class LoopMemory:
         state: What is kept: name -> module, optimizer, or object with a ``state_dict``. It may be
             filled later, before `take` and `keep`.
         note: Called before the state is looked at, to bring entries up to date.
+        otherwise: What the loop does where the memory cannot be used, for a warning; empty: it goes
+            on from its newest checkpoint.
 
     Attributes:
         events: What `find` and `take` had to say.
@@ -73,8 +75,10 @@ class LoopMemory:
         state: State,
         *,
         note: Callable[[], None] = lambda: None,
+        otherwise: str = "",
     ) -> None:
         self.events: list[Event] = []
+        self._otherwise = otherwise
         self._every_steps = job.recover.every_steps
         self._store = store
         self._state = state
@@ -227,8 +231,7 @@ class LoopMemory:
                 f"{error}; and there is no checkpoint to go on from: start with the settings and "
                 "the code of before, or anew in another directory"
             )
-        self.events.append(
-            Warned(
-                f"{error}; the run goes on from its newest checkpoint, of step {self._memory.saved}"
-            )
+        follows = self._otherwise or (
+            f"the run goes on from its newest checkpoint, of step {self._memory.saved}"
         )
+        self.events.append(Warned(f"{error}; {follows}"))

@@ -164,7 +164,11 @@ class TrainerMemory:
             self._trainer, path, directory
         ):
             return None
-        memory = self._memory = self._opened(directory)
+        otherwise = ""
+        if str(path) not in _last_files(self._trainer):
+            does = f"goes on from {path}" if path else "begins anew"
+            otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
+        memory = self._memory = self._opened(directory, otherwise)
         is_taken = memory.find() is not None and memory.take()
         self.events = memory.events
         if not is_taken:
@@ -184,11 +188,19 @@ class TrainerMemory:
             return told
         return [[*told[0]] for _ in range(ranks_before)]
 
-    def _opened(self, directory: RunDirectory) -> LoopMemory:
+    def _opened(self, directory: RunDirectory, otherwise: str = "") -> LoopMemory:
         ranks = ranks_here()
         self._store = CheckpointStore(directory.checkpoints, collective=False)
         state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{ranks.rank}": self._place}
-        return LoopMemory(self._job, ranks, directory, self._store, state, note=self._note)
+        return LoopMemory(
+            self._job,
+            ranks,
+            directory,
+            self._store,
+            state,
+            note=self._note,
+            otherwise=otherwise,
+        )
 
     def _note(self) -> None:
         """Bring what is kept up to date."""
@@ -248,11 +260,15 @@ def _counts(trainer: Trainer, path: Any, directory: RunDirectory) -> bool:
     """
     counts = directory.exists()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        last = [
-            str(found)
-            for each in trainer.checkpoint_callbacks
-            if isinstance(each, ModelCheckpoint)
-            for found in each._find_last_checkpoints(trainer)
-        ]
-        counts = counts and str(path) in last
+        counts = counts and str(path) in _last_files(trainer)
     return shared(counts)[0]
+
+
+def _last_files(trainer: Trainer) -> list[str]:
+    """The files of which ``ckpt_path="last"`` means the newest."""
+    return [
+        str(found)
+        for each in trainer.checkpoint_callbacks
+        if isinstance(each, ModelCheckpoint)
+        for found in each._find_last_checkpoints(trainer)
+    ]
