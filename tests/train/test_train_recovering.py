@@ -11,7 +11,8 @@ import pytest
 from runs import Forked, finish, start, start_process, wait_for_step
 from tiny import assert_equal_bits, losses, tiny_job, weights
 
-from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.checkpoint import CheckpointStore
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_TO_BE_CONTINUED, RecoverError
 from outlast.job import Job
 from outlast.records import (
     CheckpointRestored,
@@ -24,7 +25,7 @@ from outlast.records import (
 )
 from outlast.recover.memory.room import run_folder
 from outlast.recover.resize import ask, is_wanted, met, wish
-from outlast.train.recovering import kept_run
+from outlast.train.recovering import from_disk, kept_run
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed
@@ -101,6 +102,14 @@ def test_a_rank_that_loses_its_memory_too_is_rebuilt_from_parity(tmp_path: Path)
     assert recovered.source == "parity"
     assert recovered.step in (19, 20)
     assert_equal_bits(weights(job), weights(whole))
+
+
+def test_where_nothing_is_left_the_remedy_is_one_that_every_loop_has(tmp_path: Path) -> None:
+    with (
+        CheckpointStore(tmp_path) as store,
+        pytest.raises(RecoverError, match=r"^half is lost; .*, or anew in another directory$"),
+    ):
+        from_disk(store, {}, ["half is lost"])
 
 
 def wait_for_fault(job: Job) -> None:

@@ -117,7 +117,7 @@ def from_disk(
             # Steps were done: whoever began anew would lose them without a word.
             raise RecoverError(
                 f"{'; '.join(passed_over)}; and there is no checkpoint to go on from: start with "
-                "the settings and the code of before, or anew with --fresh"
+                "the settings and the code of before, or anew in another directory"
             )
         return 0, []
     skipped = [*passed_over, *restored.skipped]
