@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from outlast.records import (
     CheckpointSaved,
     EnergyMeasured,
     Guarded,
+    StateRecovered,
     StepsDone,
     StopRequested,
     WrongNumbers,
@@ -152,6 +153,28 @@ def test_torchtitan_s_parser_takes_the_recipe_and_the_settings_of_its_command_li
     assert job_of(config).guard.policy == "full"
 
 
+def test_where_the_data_runs_out_the_last_step_that_was_done_stays_in_memory(
+    tmp_path: Path, whole: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    memory = tmp_path / "memory"
+    job = f'{QUIET}guard.policy = "light"\nrecover.memory = "{memory}"\n'
+    # Six steps and one of two micro-batches of the seventh, with a checkpoint of the fourth.
+    plan = Plan(tmp_path / "run", job, texts=13, by_name=True)
+    first, _ = run_ranks(2, train, plan)
+    assert [*first.losses] == [*range(1, 7)]
+    run = read_run(tmp_path / "run")
+    assert run.of(Guarded)[-1][1].step == 6
+    assert all(event.gradient_norm > 0 for _, event in run.of(StepsDone))
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [4]
+    resumed, _ = run_ranks(2, train, replace(plan, texts=None, model_only=True))
+    assert resumed.losses == {step: whole.losses[step] for step in (7, 8)}
+    [(_, recovered)] = read_run(tmp_path / "run").of(StateRecovered)
+    assert (recovered.source, recovered.step) == ("memory", 6)
+    # Now what is wanted of the last step is on disk.
+    assert not list(memory.rglob("rank-*"))
+
+
 class Mine(OutlastTrainer):
     """A trainer of one's own."""
 
@@ -172,6 +195,10 @@ def test_trainers_of_one_s_own_derive_from_ours() -> None:
     config = Mine.Config(more=2)
     assert use_outlast(config, "mine.toml") is config
     assert (config.outlast_job, config.more) == ("mine.toml", 2)
+    use_outlast(config, overrides=["guard.policy=off"])
+    use_outlast(config, enable=True)
+    assert config.outlast_job == "mine.toml"
+    assert config.outlast_settings == ["guard.policy=off"]
     with pytest.raises(IntegrationError, match=r"Another\.Config, whose trainer has steps of its"):
         use_outlast(Another.Config(), "job.toml")
 

@@ -46,13 +46,19 @@ def steps_in(folder: Path) -> list[int]:
 
 
 class Texts(IterableDataset):
-    """Each data-parallel rank's share of an endless text; knows where it stands."""
+    """Each data-parallel rank's share of a text; knows where it stands.
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.position = rank, ranks, 0
+    Args:
+        rank: Whose share it is.
+        ranks: That have one.
+        length: Of a share; None: endless.
+    """
+
+    def __init__(self, rank: int, ranks: int, length: int | None = None) -> None:
+        self.rank, self.ranks, self.length, self.position = rank, ranks, length, 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
+        while self.position != self.length:
             number = self.position * self.ranks + self.rank
             self.position += 1
             generator = torch.Generator().manual_seed(number)

@@ -71,13 +71,13 @@ class TextLoader(ParallelAwareDataloader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
-        pass
+        length: int | None = None
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
     ) -> None:
         super().__init__(
-            Texts(dp_rank, dp_world_size),
+            Texts(dp_rank, dp_world_size, config.length),
             dp_rank,
             dp_world_size,
             batch_size=local_batch_size,
@@ -161,6 +161,9 @@ class Plan:
         signals_at: Steps done when rank 1 sends itself SIGTERM; 0: it does not.
         dies_at: Steps done when rank 1 kills itself, at torchrun's first start; 0: it does not.
         meter: A file whose joules go up by 2 with each step of rank 0.
+        texts: That each rank has; None: they do not end.
+        model_only: Whether the last save is of the model alone.
+        by_name: Whether the trainer tells its figures by their names, as one of one's own may.
     """
 
     folder: Path
@@ -171,10 +174,14 @@ class Plan:
     signals_at: int = 0
     dies_at: int = 0
     meter: Path | None = None
+    texts: int | None = None
+    model_only: bool = False
+    by_name: bool = False
 
     def trainer(self) -> Any:
         """Build it, as torchtitan's `train.main` does."""
         config = recipe(self.folder, self.steps)
+        config.dataloader = TextLoader.Config(length=self.texts)
         if self.job is not None:
             path = self.folder.parent / f"job{os.environ['RANK']}.toml"
             path.write_text(self.job)
@@ -184,7 +191,7 @@ class Plan:
                 enable=True,
                 interval=self.interval,
                 async_mode="async_with_pinned_mem",
-                last_save_model_only=False,
+                last_save_model_only=self.model_only,
             )
         return config.build()
 
@@ -250,7 +257,18 @@ def _watch(trainer: Any, plan: Plan, found: Outcome) -> None:
         found.losses[step] = loss
         own_log(step, loss, *rest, **options)
 
+    def name_figures() -> None:
+        beside = trainer.metrics_processor.log
+
+        def log_by_name(step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
+            beside(step, global_avg_loss=loss, global_max_loss=largest, grad_norm=norm, **more)
+
+        trainer.metrics_processor.log = log_by_name
+        plan.by_name = False
+
     def should_continue_training() -> bool:
+        if plan.by_name:
+            name_figures()
         goes_on = own_question()
         if plan.fault and trainer._beside._guarding.run.guard.watch.seam is None:
             guard = trainer._beside._guarding.run.guard

@@ -55,6 +55,7 @@ class Beside:
         self._ranks = ranks_here()
         self._guarding: Guarding | None = None
         self._begun = False
+        self._step = 0
         self._loss: float | None = None
         self._norm = self._rate = math.nan
         self._undo = contextlib.ExitStack()
@@ -100,6 +101,7 @@ class Beside:
             return
         self._begun = True
         step, settings = self._trainer.step, self._job.guard
+        self._step = step
         if settings.policy != "off":
             self._guarding = Guarding(self._trainer, settings, self._job.run.seed, step)
             self._undo.callback(self._guarding.run.guard.remove)
@@ -120,7 +122,7 @@ class Beside:
 
     def step(self) -> None:
         """One more step is done."""
-        step = self._trainer.step
+        step = self._step = self._trainer.step
         due = self._recording.step(
             step, loss=self._loss, gradient_norm=self._norm, learning_rate=self._rate
         )
@@ -130,11 +132,7 @@ class Beside:
             self._tell()
 
     def _complete(self) -> None:
-        """The loop has come to its end.
-
-        Raises:
-            WrongNumbersError: When the guard's last checks fail.
-        """
+        """The loop has come to its end; what the guard's last checks find is told."""
         try:
             if self._guarding is not None:
                 self._guarding.run.finish()
@@ -147,21 +145,26 @@ class Beside:
 
     def _tell(self) -> None:
         """Write down what the guards of all ranks have found, and checked; all ranks together."""
-        if self._guarding is None:
-            return
-        for event in self._guarding.run.news():
-            self._recording.write(event)
-        self._recording.write(self._guarding.run.summary(self._trainer.step))
+        if self._guarding is not None:
+            # The trainer counts a step that the end of the data has cancelled, too.
+            self._recording.checked(self._guarding.run, self._step)
 
     def _logged(
-        self, own: Callable[..., None], step: int, loss: float, *rest: float, **options: Any
+        self,
+        own: Callable[..., None],
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        *more: Any,
+        **options: Any,
     ) -> None:
         """The log of torchtitan itself of a step: its figures are those of all ranks."""
-        own(step, loss, *rest, **options)
+        own(step, global_avg_loss, global_max_loss, grad_norm, *more, **options)
         if not self._trainer.parallel_dims.pp_enabled:
             # The first stage of a pipeline, whose rank records, knows no loss.
-            self._loss = loss
-        _, self._norm = rest
+            self._loss = global_avg_loss
+        self._norm = grad_norm
 
     def _time(self, owner: Any, name: str, purpose: str) -> None:
         """Let the time in a method count for `purpose`."""

@@ -260,6 +260,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 # A seed, which is saved as the last step of none, is the weights alone.
                 if last_step and (self.config.last_save_model_only or curr_step == 0):
                     self._save_model(curr_step)
+                    self._saved_step = curr_step
                 elif self._saved_step != curr_step:
                     self._save_all(curr_step, wait=bool(why) or last_step)
         if why:
@@ -351,7 +352,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._signals.__exit__(None, None, None)
             self._stopping = None
         if self._memory is not None:
-            self._memory.close(forget=not failed or isinstance(error, WrongNumbersError))
+            # Where the data ran out, nothing was saved of the last step.
+            is_saved = not failed and self._saved_step == self._done_step
+            self._memory.close(forget=is_saved or isinstance(error, WrongNumbersError))
         self._store.close(drain=not failed, failed=failed)
 
     def _write(self, event: Event | None) -> None:

@@ -30,7 +30,8 @@ def use_outlast(
         config: A `Trainer.Config`.
         job: A TOML file with the sections [guard], [recover], [energy] and [log], each of which may
             be missing.
-        overrides: Of the job's settings, or of the defaults: "section.key=value".
+        overrides: Of the job's settings, or of the defaults: "section.key=value". A recipe that has
+            a job or overrides already keeps what is not given.
         settings: Of `OutlastCheckpointManager.Config`, instead of the recipe's own; for example
             ``enable=True``, which most recipes leave to the command line.
 
@@ -48,7 +49,7 @@ def use_outlast(
             f"there are {', '.join(sorted(known))}"
         )
     if job is not None or overrides:
-        config = _with_job(config, "" if job is None else str(job), [*overrides])
+        config = _with_job(config, job, overrides)
     before = config.checkpoint
     given = {}
     for field in dataclasses.fields(before):
@@ -64,18 +65,27 @@ def use_outlast(
     return config
 
 
-def _with_job(config: Any, job: str, overrides: list[str]) -> OutlastTrainer.Config:
-    """The same recipe for an `OutlastTrainer`."""
-    if isinstance(config, OutlastTrainer.Config):
-        config.outlast_job, config.outlast_settings = job, overrides
-        return config
+def _with_job(
+    config: Any, job: str | os.PathLike[str] | None, overrides: Sequence[str]
+) -> OutlastTrainer.Config:
+    """The same recipe for an `OutlastTrainer`; what is not given stays as it is."""
+    if not isinstance(config, OutlastTrainer.Config):
+        config = _of_our_trainer(config)
+    if job is not None:
+        config.outlast_job = str(job)
+    if overrides:
+        config.outlast_settings = [*overrides]
+    return config
+
+
+def _of_our_trainer(config: Any) -> OutlastTrainer.Config:
     if type(config) is not Trainer.Config:
         raise IntegrationError(
             f"the recipe is a {type(config).__qualname__}, whose trainer has steps of its own; "
             "derive that trainer and its Config from OutlastTrainer, or leave out job and overrides"
         )
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return OutlastTrainer.Config(**given, outlast_job=job, outlast_settings=overrides)
+    return OutlastTrainer.Config(**given)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
