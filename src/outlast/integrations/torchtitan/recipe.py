@@ -69,13 +69,14 @@ def _with_job(
     config: Any, job: str | os.PathLike[str] | None, overrides: Sequence[str]
 ) -> OutlastTrainer.Config:
     """The same recipe for an `OutlastTrainer`; what is not given stays as it is."""
+    ours: OutlastTrainer.Config = config
     if not isinstance(config, OutlastTrainer.Config):
-        config = _of_our_trainer(config)
+        ours = _of_our_trainer(config)
     if job is not None:
-        config.outlast_job = str(job)
+        ours.outlast_job = str(job)
     if overrides:
-        config.outlast_settings = [*overrides]
-    return config
+        ours.outlast_settings = [*overrides]
+    return ours
 
 
 def _of_our_trainer(config: Any) -> OutlastTrainer.Config:
