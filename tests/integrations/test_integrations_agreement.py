@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import time
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import IntegrationError
 from outlast.integrations import agreement as agreement_module
-from outlast.integrations.agreement import Agreed, Agreement
+from outlast.integrations.agreement import Agreed, Agreement, host_group
 from outlast.integrations.stopping import Stopping
 
 pytestmark = pytest.mark.distributed
@@ -171,6 +172,23 @@ def _slow():
 
 def test_a_rank_that_comes_as_a_wait_ends_is_no_failure(ranks):
     assert ranks(2)(_slow) == [True, True]
+
+
+def _twice(folder):
+    said = []
+    for life in range(2):
+        world, rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK"))
+        meeting = f"file://{folder}/{life}"
+        dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
+        first = host_group()
+        said += [Agreement(0).any(0, dist.get_rank() == life) for _ in range(2)]
+        assert host_group() is first
+        dist.destroy_process_group()
+    return said
+
+
+def test_one_group_serves_all_and_ends_with_the_default_one(ranks, tmp_path):
+    assert ranks(2)(_twice, tmp_path) == [[True] * 4] * 2
 
 
 def _ends(steps):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ _TELL_SECONDS = 5.0
 _AWAY_SECONDS = 60.0
 """After so long it says whom it waits for."""
 
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_host_groups = weakref.WeakKeyDictionary()
+"""Of each default process group the one for host memory; torch keeps both."""
+
 _HERE, _WAITS, _ENDED = "here", "waits", "ended"
 _NAMED = 4
 
@@ -55,7 +60,7 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """The ranks of the default process group, in a group of their own, over gloo.
+    """The ranks of the default process group, in `host_group`.
 
     All ranks make it at the same boundary.
 
@@ -238,8 +243,17 @@ def _is_done(work: dist.Work, seconds: float) -> bool:
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks of the default process group, for tensors in host memory; all make it together."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_timeout())
+    """All ranks of the default process group, for tensors in host memory.
+
+    The same one each time, since groups stay until the end: all ranks ask for it together, and use
+    it in one thread each. With another default group it is another one.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    group = _host_groups.get(world, lambda: None)()
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=_timeout())
+        _host_groups[world] = weakref.ref(group)
     return group
 
 
