@@ -425,6 +425,31 @@ def test_what_goes_another_way_after_a_restore_stops_the_run(script):
         del itertools.hidden
 
 
+def test_an_optimizer_that_nothing_leads_to_any_more_stops_no_run(script):
+    # Set-up names the first optimizer, and so keeps it; a life that begins behind it has another.
+    path = script("""
+        import torch
+
+        def train(model, steps):
+            optimizer = torch.optim.Adam(model.parameters())
+            for step in range(steps):
+                model(torch.randn(3, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model = torch.nn.Linear(2, 1)
+        train(model, 3)
+        train(model, 5)
+        print(model.weight)
+    """)
+    first = DictKeeper(5, stops=False)
+    expected = run(path, first)
+    assert sorted(first.digests) == [6, 7]
+    later = DictKeeper()
+    later.digests = first.digests
+    assert run(path, later, first.saved) == expected
+
+
 def test_random_numbers_that_another_source_has_drawn_stop_the_run(script):
     path = script(
         """

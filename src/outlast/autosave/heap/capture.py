@@ -74,6 +74,7 @@ class _Header:
         became: Path to class, where that is another one now.
         next_hook: Number of the next hook that a module will be given.
         written: Paths of the tensors that the program has written to since set-up.
+        lost: Paths of the tensors and optimizers that were not saved: nothing led to them.
     """
 
     places: dict[str, Geometry]
@@ -81,6 +82,7 @@ class _Header:
     became: dict[str, type | ParametrizedClass]
     next_hook: int
     written: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
 
 
 def capture(
@@ -131,6 +133,7 @@ def _restore(
         names.objects[path].__class__ = class_from(kind)
     blocks = _fill(captured.tensors, header.places, names)
     names.count_as_written(header.written)
+    names.lost = header.lost
     reader = Reader(io.BytesIO(body), names, known, blocks)
     values = reader.load()
     held: dict[str, Content] = {}
@@ -212,6 +215,11 @@ class _Capture:
         self._write(None)
         names = self._names
         mentioned = self._mentioned | self._places.keys()
+        names.lost = frozenset(
+            path
+            for path, value in names.objects.items()
+            if path not in self._reached and isinstance(value, torch.Tensor | torch.optim.Optimizer)
+        )
         header = _Header(
             self._places,
             {path: name_of(names.types[path]) for path in mentioned},
@@ -222,6 +230,7 @@ class _Capture:
             },
             RemovableHandle.next_id,
             frozenset(path for path in self._places if names.is_written(path)),
+            names.lost,
         )
         self._writer.refuse_addresses()
         self._refuse_classes(header.became)

@@ -61,6 +61,7 @@ class Names:
         geometry: How tensors and arrays lay in memory.
         blocks: Address of a block of memory to its name.
         weights: The tensors that can have gradients.
+        lost: Paths of tensors and optimizers to which nothing led when last was saved or restored.
         kinds: Tells the kind of any object.
     """
 
@@ -84,6 +85,7 @@ class Names:
         self.geometry: dict[str, Geometry] = {}
         self.blocks: dict[str, str] = {}
         self._versions: dict[str, int] = {}
+        self.lost: frozenset[str] = frozenset()
         with undisturbed():
             self._walk(roots)
             self._look()

@@ -78,6 +78,7 @@ class Session:
         passed: What leaves a call that is not on the way.
         unset: Stands for a local name that had no value.
         anew: Stands for a function, class or module that is defined or imported again.
+        slice: What makes a slice, whatever the program calls by that name.
         step: Iterations of step loops begun so far; at a boundary, steps done.
         generators: What rewritten generator functions call.
         abandoned: Contexts that set-up has entered and that are not ended on the way back.
@@ -87,6 +88,7 @@ class Session:
     unset = object()
     anew = object()
     augmented = staticmethod(augmented)
+    slice = slice
 
     def __init__(
         self,
@@ -341,7 +343,7 @@ class Session:
     def _compare(self, step: int) -> None:
         """Keep the digest of a step after a save, or compare it with what an earlier life kept."""
         assert self._names is not None
-        text = digest(self._names.objects, random_states())
+        text = digest(self._names.objects, self._names.lost, random_states())
         before = self._keeper.digest(step, text)
         different = "" if before is None else difference(before, text)
         if different:
