@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +12,8 @@ from outlast.autosave.program.sites import RUNTIME
 from outlast.errors import IntegrationError
 from outlast.integrations.place import unwrapped
 from outlast.integrations.recording import LoopFacts
-from outlast.job import LoopJob, load_loop_job
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
@@ -141,23 +138,6 @@ def held(name: str, value: torch.Tensor | float) -> torch.Tensor | float:
             f"{name} has the shape {tuple(value.shape)}, but is one number; give its mean"
         )
     return value.detach().clone() if value.device.type != "cpu" else value.item()
-
-
-def loop_job_of(job: str | os.PathLike[str] | LoopJob | None, settings: Sequence[str]) -> LoopJob:
-    """The settings of a run, from a file and overrides or as they are.
-
-    Raises:
-        JobError: When a setting is wrong, or is one that the script decides.
-        IntegrationError: When there are overrides and nothing that they go with.
-    """
-    if not isinstance(job, LoopJob):
-        return load_loop_job(None if job is None else Path(job), [*settings])
-    if settings:
-        raise IntegrationError(
-            f"settings = {[*settings]} change a file's settings, but job is a LoopJob already; "
-            "leave them out"
-        )
-    return job
 
 
 def refuse_two_savers() -> None:

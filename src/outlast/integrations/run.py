@@ -21,6 +21,7 @@ import torch
 
 from outlast.autosave.position import Position
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
+from outlast.integrations.given import loop_job_of
 from outlast.integrations.keeping import StateKeeper
 from outlast.integrations.place import device_of, ranks_here
 from outlast.integrations.progress import (
@@ -28,7 +29,6 @@ from outlast.integrations.progress import (
     entries_of,
     facts_of,
     held,
-    loop_job_of,
     refuse_two_savers,
     set_epoch,
 )

@@ -11,7 +11,7 @@ from outlast.errors import CheckpointError
 from outlast.records import Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.records import Event
@@ -71,6 +71,14 @@ class Saves:
         self.collect(wait=True)
         if self.results and self.results[-1].error is not None:
             raise CheckpointError(self.results[-1].error)
+
+    def _tell_all(self, events: Iterable[Event]) -> None:
+        """Take over what another part of restoring had to say."""
+        for each in events:
+            if isinstance(each, Warned):
+                self._tell(each.message)
+            else:
+                self.events.append(each)
 
     def _tell(self, sentence: str) -> None:
         self.events.append(Warned(sentence))

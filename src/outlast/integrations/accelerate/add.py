@@ -13,11 +13,12 @@ from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
 from outlast.integrations.accelerate.remembering import Remembering
 from outlast.integrations.accelerate.saving import Saving
 from outlast.integrations.accelerate.tracking import OutlastTracker
+from outlast.integrations.given import loop_job_of, with_section
 from outlast.integrations.place import ranks_here, unwrapped
 from outlast.integrations.recording import directory_of
 from outlast.integrations.step_energy import StepEnergy
 from outlast.integrations.stopping import Stopping
-from outlast.job import LoopJob, load_loop_job
+from outlast.job import LoopJob
 from outlast.job.template import toml_value
 from outlast.records import RunDirectory
 from outlast.train.guarding import RunGuard
@@ -51,7 +52,7 @@ def add_checkpoints(
         JobError: When a setting is wrong.
         IntegrationError: When a setting has no effect, or the accelerator cannot be saved so.
     """
-    section = _settings("checkpoint", settings).checkpoint
+    section = with_section("checkpoint", settings).checkpoint
     plain = LoopJob().checkpoint
     for name in settings:
         if name not in _FOLLOWED and getattr(section, name) != getattr(plain, name):
@@ -91,7 +92,7 @@ def add_recover(
         JobError: When a setting is wrong.
         RecoverError: When the parity that is asked for is not possible.
     """
-    settings = _job_of(job)
+    settings = loop_job_of(job)
     directory = RunDirectory(saving.directory) if job is None else directory_of(settings)
     together(lambda: directory.identify() if ranks_here().is_first else None)
     return Remembering(accelerator, saving, settings, directory)
@@ -115,7 +116,7 @@ def add_guard(
         JobError: When a setting is wrong.
         GuardError: When a model cannot be guarded.
     """
-    section = _settings("guard", {"policy": policy, **settings}).guard
+    section = with_section("guard", {"policy": policy, **settings}).guard
     models = accelerator._models
     model = models[0] if len(models) == 1 else nn.ModuleList([unwrapped(each) for each in models])
     optimizers = [each.optimizer for each in accelerator._optimizers]
@@ -154,7 +155,7 @@ def add_records(
     """
     tracker = OutlastTracker(
         accelerator,
-        _job_of(job),
+        loop_job_of(job),
         steps=steps,
         tokens_per_step=tokens_per_step,
         guard=guard,
@@ -269,13 +270,3 @@ def add_stop(
         tracker: What `add_records` gave.
     """
     return AskStop(accelerator, limit_seconds, saving, tracker)
-
-
-def _job_of(job: str | os.PathLike[str] | LoopJob | None) -> LoopJob:
-    return job if isinstance(job, LoopJob) else load_loop_job(None if job is None else Path(job))
-
-
-def _settings(section: str, values: dict[str, Any]) -> LoopJob:
-    return load_loop_job(
-        None, [f"{section}.{key}={toml_value(each)}" for key, each in values.items()]
-    )

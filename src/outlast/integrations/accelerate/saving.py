@@ -29,7 +29,7 @@ from outlast.integrations.accelerate.folders import (
 from outlast.integrations.entries import RandomEntry, TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
 from outlast.integrations.saves import Saves
-from outlast.records import CheckpointRestored, Warned
+from outlast.records import CheckpointRestored
 from outlast.train.ranks import shared, together
 
 if TYPE_CHECKING:
@@ -177,11 +177,7 @@ class Saving(Saves):
         return taken
 
     def _take_over_events(self) -> None:
-        for each in () if self.memory is None else self.memory.events:
-            if isinstance(each, Warned):
-                self._tell(each.message)
-            else:
-                self.events.append(each)
+        self._tell_all(() if self.memory is None else self.memory.events)
 
     def _take_over(self, facts: dict[str, Any], random: RandomEntry) -> None:
         """Go on where the objects that were loaded are from."""

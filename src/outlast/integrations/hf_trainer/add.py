@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import IntegrationError
+from outlast.integrations.given import loop_job_of, with_section
 from outlast.integrations.hf_trainer.adapter import Adapter, adapter_of
 from outlast.integrations.hf_trainer.checks import (
     check_checkpoints,
@@ -17,14 +17,13 @@ from outlast.integrations.hf_trainer.recorder import Recorder, in_output_directo
 from outlast.integrations.hf_trainer.remembering import Remembering
 from outlast.integrations.hf_trainer.saving import Saving
 from outlast.integrations.stopping import Stopping
-from outlast.job import LoopJob, load_loop_job
-from outlast.job.template import toml_value
 
 if TYPE_CHECKING:
     import os
 
     from transformers import Trainer
 
+    from outlast.job import LoopJob
     from outlast.records import Predicted
 
 
@@ -44,7 +43,7 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
         IntegrationError: When something in `TrainingArguments` cannot be kept.
     """
     check_trainer(trainer)
-    section = _settings("checkpoint", settings).checkpoint
+    section = with_section("checkpoint", settings).checkpoint
     check_checkpoints(trainer, section)
     adapter = adapter_of(trainer, "saving")
     adapter.saving = Saving(trainer, section)
@@ -66,7 +65,7 @@ def add_recover(trainer: Trainer, **settings: Any) -> Remembering:
         IntegrationError: When there is no store.
     """
     check_trainer(trainer)
-    job = _settings("recover", settings)
+    job = with_section("recover", settings)
     if job.recover.mode == "off":
         raise IntegrationError('add_recover with mode = "off" does nothing; leave it out')
     adapter = adapter_of(trainer, "remembering")
@@ -94,7 +93,7 @@ def add_guard(
     Raises:
         JobError: When a setting is wrong.
     """
-    section = _settings("guard", {"policy": policy, **settings}).guard
+    section = with_section("guard", {"policy": policy, **settings}).guard
     adapter = adapter_of(trainer, "guarding")
     adapter.guarding = Guarding(trainer, section, seed)
     return adapter.guarding
@@ -120,7 +119,7 @@ def add_records(
         IntegrationError: When the job names another run directory.
     """
     check_trainer(trainer)
-    settings = in_output_directory(_job_of(job), trainer.args.output_dir)
+    settings = in_output_directory(loop_job_of(job), trainer.args.output_dir)
     adapter = adapter_of(trainer, "recorder")
     adapter.recorder = Recorder(trainer, settings, tokens_per_step, prediction)
     return adapter.recorder
@@ -170,7 +169,7 @@ def add_outlast(
         IntegrationError: When something in `TrainingArguments` or in the job does not go with it.
     """
     check_trainer(trainer)
-    settings = _job_of(job)
+    settings = loop_job_of(job)
     in_output_directory(settings, trainer.args.output_dir)
     check_checkpoints(trainer, settings.checkpoint)
     check_stop(trainer)
@@ -189,15 +188,3 @@ def _remember(adapter: Adapter, trainer: Trainer, job: LoopJob) -> Remembering:
     assert adapter.saving is not None
     adapter.remembering = adapter.saving.memory = Remembering(trainer, job)
     return adapter.remembering
-
-
-def _settings(section: str, values: dict[str, Any]) -> LoopJob:
-    return load_loop_job(
-        None, [f"{section}.{key}={toml_value(each)}" for key, each in values.items()]
-    )
-
-
-def _job_of(job: str | os.PathLike[str] | LoopJob | None) -> LoopJob:
-    if isinstance(job, LoopJob):
-        return job
-    return load_loop_job(None if job is None else Path(job))

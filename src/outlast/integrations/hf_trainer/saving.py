@@ -13,7 +13,6 @@ import dataclasses
 import json
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from outlast.integrations.hf_trainer.folders import (
 )
 from outlast.integrations.place import ranks_here, trained_part, unwrapped
 from outlast.integrations.saves import Saves
-from outlast.records import CheckpointRestored, RunDirectory, Warned
+from outlast.records import CheckpointRestored, RunDirectory
 from outlast.train.ranks import shared, together
 from outlast.train.saving import open_store
 
@@ -155,10 +154,7 @@ class Saving(Saves):
     def _take_over_events(self) -> None:
         assert self.memory is not None
         told, self.memory.events = self.memory.events, []
-        self.events += told
-        for each in told:
-            if isinstance(each, Warned) and self._ranks.is_first:
-                warnings.warn(each.message, stacklevel=2)
+        self._tell_all(told)
 
     def _open_store(self) -> CheckpointStore:
         together(lambda: self._directory.identify() if self._ranks.is_first else None)

@@ -11,16 +11,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from outlast.errors import IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
+from outlast.integrations.given import loop_job_of
 from outlast.integrations.lightning.callback import OutlastCallback
 from outlast.integrations.lightning.memory import KeepLast, TrainerMemory
 from outlast.integrations.recording import directory_of
-from outlast.job import LoopJob, load_loop_job
 from outlast.train.ranks import ranks_from
 from outlast.train.recovering import is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outlast.job import LoopJob
     from outlast.records import Predicted
 
 
@@ -59,13 +60,7 @@ def with_outlast(
         JobError: When a setting is wrong, or is one that the script decides.
         IntegrationError: When a setting cannot be followed here.
     """
-    if not isinstance(job, LoopJob):
-        job = load_loop_job(None if job is None else Path(job), [*settings])
-    elif settings:
-        raise IntegrationError(
-            f"settings = {[*settings]} change a file's settings, but job is a LoopJob already; "
-            "leave them out"
-        )
+    job = loop_job_of(job, settings)
     own = [callbacks] if isinstance(callbacks, Callback) else [*callbacks]
     directory = directory_of(job)
     # How often to save, ModelCheckpoint is told.
