@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from titan_trainer import STEPS, Plan, train
 
-from outlast.records import CheckpointSaved, StateRecovered, read_run
+from outlast.records import CheckpointRestored, CheckpointSaved, StateRecovered, Warned, read_run
 
 pytestmark = [
     pytest.mark.distributed,
@@ -83,3 +84,34 @@ def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path) -> None:
     assert [event.step for _, event in run.of(CheckpointSaved)] == [4, 8]
     # All is on disk in the end.
     assert not list(memory.rglob("rank-*"))
+
+
+def test_a_run_that_begins_at_a_step_of_its_recipe_is_restarted_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    memory = tmp_path / "memory"
+    job = f'recover.memory = "{memory}"\nenergy.measure = false\n'
+    plan = Plan(tmp_path / "run", job)
+    # The newest version is of the eighth step, from which the next starts do not go on.
+    [whole] = run_ranks(1, train, plan)
+    begun = replace(plan, load_step=4, dies_at=7)
+    assert run_ranks(1, train, begun, may_die={0}) == [None]
+    with monkeypatch.context() as restarted:
+        restarted.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        [rest] = run_ranks(1, train, begun)
+    assert rest.losses == {step: whole.losses[step] for step in (7, 8)}
+    assert rest.digest == whole.digest
+    assert not list(memory.rglob("rank-*"))
+    # What an earlier start has kept counts for no restart of one that was begun by hand.
+    assert run_ranks(1, train, begun, may_die={0}) == [None]
+    assert run_ranks(1, train, replace(begun, dies_at=5), may_die={0}) == [None]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    [rest] = run_ranks(1, train, begun)
+    assert rest.losses == {step: whole.losses[step] for step in (5, 6, 7, 8)}
+    run = read_run(tmp_path / "run")
+    assert [(each.attempt, event.step) for each, event in run.of(StateRecovered)] == [(3, 6)]
+    assert [each.attempt for each, _ in run.of(CheckpointRestored)] == [2, 4, 5, 6]
+    assert [
+        each.attempt for each, event in run.of(Warned) if "begins at step 4 again" in event.message
+    ] == [6]

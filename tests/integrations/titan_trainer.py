@@ -159,9 +159,11 @@ class Plan:
         interval: Steps between checkpoints.
         fault: That is injected into the guard.
         signals_at: Steps done when rank 1 sends itself SIGTERM; 0: it does not.
-        dies_at: Steps done when rank 1 kills itself, at torchrun's first start; 0: it does not.
+        dies_at: Steps done when the last rank kills itself, at torchrun's first start; 0: it does
+            not.
         meter: A file whose joules go up by 2 with each step of rank 0.
         texts: That each rank has; None: they do not end.
+        load_step: At which the recipe begins; -1: at the newest.
         model_only: Whether the last save is of the model alone.
         by_name: Whether the trainer tells its figures by their names, as one of one's own may.
     """
@@ -175,6 +177,7 @@ class Plan:
     dies_at: int = 0
     meter: Path | None = None
     texts: int | None = None
+    load_step: int = -1
     model_only: bool = False
     by_name: bool = False
 
@@ -192,6 +195,7 @@ class Plan:
                 interval=self.interval,
                 async_mode="async_with_pinned_mem",
                 last_save_model_only=self.model_only,
+                load_step=self.load_step,
             )
         return config.build()
 
@@ -202,7 +206,7 @@ class Plan:
             self.meter.write_text(f"{float(self.meter.read_text()) + 2.0}\n")
         if step == self.signals_at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if step == self.dies_at and dist.get_rank() == 1 and first:
+        if step == self.dies_at and dist.get_rank() == dist.get_world_size() - 1 and first:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -36,6 +36,7 @@ from outlast.errors import (
 )
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.stopping import Stopping
+from outlast.integrations.torchtitan.restarts import begins_again, begun_at, take
 from outlast.integrations.torchtitan.sources import Source, check_data_keys
 from outlast.integrations.torchtitan.state import Entries, module_of
 from outlast.records import CheckpointRestored, StateRecovered, StopRequested
@@ -161,6 +162,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _restored(self, step: int) -> bool:
         wanted = self._wanted()
+        if step != -1 and self._restarted(wanted, step):
+            return True
         if step != 0 and self._restored_version(wanted, None if step == -1 else step):
             return True
         if self._restored_seed():
@@ -176,12 +179,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
         """Whether there was a state of the run, of the newest or that step; it is restored then."""
         check_data_keys(self._store, wanted, step)
-        whole = not self.config.exclude_from_loading and not self.config.load_only
-        if self._memory_of is not None and step is None and whole:
-            note = partial(self.entries.note, wanted)
-            memory = self._memory_of(self._store, wanted, note=note)
-            if memory.is_on:
-                self._memory = memory
+        if step is None:
+            memory = self._opened_memory(wanted, self._store)
+            if memory is not None:
                 return self._restored_by(memory, wanted)
         began = time.monotonic()
         restored = self._store.restore(wanted, step=step)
@@ -193,6 +193,31 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._done_step = self._saved_step = restored.step
         seconds = time.monotonic() - began
         self._write(CheckpointRestored(restored.step, seconds, restored.skipped))
+        return True
+
+    def _opened_memory(
+        self, wanted: dict[str, Any], store: CheckpointStore, otherwise: str = ""
+    ) -> LoopMemory | None:
+        """The memory of the run, which is `self._memory` from now on; None where it has none."""
+        if self._memory_of is None or self.config.exclude_from_loading or self.config.load_only:
+            return None
+        note = partial(self.entries.note, wanted)
+        memory = self._memory_of(store, wanted, note=note, otherwise=otherwise)
+        self._memory = memory if memory.is_on else None
+        return self._memory
+
+    def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
+        """Whether a run that began at `step` goes on from memory, which is restored then."""
+        memory = self._opened_memory(wanted, begun_at(step), begins_again(step))
+        if memory is None:
+            return False
+        done, events = take(memory, step)
+        for event in events:
+            self._write(event)
+        if done is None:
+            return False
+        self.entries.loaded(wanted)
+        self._done_step, self._saved_step = done, -1
         return True
 
     def _restored_by(self, memory: LoopMemory, wanted: dict[str, Any]) -> bool:
