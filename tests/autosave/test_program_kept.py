@@ -88,6 +88,60 @@ SUMS = {
             return seen, log, holder.log is log
         print(main())
         """,
+    "slices of places that the call moves, by names of their own": """
+        import itertools
+        import torch
+        slice = None
+        class Solver:
+            column = 0
+            def __init__(self):
+                self.given = itertools.count()
+                self.table = torch.zeros(2, 3, 17, dtype=torch.long)
+                self.sums = list(range(40))
+            def train(self):
+                for _ in range(2):
+                    weights.backward(); weights.step()
+                    self.column += 1
+                return [weights.value]
+            def fit(self):
+                for _ in range(2):
+                    self.table[:, 1:, self.column] += self.train()[0]
+                    self.table[..., self.column] += self.train()[0]
+                    self.sums[self.column : self.column + 2] += self.train()
+                    self.sums[next(self.given) : 30 : next(self.given) + 1] *= len(self.train())
+        solver = Solver()
+        solver.fit()
+        print(solver.table.tolist(), solver.sums, next(solver.given))
+        """,
+    "an index with a slice, taken once": """
+        import itertools
+        taken, sums = itertools.count(), [0] * 4
+        def train():
+            for _ in range(2):
+                weights.backward(); weights.step()
+            return [weights.value]
+        for _ in range(3):
+            sums[next(taken) :] += train()
+        print(sums, next(taken))
+        """,
+    "a place that the call is a part of": """
+        class Solver:
+            wins, count = [0] * 11, 0
+            def train(self):
+                for _ in range(2):
+                    weights.backward(); weights.step()
+                    self.count += 1
+                    self.wins[weights.value % 11] += 100
+                return self
+            def fit(self):
+                for step in range(2):
+                    self.train().count += self.count
+                    self.wins[self.train().count % 11] += step + len(self.wins)
+                    self.wins[self.train().count % 3 : 5] += [step]
+        solver = Solver()
+        solver.fit()
+        print(solver.count, solver.wins)
+        """,
 }
 
 

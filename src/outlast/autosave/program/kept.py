@@ -48,7 +48,8 @@ def keep(
         return None
     keeper = _Keeper(statement, number, runtime)
     keeper.along(way, inside)
-    if inside and isinstance(statement, ast.AugAssign):
+    # A place that the call itself is a part of can be read only when the call is back.
+    if inside and isinstance(statement, ast.AugAssign) and statement.value in way:
         statement = keeper.added(statement)
     return Kept(statement, keeper.names)
 
@@ -103,13 +104,26 @@ class _Keeper:
             before = ast.Attribute(owner, place.attr, ast.Load())
         elif isinstance(place, ast.Subscript):
             owner, place.value = self._kept_and_again(place.value)
-            index = place.slice
-            if not any(isinstance(each, ast.Slice) for each in ast.walk(index)):
-                index, place.slice = self._kept_and_again(index)
+            index, place.slice = self._kept_and_again(self._as_value(place.slice))
             before = ast.Subscript(owner, index, ast.Load())
         else:
             before = ast.Name(place.id, ast.Load())
         return self._kept(ast.copy_location(before, place))
+
+    def _as_value(self, index: ast.expr) -> ast.expr:
+        """An index with calls of `slice` for its slices: Python has those in brackets only."""
+        if isinstance(index, ast.Tuple):
+            index.elts = [self._as_value(each) for each in index.elts]
+        if not isinstance(index, ast.Slice):
+            return index
+        made = made_expression(
+            f"{RUNTIME}.slice(LOWER, UPPER, STEP)",
+            self._statement,
+            LOWER=index.lower or ast.Constant(None),
+            UPPER=index.upper or ast.Constant(None),
+            STEP=index.step or ast.Constant(None),
+        )
+        return ast.copy_location(made, index)
 
     def _instead(self, node: object, beside: bool) -> object:
         """What stands for a node that is not on the way; `beside`: nor a part of the target."""
