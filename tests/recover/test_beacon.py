@@ -29,6 +29,7 @@ from outlast.recover.beacon import Beacon
 beacon = Beacon(Path(sys.argv[1]), rank=3)
 print("ready", flush=True)
 sys.stdin.readline()
+beacon.mark("heal")
 for step in range(100):
     for phase in ("data", "forward", "backward", "optimizer"):
         beacon.mark(phase, step if phase == "data" else None)
@@ -72,6 +73,41 @@ def test_a_page_says_how_many_updates_were_made(tmp_path: Path) -> None:
         told.append(beacon.read().done)
     assert told == [7, 7, 7, 8, 8, 8, 8, 8]
     beacon.close()
+
+
+def test_who_is_killed_again_before_it_has_a_state_leaves_the_steps_done_before(
+    tmp_path: Path,
+) -> None:
+    pages, told = tmp_path / "pages", []
+    for phase, number in (("backward", 5), ("heal", 0)):
+        process = worker(pages)
+        arm(pages, 3, phase, step=number)
+        go(process)
+        assert process.wait(timeout=60) == -signal.SIGKILL
+        [found] = read_beacons(pages)
+        told.append((found.step, found.phase, found.done))
+    assert told == [(5, "backward", 5), (0, "heal", 5)]
+    beacon = Beacon(pages, rank=3)
+    assert beacon.read().done == 5
+    beacon.mark("heal")
+    beacon.mark("idle", 4)
+    assert beacon.read().done == 4
+    beacon.close()
+
+
+def test_a_process_that_is_armed_for_its_first_mark_leaves_the_steps_done_before(
+    tmp_path: Path,
+) -> None:
+    process = worker(tmp_path)
+    arm(tmp_path, 3, "optimizer", step=2)
+    go(process)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    arm(tmp_path, 3, "idle")
+    again = [sys.executable, "-c", WORKER, str(tmp_path)]
+    ended = subprocess.run(again, stdin=subprocess.DEVNULL, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    [found] = read_beacons(tmp_path)
+    assert (found.phase, found.done, found.state) == ("idle", 2, "dead")
 
 
 def test_a_page_says_where_its_process_is(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from outlast.records import (
     Warned,
     read_run,
 )
+from outlast.recover.beacon import Reading, arm, place, read_beacons
 from outlast.recover.memory.room import run_folder
 from outlast.recover.resize import ask, is_wanted, met, wish
 from outlast.train.recovering import from_disk, kept_run
@@ -76,10 +77,31 @@ def test_steps_that_are_done_again_are_counted_though_none_is_on_record(tmp_path
     (tmp_path / "memory").mkdir()
     rare = ("recover.every_steps=8", "log.every_steps=50", memory_of(tmp_path))
     job = tiny_job(tmp_path, "rare", *NEVER_SAVES, "launch.nproc=2", *rare)
-    code, output = finish(start_process(job, tmp_path, *KILL))
+    stop = ("--process-fault", "stop:step=10:rank=1:seconds=60")
+    process = start_process(job, tmp_path, *stop, *KILL)
+    try:
+        stopped = wait_until_stopped(job, 1)
+        # Who comes after the killed process is killed, too, before it has a state.
+        arm(place(job.recover.memory, run_directory(job)), 1, "heal")
+        os.kill(stopped.pid, signal.SIGCONT)
+        code, output = finish(process)
+    finally:
+        process.kill()
     assert code == EXIT_DONE, output
-    [(_, recovered)] = read_run(run_directory(job).path).of(StateRecovered)
-    assert (recovered.step, recovered.lost_steps) == (16, 4)
+    [(record, recovered)] = read_run(run_directory(job).path).of(StateRecovered)
+    assert (record.attempt, recovered.step, recovered.lost_steps) == (3, 16, 4)
+
+
+def wait_until_stopped(job: Job, rank: int) -> Reading:
+    """The page of this rank, as soon as its process is stopped."""
+    directory, deadline = run_directory(job), time.monotonic() + 240.0
+    while time.monotonic() < deadline:
+        if (directory.path / "id").exists():
+            for each in read_beacons(place(job.recover.memory, directory)):
+                if each.rank == rank and each.state == "stopped":
+                    return each
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} was not stopped in 240 s")
 
 
 def test_a_rank_that_loses_its_memory_too_is_rebuilt_from_parity(tmp_path: Path) -> None:

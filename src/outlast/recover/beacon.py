@@ -110,7 +110,8 @@ class Reading:
         deadline_seconds: How long a step of it may take now; 0 for no limit.
         fired: When an armed signal was sent, seconds of the monotonic clock; 0 for never.
         answers: Whether it writes its stacks when asked to.
-        done: Steps whose update it has made.
+        done: Steps whose update was made; until a process has taken over a state, those of the
+            process of its rank before it, which may be more than it will take over.
     """
 
     rank: int
@@ -148,7 +149,7 @@ class Beacon:
     Args:
         directory: Where the pages of this node's processes are; made if need be.
         rank: Of this process in the run. A page that an earlier process of this rank has left is
-            taken over, with what it is armed for.
+            taken over, with what it is armed for and the steps that were done.
 
     Raises:
         RecoverError: When the page cannot be made.
@@ -168,11 +169,13 @@ class Beacon:
         self._fields = memoryview(self._map).cast("q")
         fields = self._fields
         if fields[_KIND] != _MAGIC:
-            fields[_ARMED] = fields[_SIGNAL] = fields[_FIRED] = 0
+            fields[_ARMED] = fields[_SIGNAL] = fields[_FIRED] = fields[_DONE] = 0
         fields[_PID], fields[_STARTED] = os.getpid(), _hundredths(psutil.Process())
         fields[_RANK] = rank
         fields[_ALIVE] = fields[_DEADLINE] = fields[_ANSWERS] = 0
-        self.mark("idle", 0)
+        fields[_BEGAN] = time.monotonic_ns()
+        # Without a step: who is killed again in its set-up leaves the steps that were done before.
+        self.mark("idle")
         fields[_KIND] = _MAGIC
 
     def mark(self, phase: str, step: int | None = None) -> None:
