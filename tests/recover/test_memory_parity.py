@@ -101,12 +101,20 @@ def test_another_number_of_nodes_cannot_rebuild_and_says_so(tmp_path: Path) -> N
     room.remove(tmp_path / "b")
     for nodes, these in (
         (["a", "c", "d"], "3 nodes with 1 process each"),
-        (["a", "c", "d", "d"], "3 nodes with 1 or 2 processes each"),
+        (["a", "c", "d", "d"], "3 nodes with 1, 1 and 2 processes"),
         (["a"], "1 node with 1 process each"),
     ):
         for said in run_ranks(len(nodes), _nothing_found, tmp_path, nodes):
             assert f"the parity of 4 nodes with 1 process each, but these are {these}; " in said
-            assert "start as many again, or go on from a checkpoint" in said
+            assert "start as many on each again, or go on from a checkpoint" in said
+
+
+def test_as_many_nodes_in_another_order_of_their_sizes_say_so(tmp_path: Path) -> None:
+    run_ranks(3, _train, tmp_path, ["a", "a", "b"], Redundancy(1, domain="process"), 3)
+    for path in tmp_path.rglob("generation-*/rank-1.*"):
+        path.unlink()
+    for said in run_ranks(3, _nothing_found, tmp_path, ["a", "b", "b"]):
+        assert "of 2 nodes with 2 and 1 processes, but these are 2 nodes with 1 and 2 pro" in said
 
 
 PAIRS = Redundancy(1, largest=2)

@@ -69,3 +69,9 @@ def test_survivors_keep_their_places_and_the_new_take_those_of_the_lost() -> Non
 def test_another_number_of_processes_cannot_take_the_places() -> None:
     spread = Spread(((0, 1), (2, 3)), 1, 8, "node")
     assert roles(spread, nodes_of(["a", "a"]), {0: 0}) is None
+
+
+def test_other_numbers_of_processes_on_the_same_nodes_cannot_take_the_places() -> None:
+    spread = Spread(((0, 1), (2,)), 1, 8, "process")
+    assert roles(spread, nodes_of(["a", "a", "b"]), {0: 0, 1: 1}) == {0: 0, 1: 1, 2: 2}
+    assert roles(spread, nodes_of(["a", "b", "b"]), {0: 0, 1: 1}) is None

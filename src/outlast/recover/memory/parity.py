@@ -115,7 +115,7 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
     if standing is None:
         raise RecoverError(
             f"what is left in memory needs the parity of {_counted(spread.nodes)}, but these are "
-            f"{_counted(nodes)}; start as many again, or go on from a checkpoint"
+            f"{_counted(nodes)}; start as many on each again, or go on from a checkpoint"
         )
     role = standing[peers.rank]
     slots = _slots(place, identity, role)
@@ -139,12 +139,12 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
 
 
 def _counted(nodes: tuple[tuple[int, ...], ...]) -> str:
-    sizes = sorted({len(each) for each in nodes})
-    each = " or ".join(map(str, sizes))
-    return (
-        f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} with {each} "
-        f"process{'es' if sizes[-1] > 1 else ''} each"
-    )
+    sizes = [len(each) for each in nodes]
+    counted = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} with"
+    if len(set(sizes)) == 1:
+        return f"{counted} {sizes[0]} process{'es' if sizes[0] > 1 else ''} each"
+    # In their order, which counts as well.
+    return f"{counted} {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes"
 
 
 def _slots(place: Path, identity: str, role: int) -> dict[int, mmap.mmap]:

@@ -155,7 +155,9 @@ def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def roles(
     spread: Spread, nodes: tuple[tuple[int, ...], ...], survived: dict[int, int]
 ) -> dict[int, int] | None:
-    """Which rank of before each rank of now stands for; None where there are more or fewer.
+    """Which rank of before each rank of now stands for; None where none can for some.
+
+    The nodes must have as many processes as those of before, in the same order.
 
     Args:
         spread: Of before.
