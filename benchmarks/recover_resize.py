@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness import Bar, at_most
 
 from outlast.records import StateRecovered, StepsDone, read_run
 from outlast.recover.resize import ask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SETTINGS = (
     "train.batch_size=12",
@@ -68,13 +75,23 @@ def bars(quick: bool) -> list[Bar]:
     ]
 
 
-def _train(place: Path, steps: int) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def _train(place: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A run; whatever is left of it when the context ends, is killed."""
     where = [f'run.directory="{place.parent}"', f"run.name={place.name}", f"train.steps={steps}"]
-    return subprocess.Popen(
+    run = subprocess.Popen(
         [sys.executable, "-m", "outlast", "train", "--nproc", "4", *_SETTINGS, *where],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
+    try:
+        yield run
+    finally:
+        # The workers as well.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
 
 
 def _end(run: subprocess.Popen[bytes]) -> None:
