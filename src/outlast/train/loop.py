@@ -95,14 +95,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.saves = Saves(
-            self.store,
-            self._state,
-            self.cadence,
-            self.records,
-            self.watch,
-            self.waits,
-            self.mark,
-            self._record_guard,
+            store=self.store,
+            state=self._state,
+            cadence=self.cadence,
+            records=self.records,
+            watch=self.watch,
+            waits=self.waits,
+            mark=self.mark,
+            begins=self._record_guard,
         )
 
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
