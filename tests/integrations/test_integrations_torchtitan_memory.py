@@ -78,10 +78,10 @@ def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert len(run.attempts) == 2
     [(_, recovered)] = run.of(StateRecovered)
-    # The seventh step was done and not kept yet; on disk was the fourth.
+    # The seventh step was done and not kept yet; on disk was the fourth at best.
     assert (recovered.source, recovered.step) == ("memory", 6)
     assert dict(run.losses())[STEPS] == whole.losses[STEPS]
-    assert [event.step for _, event in run.of(CheckpointSaved)] == [4, 8]
+    assert run.of(CheckpointSaved)[-1][1].step == STEPS
     # All is on disk in the end.
     assert not list(memory.rglob("rank-*"))
 
