@@ -80,7 +80,8 @@ def test_a_rank_that_is_killed_under_torchrun_costs_one_step_at_most_and_no_bit(
     script, folder = tmp_path / "train.py", tmp_path / "killed"
     script.write_text(SCRIPT)
     folder.mkdir()
-    (folder / "plan").write_text("10 SIGKILL 1")
+    # Not where a file is saved: the other rank may still complete that.
+    (folder / "plan").write_text("9 SIGKILL 1")
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
@@ -96,11 +97,11 @@ def test_a_rank_that_is_killed_under_torchrun_costs_one_step_at_most_and_no_bit(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same(folder, whole, ranks=2)
-    # Ten steps were done; a group that is ended may not come to keep the last of them.
+    # Nine steps were done; a group that is ended may not come to keep the last of them.
     (step,) = recovered(folder)
-    assert step in (9, 10)
+    assert step in (8, 9)
     assert read(folder) == []
-    assert len((folder / "losses0.jsonl").read_text().splitlines()) <= 18 + 10 - step + 1
+    assert len((folder / "losses0.jsonl").read_text().splitlines()) <= 18 + 9 - step + 1
     first, last = [each.outcome for each in records(folder).attempts]
     # The first rank may have come to say that the other is gone.
     assert first in ("died", "failed")
