@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import blosc2
 import numpy as np
 import pytest
 from hypothesis import given
@@ -210,3 +211,17 @@ def test_arrays_below_different_keys_have_different_names(value: Any) -> None:
 def test_an_object_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"`data.*` is of type object"):
         written_and_read(value)
+
+
+def _decoded_again(name: str, stored: bytes, raw: Any) -> bool:
+    return bool((Coder().decode(name, [stored], 8, raw.size) == raw).all())
+
+
+def test_a_process_that_was_forked_decodes_what_its_parent_decoded(ranks: Any) -> None:
+    raw = np.random.default_rng(0).integers(0, 50_000, 1_000_000).view(np.uint8)
+    name, stored = Coder().encode(raw, 8, None, delta=False)
+    assert name == "blosc2"
+    # Leaves blosc2's threads in this process, as any user of it may.
+    numbers = blosc2.asarray(np.arange(10_000_000))
+    assert numbers[:][-1] == 9_999_999
+    assert ranks(2)(_decoded_again, name, stored, raw) == [True, True]

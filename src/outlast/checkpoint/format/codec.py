@@ -141,7 +141,8 @@ class Coder:
                     # blosc2 believes the size that stands in the code, whatever room there is.
                     if len(each) < 8 or int.from_bytes(each[4:8], "little") != size:
                         raise ValueError("its head names another size")
-                    _blosc2().decompress2(each, dst=row)
+                    # One thread: a process that was forked waits for threads that it does not have.
+                    _blosc2().decompress2(each, dst=row, nthreads=1)
                 elif codec == FILL and size > 0:
                     row.reshape(-1, len(each))[:] = np.frombuffer(each, np.uint8)
                 elif len(each) == size:
