@@ -17,6 +17,7 @@ import pytest
 from loading import written
 
 from outlast.autosave.resume.files import IN_PLACE, place, set_place
+from outlast.autosave.resume.first_sizes import FirstSizes, begin_logs, first_sizes_file
 from outlast.autosave.resume.logs import reopened_logs
 from outlast.errors import AutosaveError
 from outlast.records.directory import RunDirectory
@@ -314,3 +315,75 @@ def test_pythons_own_open_is_back_after_a_session(tmp_path: Path) -> None:
         assert (tmp_path / "text").write_text("one") == 3
     assert open is before
     assert io.open is before
+
+
+def write_line(path: Path, text: str, mode: str = "a") -> None:
+    with open(path, mode) as file:
+        file.write(f"{text}\n")
+
+
+def test_logs_of_a_run_that_was_killed_before_its_first_save_are_put_back(tmp_path: Path) -> None:
+    old, new, made = (tmp_path / name for name in ("old.txt", "new.txt", "made.txt"))
+    folder = tmp_path / "run"
+    old.write_text("of an earlier run\n")
+    for rank in range(2):
+        first = FirstSizes(first_sizes_file(folder, rank))
+        with reopened_logs(False, tmp_path, first):
+            write_line(old, f"of rank {rank}")
+            write_line(new, f"of rank {rank}")
+            write_line(old, "one more")
+    with reopened_logs(False, tmp_path, FirstSizes(first_sizes_file(folder, 1))):
+        write_line(made, "one", "x")
+    begin_logs(folder, tmp_path, killed=True)
+    assert old.read_text() == "of an earlier run\n"
+    assert sorted(tmp_path.iterdir()) == [old, folder]
+    # That is done once: what comes later is of another life.
+    write_line(old, "by hand")
+    begin_logs(folder, tmp_path, killed=True)
+    assert old.read_text() == "of an earlier run\nby hand\n"
+
+
+def test_logs_of_a_run_that_ended_in_an_error_stay(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log.txt", tmp_path / "run"
+    with reopened_logs(False, tmp_path, FirstSizes(first_sizes_file(folder, 0))):
+        write_line(log, "why it ended")
+    begin_logs(folder, tmp_path, killed=False)
+    begin_logs(folder, tmp_path, killed=True)
+    assert log.read_text() == "why it ended\n"
+
+
+def test_log_that_was_first_opened_behind_the_save_goes_on_from_there(tmp_path: Path) -> None:
+    old, new, noted = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "logs.jsonl"
+    old.write_text("of an earlier run\n")
+    with reopened_logs(False, tmp_path, FirstSizes(noted)) as logs:
+        saved = logs.sizes()
+        write_line(old, "step 1")
+        write_line(new, "step 1")
+    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
+        logs.cut_back(saved)
+        assert old.read_text() == "of an earlier run\n"
+        assert not new.exists()
+        write_line(old, "step 1")
+        saved = logs.sizes()
+        write_line(old, "step 2")
+    # The life that is saved next has not appended to it, and saves its size all the same.
+    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
+        logs.cut_back(saved)
+        saved = logs.sizes()
+        write_line(old, "step 2")
+    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
+        logs.cut_back(saved)
+    assert old.read_text() == "of an earlier run\nstep 1\n"
+
+
+def test_size_that_was_written_down_in_part_counts_for_nothing(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log.txt", tmp_path / "run"
+    noted = first_sizes_file(folder, 0)
+    with reopened_logs(False, tmp_path, FirstSizes(noted)):
+        write_line(log, "one")
+    noted.write_bytes(noted.read_bytes() + b'{"path": "other.t')
+    with reopened_logs(False, tmp_path, FirstSizes(noted)):
+        write_line(log, "two")
+        write_line(tmp_path / "third.txt", "three")
+    begin_logs(folder, tmp_path, killed=True)
+    assert list(tmp_path.iterdir()) == [folder]

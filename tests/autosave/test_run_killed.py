@@ -89,7 +89,8 @@ def test_process_without_a_group_keeps_its_own_state(script):
     same(result(script), expected)
 
 
-def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script):
+@pytest.mark.parametrize("every", [4, 1000])
+def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script, every):
     text = script.read_text().replace(
         "        losses.append(loss.item())",
         "        losses.append(loss.item())\n"
@@ -97,16 +98,19 @@ def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script):
         "            log.write(f'{len(losses)} {loss.item()}\\n')",
     )
     script.write_text(text)
-    undisturbed(script)
     log = script.parent / "log.txt"
+    log.write_text("of an earlier run\n")
+    undisturbed(script)
     expected = log.read_text()
-    assert len(expected.splitlines()) == STEPS
-    log.unlink()
+    assert len(expected.splitlines()) == 1 + STEPS
+    log.write_text("of an earlier run\n")
     disturb(script, 13, "SIGKILL")
-    assert outlast("run", "--every", 4, script).code == -signal.SIGKILL
-    assert len(log.read_text().splitlines()) == 13
-    ended = outlast("run", "--every", 4, script)
+    assert outlast("run", "--every", every, script).code == -signal.SIGKILL
+    assert len(log.read_text().splitlines()) == 1 + 13
+    ended = outlast("run", "--every", every, script)
     assert ended.code == 0, ended.said
+    # A run that was killed before its first save begins anew.
+    assert ("resumed at step" in ended.said) is (every < STEPS)
     assert log.read_text() == expected
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outlast.autosave.heap.gradients import GradientUse
     from outlast.autosave.program.sites import Rewritten
     from outlast.autosave.program.source import SourceFile
+    from outlast.autosave.resume.first_sizes import FirstSizes
 
 _INTERRUPTED = 130
 """What a shell sees of a process that Ctrl-C has ended."""
@@ -106,7 +107,7 @@ class _LateSession(Session):
             saved = self._resuming.saved()
             self._saved = None if saved is None else saved.captured
             super()._begin(frame)
-            self._logs.cut_back({} if saved is None else saved.logs)
+            self._logs.cut_back(None if saved is None else saved.logs)
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         if self._sharded is not None:
@@ -143,6 +144,7 @@ def execute(
     keeper: ScriptKeeper,
     *,
     resuming: bool,
+    first_sizes: FirstSizes | None = None,
     gradients: GradientUse | None = None,
 ) -> int:
     """Run a program to its end.
@@ -157,6 +159,7 @@ def execute(
         arguments: Of the script.
         keeper: Saves its state, and brings it back.
         resuming: Whether there may be a state to go back to, so that set-up must empty no log.
+        first_sizes: What the logs were before the run; None knows of none.
         gradients: Tells which gradients need not be saved; None learns it from the first steps.
 
     Returns:
@@ -166,7 +169,8 @@ def execute(
         OutlastError: Raised on the way, or when the way back to where it was saved is not found.
     """
     root = files[0].source.path.parent
-    with reopened_logs(resuming, root) as logs, resumable_loaders(), resumable_bars():
+    logs_reopened = reopened_logs(resuming, root, first_sizes)
+    with logs_reopened as logs, resumable_loaders(), resumable_bars():
         session = _LateSession(files, keeper, logs, gradients)
         own = frozenset(str(each.source.path) for each in files)
         imports = rewritten_imports(files[1:], session)

@@ -5,6 +5,7 @@
   outcome.json     how the last start ended, or that it runs; outcome.rankN.json of further ranks
   pace.json        what the best interval was worked out from
   digests/         of the first steps after each save, to compare after a restore
+  logs.jsonl       how large each log was when it was first appended to; logs.rankN.jsonl
   lock             owner while it runs
   checkpoints/     the versions
   stores.json      where a library keeps them that trains the script
@@ -28,6 +29,7 @@ from outlast.autosave.identity import (
     refuse_changes,
     version_warnings,
 )
+from outlast.autosave.resume.first_sizes import begin_logs, first_sizes_file
 from outlast.errors import AutosaveError
 from outlast.records import OwnerLock, RunDirectory, replace_file
 
@@ -83,8 +85,19 @@ class RunFolder:
         """The program as it was started."""
         return self.path / "program.json"
 
-    def begin(self, now: Identity, *, accept_changes: bool) -> list[str]:
+    def first_sizes(self, rank: int) -> Path:
+        """How large each log was when a rank first appended to it."""
+        return first_sizes_file(self.path, rank)
+
+    def begin(self, now: Identity, root: Path, *, accept_changes: bool) -> list[str]:
         """Check that the run is one of this program, and make its folder.
+
+        The logs of a run that was killed before its first save are put back.
+
+        Args:
+            now: The program.
+            root: Its folder.
+            accept_changes: Whether to go on with a changed program.
 
         Returns:
             Warnings, one sentence each.
@@ -95,8 +108,9 @@ class RunFolder:
         """
         warnings, changed = [], False
         finished = self.outcome()
+        saved = self.has_versions()
         if self.program.exists() and (
-            self.has_versions()
+            saved
             or self.library_stores.exists()
             or (finished is not None and finished.word == "finished")
         ):
@@ -113,6 +127,9 @@ class RunFolder:
                 if changed:
                     # Another program, or another torch, may well give other numbers.
                     shutil.rmtree(self.digests, ignore_errors=True)
+                if not saved:
+                    killed = "running" in self.words(now.world_size)
+                    begin_logs(self.path, root, killed=killed)
                 replace_file(self.program, now.to_json().encode())
             finally:
                 lock.release()

@@ -161,7 +161,8 @@ def _prepare(asked: Asked, files: list[Rewritten], folder: RunFolder, world_size
     if asked.fresh and (old := folder.move_aside()) is not None:
         _say(f"moved the earlier run to {old}")
     now = identity_of(files, asked.arguments, world_size, str(torch.__version__))
-    for sentence in folder.begin(now, accept_changes=asked.accept_changes):
+    root = files[0].source.path.parent
+    for sentence in folder.begin(now, root, accept_changes=asked.accept_changes):
         _say(f"warning: {sentence}")
 
 

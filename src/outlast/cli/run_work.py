@@ -43,6 +43,7 @@ def work(
 ) -> int:
     """Run a script with training loops of its own; gives the exit code."""
     from outlast.autosave.execute import execute
+    from outlast.autosave.resume.first_sizes import FirstSizes
     from outlast.cli.run_keeper import ScriptKeeper
     from outlast.integrations.stop import Stop
 
@@ -57,7 +58,14 @@ def work(
             keep=asked.keep,
         )
         try:
-            code = execute(asked.script, files, asked.arguments, keeper, resuming=begun.resuming)
+            code = execute(
+                asked.script,
+                files,
+                asked.arguments,
+                keeper,
+                resuming=begun.resuming,
+                first_sizes=FirstSizes(folder.first_sizes(ranks.rank)),
+            )
             keeper.raise_problem()
             code, standing.word = _ended(code, keeper, interrupted=stop.interrupted)
         finally:

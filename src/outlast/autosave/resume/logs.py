@@ -3,6 +3,9 @@
 A run that was killed has written more than it had when it was saved. What comes after the place is
 cut off, so that the log of a resumed run is that of an uninterrupted one. Set-up runs again, too: a
 log that it would empty is laid aside, and what it writes gives way to the log when it is done.
+
+What a killed run has appended to a log that it first opened after its last save, or before the
+first, is cut off by the size that the log had then (`first_sizes`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outlast.autosave.resume.first_sizes import FirstSize, FirstSizes, put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,15 +70,19 @@ class Logs:
         resuming: Whether there is a run to go on with, whose logs set-up must not empty.
         root: The program's folder. Files below it are written down relative to it, so that it may
             be moved.
+        first: What the logs were before the run.
 
     Attributes:
         root: The program's folder.
     """
 
-    def __init__(self, resuming: bool, root: Path | None = None) -> None:
+    def __init__(
+        self, resuming: bool, root: Path | None = None, first: FirstSizes | None = None
+    ) -> None:
         self._resuming = resuming
         self.root = root
-        self._appended: set[str] = set()
+        self._first = first or FirstSizes()
+        self._noted: set[str] = set()
         self._kept: set[str] = set()
         self._open: dict[int, _Opened] = {}
         self._placed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,7 +92,7 @@ class Logs:
 
         They are durable afterwards as far as that, as what is saved with them will be.
         """
-        paths = set(self._appended)
+        paths = {self.read(path) for path in self._first.appended()}
         for file, path in self._writable():
             # A thread may close it meanwhile.
             with suppress(ValueError):
@@ -96,13 +105,15 @@ class Logs:
             if Path(path).is_file()
         }
 
-    def cut_back(self, sizes: Mapping[str, int]) -> None:
+    def cut_back(self, saved: Mapping[str, int] | None) -> None:
         """Make the logs again what they were; to be called when set-up is done.
 
         Args:
-            sizes: What `sizes` gave when the program was saved; empty for a new run.
+            saved: What `sizes` gave when the program was saved; None for a new run.
         """
-        sizes = {self.read(path): size for path, size in sizes.items()}
+        sizes = {self.read(path): size for path, size in (saved or {}).items()}
+        if saved is not None:
+            self._put_back_later_ones(sizes)
         for path, size in sizes.items():
             self.cut(path, size)
         for file, path in self._writable():
@@ -111,6 +122,13 @@ class Logs:
         for path in self._kept:
             _aside(path).unlink(missing_ok=True)
         self._kept, self._resuming = set(), False
+
+    def _put_back_later_ones(self, sizes: Mapping[str, int]) -> None:
+        """Make those what they were before the run that it opened after it was saved."""
+        for name, size in self._first.appended().items():
+            path = self.read(name)
+            if path not in sizes and path not in self._noted:
+                put_back(Path(path), size)
 
     def cut(self, path: str, size: int) -> int:
         """Make one log what it was; gives its size."""
@@ -178,14 +196,21 @@ class Logs:
         path = None if isinstance(file, int) or not _by_the_program() else _absolute(file)
         if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
             self._lay_aside(path, mode)
+        if path is not None and not {"a", "x"}.isdisjoint(mode) and _QUEUED not in path:
+            self._note(path, mode)
         made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
             key = id(made)
             reference = weakref.ref(made, lambda _: self._open.pop(key, None))
             self._open[key] = _Opened(reference, path, newline)
-            if "a" in mode and _QUEUED not in path:
-                self._appended.add(path)
         return made
+
+    def _note(self, path: str, mode: str) -> None:
+        """Write down what a log is before the program first appends to it, or makes it."""
+        if path not in self._noted:
+            self._noted.add(path)
+            size = Path(path).stat().st_size if Path(path).exists() else None
+            self._first.note(FirstSize(self.written(path), size, "a" in mode))
 
     def _lay_aside(self, path: str, mode: str) -> None:
         """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
@@ -239,15 +264,18 @@ _logs = Logs(False)
 
 
 @contextmanager
-def reopened_logs(resuming: bool, root: Path | None = None) -> Iterator[Logs]:
+def reopened_logs(
+    resuming: bool, root: Path | None = None, first: FirstSizes | None = None
+) -> Iterator[Logs]:
     """Within, the files that a program opens are known, and logs to go on with are not emptied.
 
     Args:
         resuming: Whether there is a run to go on with.
         root: The program's folder; see `Logs`.
+        first: What the logs were before the run; None knows of none.
     """
     global _logs  # noqa: PLW0603 (a process has one function `open`)
-    before, _logs = _logs, Logs(resuming, root)
+    before, _logs = _logs, Logs(resuming, root, first)
     builtins.open = io.open = _logs.open
     try:
         yield _logs
