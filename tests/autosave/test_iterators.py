@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import rich.progress
 import tqdm as tqdm_package
 import tqdm.auto
 from loading import Numbers, written
+from rerun import check_every_step
 from torch.utils.data import DataLoader
 
 from outlast.autosave.resume.iterators import IN_PLACE, ShownIterator, resumable, resumable_bars
@@ -192,3 +194,42 @@ def test_generator_is_refused_with_its_place() -> None:
 def test_part_of_itertools_that_no_python_pickles_is_refused() -> None:
     with pytest.raises(AutosaveError, match=r"itertools\.pairwise.*make a list"):
         written(itertools.pairwise(range(3)))
+
+
+def test_iterators_of_classes_and_default_arguments_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        dedent("""
+        import itertools, threading
+        from dataclasses import dataclass, field
+
+        class Weights:
+            value = 1
+            def backward(self): self.value = self.value * 7 % 1009
+            def step(self): self.value += 1
+
+        lock = threading.Lock()
+
+        class Item:
+            numbers = itertools.count()
+            both = zip(numbers, iter(range(9)), strict=False)
+            def __init__(self, given=itertools.count(), lock=lock, *, letters=iter("abcdef")):
+                with lock:
+                    self.marks = next(self.numbers), next(self.both), next(given), next(letters)
+
+        @dataclass
+        class Named:
+            number: int = field(default_factory=itertools.count(5).__next__)
+
+        def scaled(value, factor=1, *, add=0):
+            return value * factor + add
+
+        weights = Weights()
+        for step in range(5):
+            weights.backward()
+            weights.step()
+            print(Item().marks, Named(), scaled(weights.value))
+            scaled.__defaults__, scaled.__kwdefaults__ = (step,), {"add": step}
+        """)
+    )
+    assert check_every_step(script) == 6

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from outlast.autosave.heap.atoms import PLAIN_ATOMS
-from outlast.autosave.heap.content import Content, attributes, flat, pairs
+from outlast.autosave.heap.content import Content, attributes, flat, pairs, put_attributes
 
 Children = Iterable[tuple[str, Any, Any]]
 """The end of a name as a format, what to put into it, and the object."""
@@ -37,10 +37,28 @@ def of_function(value: Any) -> Children:
 
 
 def function_content(value: Any) -> Content | None:
-    """The attributes of a function; None of one that torch.compile has wrapped."""
+    """Attributes and default arguments of a function; None of one wrapped by torch.compile."""
     if "_torchdynamo_orig_callable" in vars(value):
         return None
-    return Content("object", (), flat(attributes(value)))
+    defaults = (value.__defaults__, value.__kwdefaults__)
+    return Content("function", defaults, flat(attributes(value)))
+
+
+def function_put(value: Any, seen: Content) -> None:
+    """Give a function its attributes and default arguments."""
+    positional, named = seen.items
+    # The tuple was made anew, of what set-up has given if that is what it had.
+    if not _same_items(value.__defaults__, positional):
+        value.__defaults__ = positional
+    if value.__kwdefaults__ is not named:
+        value.__kwdefaults__ = named
+    put_attributes(value, seen.attributes)
+
+
+def _same_items(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return one is other
+    return all(mine is its for mine, its in zip(one, other, strict=True))
 
 
 def of_cell(value: Any) -> Children:

@@ -330,7 +330,7 @@ def _hidden(
 
 
 _OBJECT = Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)
-_FUNCTION = Kind(Role.NAMED, code.of_function, code.function_content, _object_put)
+_FUNCTION = Kind(Role.NAMED, code.of_function, code.function_content, code.function_put)
 _WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
