@@ -85,6 +85,44 @@ STYLES = {
             train(mean.send(step) if step % 3 else mean.throw(ValueError()))
         print(log)
         """,
+    "what it adds to, and has read, is changed while it waits": """
+        class Data:
+            seen, sums = 0, [0, 0, 0]
+            def inner(self):
+                self.seen += yield self.seen
+                return self.seen
+            def __iter__(self):
+                global total
+                own = 1
+                while True:
+                    self.seen += yield self.seen
+                    self.sums[self.seen % 3] -= yield from self.inner()
+                    total += yield total
+                    total = total - (yield own)
+                    own *= yield own
+                    log.append([*self.sums, f"{self.sums} {total}", (yield 4)])
+        total = 0
+        data = Data()
+        batches = iter(data)
+        for step in range(16):
+            train(batches.send(step or None))
+            data.seen += 100
+            data.sums[1] += 3
+            total += 1000
+        print(log, data.seen, data.sums, total)
+        """,
+    "what another generator is made of is computed in its turn": """
+        import itertools
+        turns = itertools.count()
+        def inner(turn):
+            yield turn
+            return turn
+        def outer():
+            while True:
+                log.append((next(turns), (yield from inner(next(turns)))))
+        for step, batch in zip(range(5), outer()): train(batch)
+        print(log)
+        """,
     "a method, a closure and one that has not begun": """
         class Data:
             def __init__(self, items): self.items, self.seen = items, 0

@@ -7,6 +7,10 @@ from textwrap import dedent
 import pytest
 from rerun import check_every_step
 
+from outlast.autosave.program.rewrite import rewrite
+from outlast.autosave.program.source import read_program
+from outlast.autosave.program.training import find_training
+
 BEGIN = """
 class Weights:
     value = 1
@@ -150,3 +154,158 @@ def test_what_a_call_is_added_to_is_read_before_it(what, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BEGIN + dedent(SUMS[what]))
     assert check_every_step(script) > 6
+
+
+READ_BEFORE = {
+    "a global name in statements of the module and of a function": """
+        total = 0
+        def train():
+            global total
+            for _ in range(2):
+                weights.backward(); weights.step()
+                total += weights.value
+            return weights.value
+        def fit(scale):
+            print(f"{total:>9} {total!r} {train()}")
+            return total * scale - train()
+        for step in range(2):
+            total = total + train()
+            print(total, [total, "of"], train())
+            print({total: train()}, sep=str(total))
+            total %= fit(step + 2) + 10**6
+            last = (lambda before=total: before)() + train()
+            print(total and [*range(40)][total % 9 - 30 : train()], last)
+        print(total)
+        """,
+    "a name of the function around": """
+        def main():
+            total = 3
+            def train():
+                nonlocal total
+                for _ in range(2):
+                    weights.backward(); weights.step()
+                    total += weights.value
+                return weights.value
+            def both(): return total - train() * 2
+            for _ in range(2):
+                total = total + train()
+                print(total, train())
+                total = both()
+            return total
+        print(main())
+        """,
+    "a name that the statement itself gives another value": """
+        def train(given):
+            for _ in range(2):
+                weights.backward(); weights.step()
+            return weights.value + given
+        def main(total):
+            for _ in range(2):
+                print(total, (total := total + 1), train(total))
+        main(4)
+        """,
+    "the function that takes the result, and the object of a method": """
+        def first(value): print("first", value)
+        def second(value): print("second", value)
+        report = first
+        class Solver:
+            log = []
+            def train(self):
+                global report, solver
+                for _ in range(2):
+                    weights.backward(); weights.step()
+                    report = second if report is first else first
+                    solver, self.log = Solver(), [*self.log, weights.value]
+                return [weights.value]
+            def add(self, value): self.log.append((value, len(self.log)))
+            def fit(self):
+                before = self.log
+                self.log.append(self.train())
+                report((before, self.log))
+        solver = Solver()
+        for _ in range(2):
+            report(solver.train())
+            before = solver
+            solver.add(solver.train())
+            before.fit()
+            print(before.log, solver.log)
+        """,
+    "a name that another file sets in the module": """
+        import rates
+        from rates import fit
+        def train():
+            for _ in range(2):
+                weights.backward(); weights.step()
+                rates.rate *= 2
+            return weights.value
+        for _ in range(2):
+            fit(train)
+            print(rates.rate)
+        """,
+    "objects that the call changes in place": """
+        seen, named = [], {}
+        def train():
+            for _ in range(2):
+                weights.backward(); weights.step()
+                seen.append(weights.value)
+                named[str(weights.value)] = len(seen)
+            return [weights.value]
+        def main(seen, named):
+            for _ in range(2):
+                print(seen * 2 + train())
+                print(seen or "none", not seen, "some" if seen else "none", train())
+                print(f"{seen} {seen!r:>40} {train()}")
+                print(*seen, [*seen], train())
+                print({**named, "now": train()})
+                print(dict(**named, now=train()))
+        main(seen, named)
+        """,
+}
+
+
+@pytest.mark.parametrize("what", READ_BEFORE)
+def test_what_is_read_before_a_call_is_not_read_again(what, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BEGIN + dedent(READ_BEFORE[what]))
+    text = "rate = 1\ndef fit(train):\n    print(rate, train())\n    print(rate - train())\n"
+    (tmp_path / "rates.py").write_text(text)
+    assert check_every_step(script) > 4
+
+
+def kept_at_calls(script):
+    """How many values the calls of a program keep, in the order of their lines."""
+    files = read_program(script)
+    sites = [site for each in rewrite(files, find_training(files)) for site in each.sites]
+    return [
+        sum("_kept_" in name for name in site.names)
+        for site in sorted(sites, key=lambda site: site.line)
+        if site.kind == "call"
+    ]
+
+
+def test_what_nobody_can_change_is_not_kept(tmp_path):
+    script = tmp_path / "train.py"
+    text = """
+        import sys
+        def train(total):
+            for _ in range(2):
+                weights.backward(); weights.step()
+            return weights.value
+        def main(total, scale, report):
+            report(total, [scale, -1], "of", train(total), key={"a": scale}, *(3, 4))
+            report(total + scale, train(total))
+            sys.stdout.write(f"{train(total):>{scale}}")
+            total = total + train(scale)
+        class Other:
+            def __init__(self):
+                self.total = 0
+                def change():
+                    nonlocal scale
+                    global report
+                    scale, report = 1, 2
+                scale = 3
+                report(scale, train(scale))
+        main(1, 2, print)
+        """
+    script.write_text(BEGIN + dedent(text))
+    assert kept_at_calls(script) == [0, 1, 0, 0, 2, 0]

@@ -1,19 +1,27 @@
 """Values that a statement has computed when it calls a function that leads to training.
 
-On the way back the statement is executed again. What it read from names it reads again; what it
-computed by calls is kept in hidden variables and not computed twice, since a call may do things:
-``train(model, next(batches))`` must not take another batch. Items, as in ``train(todo[0])``, are
-kept, too, and so are attributes beside the call, as in ``self.total + self.train()``: what trains
-may change them. So is what ``self.total += self.train()`` adds to, which Python reads first.
+On the way back the statement is executed again, but nothing that it had computed by then: a call
+may do things, as ``train(model, next(batches))`` must not take another batch, and what trains may
+change what was read, as in ``self.total + self.train()``, ``print(*seen, train())`` and
+``f"{seen} {train()}"``. So such values are kept in hidden variables. What ``self.total +=
+self.train()`` adds to, which Python reads first, is kept, too. Read again are names that nothing
+but the statement's own frame gives a value, and what the function that trains is given: it has its
+own names.
 """
 
 from __future__ import annotations
 
 import ast
-from typing import NamedTuple
+import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from outlast.autosave.program.rebound import root_name
 from outlast.autosave.program.sites import RUNTIME, kept_name
 from outlast.autosave.program.templates import made_expression
+
+if TYPE_CHECKING:
+    from outlast.autosave.program.rebound import Others
+    from outlast.autosave.program.ways import Way
 
 _DOES_THINGS = (
     ast.Call, ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom,
@@ -35,53 +43,71 @@ class Kept(NamedTuple):
 
 
 def keep(
-    statement: ast.stmt, target: ast.expr, number: int, runtime: str, *, inside: bool
+    statement: ast.stmt, target: ast.expr, number: int, way: Way, others: Others
 ) -> Kept | None:
-    """Keep what `statement` computes beside `target`.
+    """Keep what `statement` computes beside `target`, and what it adds to.
 
-    With `inside`, also what `target` itself is computed from, and what the statement adds to.
+    Args:
+        statement: The statement.
+        target: The call, or the `yield`, that is come back to.
+        number: Of the statement's site.
+        way: What it is come back to for; of a call, what it is computed from is kept, too.
+        others: Names of the body that others may give a value.
 
-    None when `target` is in a comprehension, which cannot be entered again.
+    Returns:
+        None when `target` is in a comprehension, which cannot be entered again.
     """
-    way = _way(statement, target)
-    if any(isinstance(each, _COMPREHENSIONS) for each in way):
+    nodes = _nodes_to(statement, target)
+    if any(isinstance(each, _COMPREHENSIONS) for each in nodes):
         return None
-    keeper = _Keeper(statement, number, runtime)
-    keeper.along(way, inside)
+    keeper = _Keeper(statement, number, way.runtime, others)
+    keeper.along(nodes, inside=way.trains)
     # A place that the call itself is a part of can be read only when the call is back.
-    if inside and isinstance(statement, ast.AugAssign) and statement.value in way:
+    if isinstance(statement, ast.AugAssign) and statement.value in nodes:
         statement = keeper.added(statement)
     return Kept(statement, keeper.names)
 
 
-def _way(node: ast.AST, target: ast.AST) -> list[ast.AST]:
+def _nodes_to(node: ast.AST, target: ast.AST) -> list[ast.AST]:
     """The nodes from `node` down to `target`."""
     if node is target:
         return [node]
     for each in ast.iter_child_nodes(node):
-        if found := _way(each, target):
+        if found := _nodes_to(each, target):
             return [node, *found]
     return []
 
 
 class _Keeper:
-    def __init__(self, statement: ast.stmt, number: int, runtime: str) -> None:
+    def __init__(self, statement: ast.stmt, number: int, runtime: str, others: Others) -> None:
         self.names: list[str] = []
         self._statement = statement
         self._number = number
         self._runtime = runtime
+        own = (each for each in ast.walk(statement) if isinstance(each, ast.NamedExpr))
+        self._rebound = others.rebound.union(each.target.id for each in own)
+        self._imported = others.imported
 
-    def along(self, way: list[ast.AST], inside: bool) -> None:
-        for node, following in zip(way, [*way[1:], None], strict=True):
+    def along(self, nodes: list[ast.AST], *, inside: bool) -> None:
+        for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+            if isinstance(node, ast.Dict) and following is not None:
+                _unpack(node, following)
             for field, value in ast.iter_fields(node):
-                if field == "annotation" or (following is None and not inside):
+                # The format of a value is asked for when the value is there.
+                if field in ("annotation", "format_spec") or (following is None and not inside):
                     continue
-                beside = following is not None and field != "func"
+                beside = following is not None
                 if isinstance(value, list):
                     for place, each in enumerate(value):
                         if each is not following:
                             value[place] = self._instead(each, beside)
-                elif value is not following:
+                elif value is following:
+                    continue
+                elif field == "func" and isinstance(value, ast.Attribute):
+                    # A function of a module, such as `sys.stdout.write`, or a method.
+                    if root_name(value) not in self._imported:
+                        value.value = self._instead(value.value, beside)
+                else:
                     setattr(node, field, self._instead(value, beside))
 
     def added(self, statement: ast.AugAssign) -> ast.stmt:
@@ -125,22 +151,50 @@ class _Keeper:
         )
         return ast.copy_location(made, index)
 
-    def _instead(self, node: object, beside: bool) -> object:
+    def _instead(self, node: Any, beside: bool) -> Any:
         """What stands for a node that is not on the way; `beside`: nor a part of the target."""
-        if isinstance(node, ast.Starred | ast.keyword | ast.FormattedValue):
-            node.value = self._expression(node.value, beside)
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
             return node
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not beside:
+        if isinstance(node, ast.Starred | ast.keyword | ast.FormattedValue):
+            return self._part(node, beside)
+        if isinstance(node, ast.Attribute) and not beside:
             node.value = self._expression(node.value, beside)
             return node
         return self._expression(node, beside) if isinstance(node, ast.expr) else node
 
     def _expression(self, node: ast.expr, beside: bool) -> ast.expr:
-        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
-            return node
-        if not _does_things(node) and not (beside and _has_attributes(node)):
-            return node
-        return self._kept(node)
+        again = self._stays(node) if beside else not _does_things(node)
+        return node if again else self._kept(self._as_value(node))
+
+    def _stays(self, node: ast.AST | None) -> bool:
+        """Whether an expression gives the same once more when the call is back."""
+        match node:
+            case ast.Name(id=name):
+                return name not in self._rebound
+            case ast.Tuple() | ast.List() | ast.Slice():
+                return all(map(self._stays, ast.iter_child_nodes(node)))
+            case ast.Dict():
+                return None not in node.keys and all(map(self._stays, (*node.keys, *node.values)))
+            case ast.Lambda():
+                return all(map(self._stays, (*node.args.defaults, *node.args.kw_defaults)))
+            case None:
+                return True
+        named = any(isinstance(each, ast.Name) for each in ast.walk(node))
+        return not named and not _does_things(node)
+
+    def _part(self, node: ast.Starred | ast.keyword | ast.FormattedValue, beside: bool) -> ast.AST:
+        """As `_instead`, of what is no value of its own: what it gives is made one, and kept."""
+        if beside:
+            match node:
+                case ast.Starred():
+                    node.value = ast.List([ast.Starred(node.value, ast.Load())], ast.Load())
+                case ast.FormattedValue():
+                    node.value = ast.JoinedStr([copy.copy(node)])
+                    node.conversion, node.format_spec = -1, None
+                case ast.keyword(arg=None):
+                    node.value = ast.Dict([None], [node.value])
+        node.value = self._expression(node.value, beside)
+        return node
 
     def _kept_and_again(self, node: ast.expr) -> tuple[ast.expr, ast.expr]:
         """What keeps the value of a node, and what reads it once more."""
@@ -156,8 +210,11 @@ class _Keeper:
         return ast.copy_location(made, node)
 
 
-def _has_attributes(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Attribute) for each in ast.walk(node))
+def _unpack(node: ast.Dict, following: ast.AST) -> None:
+    """Make values of their own of what ``**`` gives to a ``{}``, but for `following`."""
+    for place, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
+        if key is None and value is not following:
+            node.values[place] = ast.copy_location(ast.Dict([None], [value]), value)
 
 
 def _does_things(node: ast.AST) -> bool:

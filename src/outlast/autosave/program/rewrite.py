@@ -31,6 +31,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from outlast.autosave.program.grads import reads_gradients_between_steps
+from outlast.autosave.program.rebound import Rebound, set_in_modules
 from outlast.autosave.program.scopes import nodes_here
 from outlast.autosave.program.sites import Rewritten
 from outlast.autosave.program.source import Function
@@ -52,23 +53,24 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
     number = 0
     done = []
     reads_gradients = reads_gradients_between_steps(files, training)
+    elsewhere = set_in_modules(files)
     for source in files:
         rewritten = Rewritten(source, copy.deepcopy(source.tree), reads_gradients=reads_gradients)
         originals = dict(zip(ast.walk(rewritten.tree), ast.walk(source.tree), strict=True))
-        way = ToTraining(training, originals)
+        way, rebound = ToTraining(training, originals), Rebound(source.tree, elsewhere)
         bodies: list[Body] = [
             each for each in ast.walk(rewritten.tree) if isinstance(each, ast.Module | Function)
         ]
         # Inner functions first: their definitions are copied when the outer one is rewritten.
         for body in reversed(bodies):
-            writer = Writer(rewritten, body, way, number)
+            writer = Writer(rewritten, body, way, number, rebound)
             if writer.leads():
                 _refuse_suspended(rewritten, body)
                 writer.write()
                 rewritten.bodies.add(writer.name)
                 number = writer.number
             elif isinstance(body, ast.FunctionDef) and _yields(body):
-                number = _rewrite_generator(rewritten, body, number)
+                number = _rewrite_generator(rewritten, body, number, rebound)
         rewritten.sites.sort(key=lambda site: site.number)
         ast.fix_missing_locations(rewritten.tree)
         done.append(rewritten)
@@ -90,11 +92,13 @@ def _refuse_suspended(rewritten: Rewritten, body: Body) -> None:
         )
 
 
-def _rewrite_generator(rewritten: Rewritten, body: ast.FunctionDef, number: int) -> int:
+def _rewrite_generator(
+    rewritten: Rewritten, body: ast.FunctionDef, number: int, rebound: Rebound
+) -> int:
     """Rewrite a generator function; one that cannot be entered again stays as it is."""
     before = body.body
     body.body = copy.deepcopy(before)
-    writer = Writer(rewritten, body, ToYield(), number)
+    writer = Writer(rewritten, body, ToYield(), number, rebound)
     try:
         writer.write()
     except AutosaveError as error:

@@ -33,6 +33,7 @@ from outlast.errors import AutosaveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outlast.autosave.program.rebound import Rebound
     from outlast.autosave.program.source import Body
 
 
@@ -44,19 +45,23 @@ class Writer:
         body: The body, in the new tree.
         way: What it is to be entered again for.
         number: Of its first site.
+        rebound: Tells which names of the body others may give another value.
 
     Attributes:
         number: Of the next site.
         name: Of the body.
     """
 
-    def __init__(self, rewritten: Rewritten, body: Body, way: Way, number: int) -> None:
+    def __init__(
+        self, rewritten: Rewritten, body: Body, way: Way, number: int, rebound: Rebound
+    ) -> None:
         self.number = number
         self.name = body_name(str(rewritten.source.path), *code_names(rewritten.tree, body))
         self._rewritten = rewritten
         self._body = body
         self._way = way
         self._runtime = way.runtime
+        self._rebound = rebound
         self._iterators: set[int] = set()
         self._contexts: dict[int, list[str]] = {}
         self._sites: list[Site] = []
@@ -73,6 +78,7 @@ class Writer:
             AutosaveError: Where it cannot be entered again.
         """
         self._live = liveness(self._body)
+        self._others = self._rebound.others(self._body)
         self._locals = local_names(self._body)
         self._defined = {} if isinstance(self._body, ast.Module) else defined_names(self._body)
         first = self._body.body[0]
@@ -304,16 +310,14 @@ class Writer:
 
     def _yield(self, node: ast.stmt, number: int, hidden: list[str]) -> list[ast.stmt]:
         (target,) = self._way.leading(node)
-        name = iterator_name(number)
-        begin: list[ast.stmt] = []
         if isinstance(target, ast.YieldFrom):
-            begin = made_statements(
-                f"if {self._runtime}.live:\n {name} = {self._runtime}.delegate(ITER)",
+            name = iterator_name(number)
+            hidden = [*hidden, name]
+            target.value = made_expression(
+                f"({name} := {self._runtime}.delegate(ITER)) if {self._runtime}.live else {name}",
                 node,
                 ITER=target.value,
             )
-            target.value = made_expression(name, node)
-            hidden = [*hidden, name]
         else:
             assert isinstance(target, ast.Yield)
             target.value = made_expression(
@@ -321,7 +325,7 @@ class Writer:
                 node,
                 VALUE=target.value or ast.Constant(None),
             )
-        return [*begin, node, *self._cleared(hidden, node)]
+        return [node, *self._cleared(hidden, node)]
 
     def _keep(self, node: ast.stmt, number: int) -> Kept:
         leading = self._way.leading(node)
@@ -329,8 +333,7 @@ class Writer:
             raise self._error(
                 node, f"two of {self._way.what} stand in one statement; put each on its own line"
             )
-        inside = self._way.trains
-        kept = keep(node, leading[0], number, self._runtime, inside=inside)
+        kept = keep(node, leading[0], number, self._way, self._others)
         if kept is None:
             raise self._error(
                 node,
