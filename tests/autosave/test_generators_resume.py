@@ -85,6 +85,17 @@ STYLES = {
             train(mean.send(step) if step % 3 else mean.throw(ValueError()))
         print(log)
         """,
+    "set-up has begun one that gives another's items on, and sends it values": """
+        def inner():
+            got = yield 3
+            return (yield got) + got
+        def outer():
+            while True: log.append((yield from inner()))
+        mean = outer()
+        next(mean)
+        for step in range(6): train(mean.send(step))
+        print(log)
+        """,
     "what it adds to, and has read, is changed while it waits": """
         class Data:
             seen, sums = 0, [0, 0, 0]

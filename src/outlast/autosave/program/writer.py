@@ -314,7 +314,8 @@ class Writer:
             name = iterator_name(number)
             hidden = [*hidden, name]
             target.value = made_expression(
-                f"({name} := {self._runtime}.delegate(ITER)) if {self._runtime}.live else {name}",
+                f"{self._runtime}.delegate(({name} := {self._runtime}.iterate({number}, ITER)) "
+                f"if {self._runtime}.live else {name})",
                 node,
                 ITER=target.value,
             )

@@ -83,9 +83,9 @@ class Generators:
         """`iterator`, with an item before that stands for the one which it has given already."""
         return itertools.chain((None,), iterator)
 
-    def delegate(self, iterable: Iterable[Any]) -> Delegate:
-        """What ``yield from iterable`` takes its items from."""
-        return Delegate(self._session, resumable(iterable))
+    def delegate(self, iterator: Iterator[Any]) -> Delegate:
+        """What ``yield from`` takes its items from; it lives no longer than the frame."""
+        return Delegate(self, iterator)
 
     def entered(self, name: str) -> Any:
         """What stands for the expression of a `with`; None if it is to be evaluated."""
@@ -152,17 +152,16 @@ class Generators:
 class Delegate:
     """The iterator of a ``yield from``, which gives nothing new when it is come back to."""
 
-    def __init__(self, session: Session, inner: Any) -> None:
-        self._session = session
+    def __init__(self, generators: Generators, inner: Any) -> None:
+        self._generators = generators
         self._inner = inner
 
     def __iter__(self) -> Delegate:
         return self
 
     def __next__(self) -> Any:
-        generators = self._session.generators
-        if not generators.live:
-            return generators.arrives()
+        if not self._generators.live:
+            return self._generators.arrives()
         return next(self._inner)
 
     def send(self, value: Any) -> Any:
@@ -179,9 +178,6 @@ class Delegate:
         """End the iterator within."""
         if hasattr(self._inner, "close"):
             self._inner.close()
-
-    def __reduce__(self) -> Any:
-        return Delegate, (self._session, self._inner)
 
 
 class _Refused:
