@@ -67,6 +67,20 @@ def test_a_changed_corpus_does_not_change_a_run(base):
     assert "has changed since it was tokenised" in again.note
 
 
+def test_a_cache_that_another_process_has_checked_is_only_opened(base):
+    from_text(base)
+    (base / "new.txt").write_text("new\n")
+    tokens = base / "cache/train.bin"
+    spoilt = bytearray(tokens.read_bytes())
+    spoilt[-1] ^= 1
+    tokens.write_bytes(bytes(spoilt))
+    with pytest.raises(DataError, match=r"train\.bin"):
+        from_text(base)
+    opened = from_text(base, checked=True)
+    assert opened.reused
+    assert opened.note is None
+
+
 def test_a_deleted_corpus_does_not_stop_a_run(base):
     before = text_of(from_text(base).train)
     for path in base.glob("*.txt"):

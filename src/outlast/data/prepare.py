@@ -75,6 +75,7 @@ def prepare(
     base: Path = Path(),
     progress: Callable[[int, int], None] | None = None,
     stage: Stager | None = None,
+    checked: bool = False,
 ) -> Prepared:
     """Makes or opens the token files that a job asks for.
 
@@ -96,6 +97,7 @@ def prepare(
         stage: Gives the path of this node's own copy of a token file, which is opened in place of
             it. Called with the file's path or URL, the names beside it that belong to it, and the
             xxh3-128 that it must have, where that is known. URLs need it.
+        checked: Whether another process has just checked the cache, so that it is only opened.
 
     Raises:
         DataError: A setting is wrong, a file is missing or damaged, the cache belongs to other
@@ -131,7 +133,7 @@ def prepare(
         "tokenizer": loaded.name,
     }
     if (cache / MARKER).is_file():
-        return _reuse(cache, recipe, loaded, base, stage)
+        return _reuse(cache, recipe, loaded, base, stage, checked=checked)
     corpora = _corpora(recipe, base)
     for name, corpus in corpora.items():
         write_tokens(cache / f"{name}.bin", corpus, loaded, progress)
@@ -184,7 +186,13 @@ def _corpora(recipe: dict[str, Any], base: Path) -> dict[str, Corpus]:
 
 
 def _reuse(
-    cache: Path, recipe: dict[str, Any], tokenizer: Tokenizer, base: Path, stage: Stager | None
+    cache: Path,
+    recipe: dict[str, Any],
+    tokenizer: Tokenizer,
+    base: Path,
+    stage: Stager | None,
+    *,
+    checked: bool,
 ) -> Prepared:
     marker = read_json(cache / MARKER)
     if marker.get("version") != VERSION:
@@ -208,14 +216,14 @@ def _reuse(
                 f"{file.path} has lost its header {file.path.stem}.json; delete {cache} to have "
                 "the corpus tokenised again"
             )
-        if file.tokens.nbytes <= VERIFY_BYTES:
+        if not checked and file.tokens.nbytes <= VERIFY_BYTES:
             file.verify()
     return Prepared(
         files["train"],
         files.get("validation"),
         tokenizer,
         reused=True,
-        note=_change_since(cache, files, recipe, base),
+        note=None if checked else _change_since(cache, files, recipe, base),
     )
 
 

@@ -110,10 +110,11 @@ def configure_torch(job: Job, ranks: Ranks) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def load_data(setup: SetUp, stage: NodeFiles | None = None) -> Prepared:
+def load_data(setup: SetUp, stage: NodeFiles | None = None, *, checked: bool = False) -> Prepared:
     """Tokenise the job's corpus, or open the tokens that are there already.
 
-    With `stage`, what is opened are this node's own copies.
+    With `stage`, what is opened are this node's own copies. Tokens that were `checked` on another
+    rank are only opened.
     """
     begun = time.perf_counter()
     data = setup.job.data
@@ -126,6 +127,7 @@ def load_data(setup: SetUp, stage: NodeFiles | None = None) -> Prepared:
         tokenizer=data.tokenizer,
         token_dtype=data.token_dtype,
         stage=stage,
+        checked=checked,
     )
     vocabulary_size = setup.plan.facts.vocabulary_size
     if vocabulary_size is not None:
@@ -225,10 +227,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         ),
         stop=setup.stop,
         records=records,
-        # Only DDP reorders its sums, and two summands have no order.
-        settle_reduction_order=(
-            layout.replicate > 2 and layout.shard * layout.pipeline == 1 and notes is None
-        ),
+        settle=engine.settle if isinstance(engine, ReplicaEngine) and engine.reduction else None,
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
         must_restore=saved,

@@ -8,6 +8,7 @@ no GPU is in use, which takes a tenth of a second because torch is loaded alread
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -93,6 +94,8 @@ def _launch(start: Start) -> int:
     if method == "fork":
         # Some 2 s of imports, at every restart, too.
         load_code(start.job.model)
+        if start.job.recover.mode == "restart":
+            importlib.import_module("outlast.recover.memory.parity")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

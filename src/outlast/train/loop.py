@@ -57,7 +57,8 @@ class Trainer:
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
     stop, or an empty text. `writes` says whether the last save is up to this process and its ranks.
     `resize_wanted` is asked on rank 0. `mark` is told in which phase of a step this process is.
-    `must_restore`: the model has no first weights.
+    `must_restore`: the model has no first weights. `settle` fixes the order in which replicas are
+    summed, by a backward pass whose gradients are dropped.
     """
 
     job: Job
@@ -78,7 +79,7 @@ class Trainer:
     stop: StopFlag
     records: RecordWriter | None
     memory: MemoryWatch
-    settle_reduction_order: bool
+    settle: Callable[[MicroBatch, int], None] | None
     must_restore: bool = False
     spikes: SpikeWatch | None = None
     energy: RunMeter | None = None
@@ -121,8 +122,10 @@ class Trainer:
         self.mark("idle", first_step)
         parts["restore"] = time.perf_counter() - begun
         begun = time.perf_counter()
-        if self.settle_reduction_order and first_step < self.job.train.steps:
-            self._settle(first_step)
+        if self.settle is not None and first_step < self.job.train.steps:
+            # So that the first step of a resumed run sums as the same one of a run without a stop.
+            self.settle(self.loader.batch(first_step)[-1], first_step)
+            self._zero_gradients()
             parts["settle"] = time.perf_counter() - begun
         if self.guard is not None:
             self.guard.restart(first_step)
@@ -176,17 +179,6 @@ class Trainer:
         for event in events:
             self._record(event)
         return step
-
-    def _settle(self, step: int) -> None:
-        """Run the passes of one micro-batch and drop the gradients.
-
-        DDP puts gradients into other buckets after its first backward pass, which changes the order
-        in which three or more ranks are summed. Doing that pass here makes the first step of a
-        resumed run sum in the same order as the same step of an uninterrupted one.
-        """
-        # Gradients are summed in the last micro-batch's backward pass only.
-        self.engine.forward_backward(self.loader.batch(step)[-1:], step, self._tokens_per_step)
-        self._zero_gradients()
 
     def _train(self, first_step: int) -> tuple[int, int]:
         """The steps done in the end, and those of the state from which this process got there."""

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -216,13 +216,16 @@ def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None
     # Copying may take long as well, for each of two files and for whoever waits.
     seconds = 0.0 if stager is None else 2 * stager.timeout_seconds
     group = patient_group(max(job.data.prepare_timeout_seconds, seconds))
+    made: Prepared | None = None
     if files is None or job.data.source != "tokens":
         # Rank 0 alone tokenises, which may take long; then every rank opens what is there.
-        together(lambda: load_data(setup) if is_first else None, group)
-    data = together(lambda: load_data(setup, files), group if files is not None else None)
+        made = together(lambda: load_data(setup) if is_first else None, group)
+    data = together(
+        lambda: load_data(setup, files, checked=True), group if files is not None else None
+    )
     if files is not None:
         files.record(records)
-    return data
+    return data if made is None else replace(data, note=made.note)
 
 
 def process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
