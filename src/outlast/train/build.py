@@ -227,7 +227,6 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         ),
         stop=setup.stop,
         records=records,
-        settle=engine.settle if isinstance(engine, ReplicaEngine) and engine.reduction else None,
         energy=energy,
         memory=MemoryWatch(setup.ranks, device),
         must_restore=saved,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-    from outlast.guard.collectives import ReplicatedReduction
     from outlast.train.dropout import DropoutStream
     from outlast.train.pipeline import StageModule
     from outlast.train.waits import CommunicationWait
@@ -76,7 +75,6 @@ class ReplicaEngine:
         inner: What is called in evaluation: the model without DDP.
         data_ranks: Number of ranks over which DDP or FSDP2 averages gradients.
         mark: Told of each forward and backward pass.
-        reduction: DDP's mean over replicas where `settle` is of use, or None.
     """
 
     model: nn.Module
@@ -87,7 +85,6 @@ class ReplicaEngine:
     data_ranks: int
     bf16_autocast: bool
     mark: Mark = no_mark
-    reduction: ReplicatedReduction | None = None
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -105,20 +102,6 @@ class ReplicaEngine:
                     (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / global_tokens
-
-    def settle(self, batch: MicroBatch, step: int) -> None:
-        """Have DDP put gradients into the buckets that it keeps from its first pass on.
-
-        Which gradients share a bucket decides in which order three or more replicas are summed, and
-        a first backward pass decides on the buckets of all later ones. The gradients that it leaves
-        behind are this replica's own.
-        """
-        assert self.reduction is not None
-        self.reduction.skipped = True
-        try:
-            self.forward_backward([batch], step, 1)
-        finally:
-            self.reduction.skipped = False
 
     def loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
         """Sum of the tokens' losses (nats) of one micro-batch in training, with its graph."""

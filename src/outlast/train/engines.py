@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.guard.collectives import ReplicatedReduction
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import PipelineEngine, ReplicaEngine, loss_sum
 from outlast.train.model import held_blocks
@@ -16,6 +15,7 @@ from outlast.train.parallelize import (
     recompute_activations,
     refuse_dropout,
     replicate,
+    settle_order,
     shard,
     split_tensors,
 )
@@ -60,7 +60,6 @@ def replica_engine(
         compile_blocks(model)
     bf16 = job.train.precision == "bf16"
     called: nn.Module = model
-    reduction = None
     # Gradient coding sums over replicas itself.
     summed_here = layout.replicate > 1 and not is_coded(job, layout)
     if mesh is not None and layout.shard > 1:
@@ -68,8 +67,9 @@ def replica_engine(
         shard(model, mesh[axes], bf16=bf16)
     elif mesh is not None and summed_here:
         called = replicate(model, mesh["replicate"], sync=not saved)
-        # Two summands have no order that were to be settled.
-        reduction = ReplicatedReduction(called) if layout.replicate > 2 else None
+        if layout.replicate > 2:
+            # Two summands have no order.
+            settle_order(called)
         waits.watch_gradients(model)
     return ReplicaEngine(
         model=called,
@@ -80,7 +80,6 @@ def replica_engine(
         data_ranks=layout.data_ranks,
         bf16_autocast=bf16 and layout.shard == 1,
         mark=setup.mark,
-        reduction=reduction,
     )
 
 

@@ -57,8 +57,7 @@ class Trainer:
     (a drill lets processes die there). `stop_when` is asked after every step; it gives a reason to
     stop, or an empty text. `writes` says whether the last save is up to this process and its ranks.
     `resize_wanted` is asked on rank 0. `mark` is told in which phase of a step this process is.
-    `must_restore`: the model has no first weights. `settle` fixes the order in which replicas are
-    summed, by a backward pass whose gradients are dropped.
+    `must_restore`: the model has no first weights.
     """
 
     job: Job
@@ -79,7 +78,6 @@ class Trainer:
     stop: StopFlag
     records: RecordWriter | None
     memory: MemoryWatch
-    settle: Callable[[MicroBatch, int], None] | None
     must_restore: bool = False
     spikes: SpikeWatch | None = None
     energy: RunMeter | None = None
@@ -121,12 +119,6 @@ class Trainer:
         first_step = self._restore()
         self.mark("idle", first_step)
         parts["restore"] = time.perf_counter() - begun
-        begun = time.perf_counter()
-        if self.settle is not None and first_step < self.job.train.steps:
-            # So that the first step of a resumed run sums as the same one of a run without a stop.
-            self.settle(self.loader.batch(first_step)[-1], first_step)
-            self._zero_gradients()
-            parts["settle"] = time.perf_counter() - begun
         if self.guard is not None:
             self.guard.restart(first_step)
         self._record(Ready(first_step, time.time() - started, parts))

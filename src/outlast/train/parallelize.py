@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import OutlastError
+from outlast.guard.collectives import ReplicatedReduction
 from outlast.tensorize.forms.low_rank import LowRankLinear
 from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
 from outlast.tensorize.parallel.fsdp import shard_tensorized
@@ -160,3 +161,41 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, sync: bool = True) -> Distr
     return DistributedDataParallel(
         model, process_group=mesh.get_group(), gradient_as_bucket_view=True, init_sync=sync
     )
+
+
+def settle_order(replicas: DistributedDataParallel) -> None:
+    """Have DDP decide now in which order it sums gradients, whatever life of the run this is.
+
+    Which gradients share a bucket decides in which order three or more replicas are summed, and a
+    first backward pass decides on the buckets of all later ones. This is one in which gradients
+    arrive from the last parameter to the first and are neither computed nor summed, so that the
+    first step of a resumed run sums as the same step of a run that was never stopped.
+    """
+    reduction, model = ReplicatedReduction(replicas), replicas.module
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    result = torch.zeros((), device=parameters[0].device, requires_grad=True)
+    for parameter in parameters:
+        result = _Arriving.apply(result, parameter)  # type: ignore[no-untyped-call]
+    reduction.skipped = True
+    vars(model)["forward"] = lambda: result
+    try:
+        replicas().backward()
+    finally:
+        del vars(model)["forward"]
+        reduction.skipped = False
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class _Arriving(torch.autograd.Function):
+    """Passes `rest` on, and in the backward pass gives `parameter` a gradient of zeros first."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return rest.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        [parameter] = ctx.saved_tensors
+        return given[0], torch.zeros_like(parameter)
