@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from loading import written
 
 from outlast.autosave.resume.files import IN_PLACE, place, set_place
-from outlast.autosave.resume.first_sizes import FirstSizes, begin_logs, first_sizes_file
+from outlast.autosave.resume.first_sizes import FirstSizes, begin_logs
 from outlast.autosave.resume.logs import reopened_logs
 from outlast.errors import AutosaveError
 from outlast.records.directory import RunDirectory
@@ -323,67 +324,117 @@ def write_line(path: Path, text: str, mode: str = "a") -> None:
 
 
 def test_logs_of_a_run_that_was_killed_before_its_first_save_are_put_back(tmp_path: Path) -> None:
-    old, new, made = (tmp_path / name for name in ("old.txt", "new.txt", "made.txt"))
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
     folder = tmp_path / "run"
     old.write_text("of an earlier run\n")
     for rank in range(2):
-        first = FirstSizes(first_sizes_file(folder, rank))
-        with reopened_logs(False, tmp_path, first):
+        with reopened_logs(False, tmp_path, FirstSizes(folder, rank)):
             write_line(old, f"of rank {rank}")
             write_line(new, f"of rank {rank}")
             write_line(old, "one more")
-    with reopened_logs(False, tmp_path, FirstSizes(first_sizes_file(folder, 1))):
-        write_line(made, "one", "x")
-    begin_logs(folder, tmp_path, killed=True)
+    whole = old.read_text()
+    told = begin_logs(folder, tmp_path, alive_until=time.time() + 40.0)
     assert old.read_text() == "of an earlier run\n"
-    assert sorted(tmp_path.iterdir()) == [old, folder]
+    assert not new.exists()
+    # Nothing is lost.
+    assert (folder / "log-ends/old.txt").read_text() == whole.removeprefix("of an earlier run\n")
+    assert (folder / "log-ends/new.txt").read_text() == "of rank 0\nof rank 1\n"
+    assert [str(folder / "log-ends") in each for each in told] == [True, True]
     # That is done once: what comes later is of another life.
     write_line(old, "by hand")
-    begin_logs(folder, tmp_path, killed=True)
+    assert begin_logs(folder, tmp_path, alive_until=time.time() + 40.0) == []
     assert old.read_text() == "of an earlier run\nby hand\n"
+
+
+def test_logs_that_somebody_has_written_to_after_the_kill_stay(tmp_path: Path) -> None:
+    log, folder = tmp_path / "results.csv", tmp_path / "run"
+    with reopened_logs(False, tmp_path, FirstSizes(folder)):
+        write_line(log, "of the killed run")
+    killed = time.time()
+    write_line(log, "of another run")
+    os.utime(log, (killed + 90.0, killed + 90.0))
+    [told] = begin_logs(folder, tmp_path, alive_until=killed + 40.0)
+    assert "was written to after the run was killed" in told
+    assert log.read_text() == "of the killed run\nof another run\n"
 
 
 def test_logs_of_a_run_that_ended_in_an_error_stay(tmp_path: Path) -> None:
     log, folder = tmp_path / "log.txt", tmp_path / "run"
-    with reopened_logs(False, tmp_path, FirstSizes(first_sizes_file(folder, 0))):
+    with reopened_logs(False, tmp_path, FirstSizes(folder)):
         write_line(log, "why it ended")
-    begin_logs(folder, tmp_path, killed=False)
-    begin_logs(folder, tmp_path, killed=True)
+    assert begin_logs(folder, tmp_path, alive_until=None) == []
+    assert begin_logs(folder, tmp_path, alive_until=time.time() + 40.0) == []
     assert log.read_text() == "why it ended\n"
 
 
+def test_logs_of_other_nodes_and_what_is_not_ours_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, folder = tmp_path / "log.txt", tmp_path / "run"
+    folder.mkdir()
+    (folder / "logs.jsonl").write_text("of the user\n")
+    log.write_text("of this node\n")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("socket.gethostname", lambda: "another node")
+        FirstSizes(folder, 1).note("log.txt", None)
+    assert begin_logs(folder, tmp_path, alive_until=time.time() + 40.0) == []
+    assert log.read_text() == "of this node\n"
+    assert (folder / "logs.jsonl").read_text() == "of the user\n"
+
+
+def test_only_what_was_opened_to_be_appended_to_is_noted(tmp_path: Path) -> None:
+    folder, missing = tmp_path / "run", tmp_path / "missing/log.txt"
+    first = FirstSizes(folder)
+    with reopened_logs(False, tmp_path, first):
+        with pytest.raises(FileNotFoundError):
+            write_line(missing, "one")
+        with open("log.txt", "a", opener=lambda _, flags: os.open(tmp_path / "own", flags)) as file:
+            file.write("one")
+        write_line(tmp_path / "cache.bin", "one", "x")
+    assert first.appended() == {}
+
+
 def test_log_that_was_first_opened_behind_the_save_goes_on_from_there(tmp_path: Path) -> None:
-    old, new, noted = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "logs.jsonl"
+    old, new, folder = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "run"
     old.write_text("of an earlier run\n")
-    with reopened_logs(False, tmp_path, FirstSizes(noted)) as logs:
+    with reopened_logs(False, tmp_path, FirstSizes(folder)) as logs:
         saved = logs.sizes()
         write_line(old, "step 1")
         write_line(new, "step 1")
-    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
-        logs.cut_back(saved)
+    with reopened_logs(True, tmp_path, FirstSizes(folder)) as logs:
+        with pytest.warns(UserWarning, match="is again as it was before the run"):
+            logs.cut_back(saved)
         assert old.read_text() == "of an earlier run\n"
         assert not new.exists()
         write_line(old, "step 1")
         saved = logs.sizes()
         write_line(old, "step 2")
     # The life that is saved next has not appended to it, and saves its size all the same.
-    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
+    with reopened_logs(True, tmp_path, FirstSizes(folder)) as logs:
         logs.cut_back(saved)
         saved = logs.sizes()
         write_line(old, "step 2")
-    with reopened_logs(True, tmp_path, FirstSizes(noted)) as logs:
+    with reopened_logs(True, tmp_path, FirstSizes(folder)) as logs:
         logs.cut_back(saved)
     assert old.read_text() == "of an earlier run\nstep 1\n"
 
 
-def test_size_that_was_written_down_in_part_counts_for_nothing(tmp_path: Path) -> None:
+def test_log_that_another_rank_may_be_writing_is_not_put_back_behind_a_save(
+    tmp_path: Path,
+) -> None:
     log, folder = tmp_path / "log.txt", tmp_path / "run"
-    noted = first_sizes_file(folder, 0)
-    with reopened_logs(False, tmp_path, FirstSizes(noted)):
-        write_line(log, "one")
-    noted.write_bytes(noted.read_bytes() + b'{"path": "other.t')
-    with reopened_logs(False, tmp_path, FirstSizes(noted)):
-        write_line(log, "two")
-        write_line(tmp_path / "third.txt", "three")
-    begin_logs(folder, tmp_path, killed=True)
-    assert list(tmp_path.iterdir()) == [folder]
+    for rank in range(2):
+        with reopened_logs(False, tmp_path, FirstSizes(folder, rank)):
+            write_line(log, f"of rank {rank}")
+    with reopened_logs(True, tmp_path, FirstSizes(folder, 1)) as logs:
+        logs.cut_back({})
+    assert log.read_text() == "of rank 0\nof rank 1\n"
+
+
+def test_sizes_that_cannot_be_read_count_for_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "log-sizes").mkdir(parents=True)
+    (folder / "log-sizes/rank0.json").write_bytes(b'[{"path": "\xff')
+    first = FirstSizes(folder)
+    first.note("log.txt", 5)
+    assert FirstSizes(folder).appended() == {"log.txt": 5}

@@ -111,6 +111,7 @@ def test_log_of_a_killed_run_is_that_of_an_uninterrupted_one(script, every):
     assert ended.code == 0, ended.said
     # A run that was killed before its first save begins anew.
     assert ("resumed at step" in ended.said) is (every < STEPS)
+    assert ("log.txt is again as it was before the run" in ended.said) is (every > STEPS)
     assert log.read_text() == expected
 
 

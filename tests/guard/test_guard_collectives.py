@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
-from outlast.guard.collectives import Reduction, ReplicatedReduction, checksums, compare
+from outlast.guard.collectives import Reduction, checksums, compare
 from outlast.guard.findings import Site
 from outlast.guard.policy import Policy
 from outlast.guard.signs import Signs
@@ -278,39 +278,6 @@ def test_a_released_wrapper_averages_on_and_can_be_guarded_again(ranks):
     for first, second, third in ranks(2)(work):
         assert (first[0], second[0], third[0]) == (True, False, True)
         assert first[1] == second[1] == third[1]
-
-
-def trained_after_a_first_pass(skipped):
-    """Own gradients of that pass, and the weights after some steps."""
-    rank = start()
-    ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
-    reduction = ReplicatedReduction(ddp) if skipped else None
-    if reduction is not None:
-        reduction.skipped = True
-    ddp(batch_of(0, rank)).square().mean().backward()
-    own = np.concatenate([each.grad.flatten().numpy().copy() for each in ddp.parameters()])
-    if reduction is not None:
-        reduction.skipped = False
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(batch_of(step, rank)).square().mean().backward()
-        optimizer.step()
-    return own, numbers_of(ddp)
-
-
-@pytest.mark.distributed
-def test_a_skipped_pass_sums_nothing_and_leaves_the_buckets_of_one_that_does(ranks):
-    def work():
-        return trained_after_a_first_pass(False), trained_after_a_first_pass(True)
-
-    outcomes = ranks(3)(work)
-    for (mean, plain), (_, skipped) in outcomes:
-        assert np.array_equal(plain, skipped)
-        assert np.array_equal(mean, outcomes[0][0][0])
-    own = [skipped[0] for _, skipped in outcomes]
-    assert not np.array_equal(own[0], own[1])
-    assert np.allclose(np.mean(own, axis=0), outcomes[0][0][0], atol=1e-6)
 
 
 @pytest.mark.distributed

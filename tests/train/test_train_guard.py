@@ -49,6 +49,7 @@ LAYOUTS = {
     "activation checkpointing": (1, ("train.activation_checkpointing=true",)),
     "accumulation": (1, ("train.micro_batch_size=3",)),
     "DDP": (2, ()),
+    "DDP of three": (3, ()),
     "DDP, Muon": (2, ("optimizer.name=muon",)),
     "FSDP2": (2, ("parallel.shard=2",)),
     "FSDP2, bf16": (2, ("parallel.shard=2", "train.precision=bf16")),

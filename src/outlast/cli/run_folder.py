@@ -5,7 +5,8 @@
   outcome.json     how the last start ended, or that it runs; outcome.rankN.json of further ranks
   pace.json        what the best interval was worked out from
   digests/         of the first steps after each save, to compare after a restore
-  logs.jsonl       how large each log was when it was first appended to; logs.rankN.jsonl
+  log-sizes/       how large each log was when a rank first appended to it
+  log-ends/        what was cut off logs that were put back so
   lock             owner while it runs
   checkpoints/     the versions
   stores.json      where a library keeps them that trains the script
@@ -29,7 +30,7 @@ from outlast.autosave.identity import (
     refuse_changes,
     version_warnings,
 )
-from outlast.autosave.resume.first_sizes import begin_logs, first_sizes_file
+from outlast.autosave.resume.first_sizes import begin_logs
 from outlast.errors import AutosaveError
 from outlast.records import OwnerLock, RunDirectory, replace_file
 
@@ -85,10 +86,6 @@ class RunFolder:
         """The program as it was started."""
         return self.path / "program.json"
 
-    def first_sizes(self, rank: int) -> Path:
-        """How large each log was when a rank first appended to it."""
-        return first_sizes_file(self.path, rank)
-
     def begin(self, now: Identity, root: Path, *, accept_changes: bool) -> list[str]:
         """Check that the run is one of this program, and make its folder.
 
@@ -109,6 +106,7 @@ class RunFolder:
         warnings, changed = [], False
         finished = self.outcome()
         saved = self.has_versions()
+        alive_until = self._alive_until(now.world_size)
         if self.program.exists() and (
             saved
             or self.library_stores.exists()
@@ -128,8 +126,7 @@ class RunFolder:
                     # Another program, or another torch, may well give other numbers.
                     shutil.rmtree(self.digests, ignore_errors=True)
                 if not saved:
-                    killed = "running" in self.words(now.world_size)
-                    begin_logs(self.path, root, killed=killed)
+                    warnings += begin_logs(self.path, root, alive_until=alive_until)
                 replace_file(self.program, now.to_json().encode())
             finally:
                 lock.release()
@@ -187,6 +184,14 @@ class RunFolder:
         lock.acquire()
         lock.release()
         return RunDirectory(self.path).move_aside()
+
+    def _alive_until(self, world_size: int) -> float | None:
+        """By when a run that was killed must have ended; None for one that was not."""
+        if "running" not in self.words(world_size):
+            return None
+        signs = [self.path / "lock", *(self._outcome(rank) for rank in range(world_size))]
+        last = max(each.stat().st_mtime for each in signs if each.exists())
+        return last + 2.0 * OwnerLock.heartbeat_seconds
 
     def _outcome(self, rank: int) -> Path:
         return self.path / (f"outcome.rank{rank}.json" if rank else "outcome.json")

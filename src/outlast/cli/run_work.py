@@ -64,7 +64,7 @@ def work(
                 asked.arguments,
                 keeper,
                 resuming=begun.resuming,
-                first_sizes=FirstSizes(folder.first_sizes(ranks.rank)),
+                first_sizes=FirstSizes(folder.path, ranks.rank),
             )
             keeper.raise_problem()
             code, standing.word = _ended(code, keeper, interrupted=stop.interrupted)

@@ -80,7 +80,8 @@ def prepare(
     """Makes or opens the token files that a job asks for.
 
     With validation patterns, `validation_fraction` is not used, and files that both name are
-    only validated on. Files of up to 1 GiB are verified against their hash when they are reused.
+    only validated on. Files of up to 1 GiB are verified against their hash when they are reused,
+    unless another process has just done so (`checked`).
 
     Args:
         source: `stdlib` (the source text of Python's library), `text` (files to tokenise) or

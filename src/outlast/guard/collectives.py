@@ -195,9 +195,6 @@ class ReplicatedReduction:
     Args:
         ddp: The wrapper.
 
-    Attributes:
-        skipped: Whether gradients are left as they are, for a pass in which they do not count.
-
     Raises:
         GuardError: When the wrapper has another communication hook.
     """
@@ -217,7 +214,6 @@ class ReplicatedReduction:
         self.ranks: list[int] = dist.get_process_group_ranks(self.group)
         self.watch: Watch | None = None
         self.terms: Terms | None = None
-        self.skipped = False
         self._way: list[_Bucket] = []
         self._parts: list[Tensor] = []
         self._riders: list[_Riders] = []
@@ -247,8 +243,6 @@ class ReplicatedReduction:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
         """DDP's hook: average one bucket over the ranks."""
         buffer, watch = bucket.buffer(), self.watch
-        if self.skipped:
-            return _given(buffer)
         if watch is None or not reducible(buffer):
             self._weigh(bucket)
             return _result(dist.all_reduce(buffer, group=self.group, async_op=True))
@@ -352,10 +346,3 @@ class ReplicatedReduction:
 
 def _result(work: dist.Work) -> torch.futures.Future[Any]:
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _given(value: Tensor) -> torch.futures.Future[Any]:
-    devices: list[int | str | torch.device] | None = [value.device] if value.is_cuda else None
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-    future.set_result(value)
-    return future

@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import OutlastError
-from outlast.guard.collectives import ReplicatedReduction
 from outlast.tensorize.forms.low_rank import LowRankLinear
 from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
 from outlast.tensorize.parallel.fsdp import shard_tensorized
@@ -167,22 +166,20 @@ def settle_order(replicas: DistributedDataParallel) -> None:
     """Have DDP decide now in which order it sums gradients, whatever life of the run this is.
 
     Which gradients share a bucket decides in which order three or more replicas are summed, and a
-    first backward pass decides on the buckets of all later ones. This is one in which gradients
-    arrive from the last parameter to the first and are neither computed nor summed, so that the
-    first step of a resumed run sums as the same step of a run that was never stopped.
+    first backward pass decides on the buckets of all later ones. This is one in which gradients of
+    zeros arrive from the last parameter to the first, so that the first step of a resumed run sums
+    as the same step of a run that was never stopped.
     """
-    reduction, model = ReplicatedReduction(replicas), replicas.module
+    model = replicas.module
     parameters = [each for each in model.parameters() if each.requires_grad]
     result = torch.zeros((), device=parameters[0].device, requires_grad=True)
     for parameter in parameters:
         result = _Arriving.apply(result, parameter)  # type: ignore[no-untyped-call]
-    reduction.skipped = True
     vars(model)["forward"] = lambda: result
     try:
         replicas().backward()
     finally:
         del vars(model)["forward"]
-        reduction.skipped = False
     for parameter in parameters:
         parameter.grad = None
 

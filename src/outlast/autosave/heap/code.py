@@ -46,13 +46,16 @@ def function_content(value: Any) -> Content | None:
 
 def function_put(value: Any, seen: Content) -> None:
     """Give a function its attributes and default arguments."""
+    put_attributes(value, seen.attributes)
+    if not seen.items:
+        # Saved by a version that kept the attributes alone.
+        return
     positional, named = seen.items
     # The tuple was made anew, of what set-up has given if that is what it had.
     if not _same_items(value.__defaults__, positional):
         value.__defaults__ = positional
     if value.__kwdefaults__ is not named:
         value.__kwdefaults__ = named
-    put_attributes(value, seen.attributes)
 
 
 def _same_items(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:

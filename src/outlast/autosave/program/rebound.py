@@ -48,8 +48,10 @@ class Rebound:
         """The names of a body of the file."""
         if isinstance(body, ast.Module):
             return Others(self._outside, self._imported)
-        rebound = (self._outside - local_names(body)) | _declared(body, (ast.Nonlocal,))
-        return Others(rebound, self._imported)
+        own = local_names(body)
+        rebound = (self._outside - own) | _declared(body, (ast.Nonlocal,))
+        # A local name is what the body makes it, whatever another one imports under that name.
+        return Others(rebound, self._imported - (own - _imported(body)))
 
 
 def set_in_modules(files: Iterable[SourceFile]) -> frozenset[str]:
@@ -74,10 +76,10 @@ def root_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _imported(tree: ast.Module) -> frozenset[str]:
+def _imported(node: ast.AST) -> frozenset[str]:
     return frozenset(
         name
-        for each in ast.walk(tree)
+        for each in ast.walk(node)
         if isinstance(each, ast.Import | ast.ImportFrom)
         for name in names_of(each)
     )

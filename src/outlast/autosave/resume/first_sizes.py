@@ -1,7 +1,9 @@
 """How large each log was when its run first appended to it, in a file beside the run's versions.
 
 A save holds the sizes of the logs that the program had opened by then. A log that it opened later,
-or in a run that was killed before its first save, is put back by what is written down here.
+or in a run that was killed before its first save, is put back by what is written down here. What
+is taken out of a log, or the log that a run has made, is laid down beside the versions: somebody
+else may have written it.
 """
 
 from __future__ import annotations
@@ -9,14 +11,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast.records import replace_file
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_NAME = "logs"
+_SIZES = "log-sizes"
+_ENDS = "log-ends"
+_OF_A_RANK = re.compile(r"rank\d+\.json")
 
 
 @dataclass(frozen=True)
@@ -26,94 +35,130 @@ class FirstSize:
     Attributes:
         path: Of the log; below the program's folder relative to it.
         size: Bytes; None where it did not exist.
-        appended: Whether it was opened to be appended to; otherwise to be made.
+        host: Where it was seen so: another node may have another file of that name.
     """
 
     path: str
     size: int | None
-    appended: bool
+    host: str
 
 
 class FirstSizes:
     """Those of the logs that one rank has opened, in this life of the run and in earlier ones.
 
     Args:
-        file: Where they are written down, a line each; None keeps them in memory.
+        folder: Of the run; None keeps them in memory.
+        rank: Of the process.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
-        self._known = {each.path: each for each in _read(file)} if file is not None else {}
+    def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
+        self._folder = folder
+        self._file = None if folder is None else folder / _SIZES / f"rank{rank}.json"
+        self._known = {} if self._file is None else {each.path: each for each in _read(self._file)}
 
-    def note(self, first: FirstSize) -> None:
-        """Write down what a log was, durably, unless that is known."""
-        if first.path in self._known:
+    def note(self, path: str, size: int | None) -> None:
+        """Write down what a log was, durably if the disk can, unless that is known."""
+        if path in self._known:
             return
-        self._known[first.path] = first
+        self._known[path] = FirstSize(path, size, socket.gethostname())
         if self._file is None:
             return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        # A line that a kill has cut short is ended by the next one.
-        cut_short = self._file.exists() and not self._file.read_bytes().endswith(b"\n")
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(("\n" if cut_short else "") + json.dumps(asdict(first)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        noted = [asdict(each) for each in self._known.values()]
+        # The program must not fail where only a death before the first save would be untidy.
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._file, json.dumps(noted, indent=1).encode())
 
     def appended(self) -> dict[str, int | None]:
         """Path, as it is written down, to size of each log that the run has appended to."""
-        return {each.path: each.size for each in self._known.values() if each.appended}
+        return {path: each.size for path, each in self._known.items()}
+
+    def put_back(self, path: str, file: Path) -> str:
+        """Make a log what it was before the run, if this rank alone has written it.
+
+        Args:
+            path: As it is written down.
+            file: The log.
+
+        Returns:
+            A sentence of what was done; empty where nothing was.
+        """
+        first = self._known[path]
+        if self._file is None or self._folder is None or first.host != socket.gethostname():
+            return ""
+        others = (each for each in _files(self._folder) if each != self._file)
+        if any(first.path == path for each in others for first in _read(each)):
+            # Who comes later must not cut off what another rank has written meanwhile.
+            return ""
+        return _put_back(file, first.size, self._folder / _ENDS)
 
 
-def first_sizes_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes them down.
-
-    Args:
-        folder: Of the run.
-        rank: Of the process.
-    """
-    return folder / (f"{_NAME}.rank{rank}.jsonl" if rank else f"{_NAME}.jsonl")
-
-
-def begin_logs(folder: Path, root: Path, *, killed: bool) -> None:
+def begin_logs(folder: Path, root: Path, *, alive_until: float | None) -> list[str]:
     """Forget what logs were before a run that begins anew.
 
     Args:
         folder: Of the run.
         root: The program's folder.
-        killed: Whether the run was killed before its first save. Its logs are put back first: cut
-            to what they were, and removed where it had made them.
+        alive_until: Of a run that was killed before its first save: by when it must have written
+            all that it wrote, seconds since the epoch. Its logs are put back first, unless
+            somebody has written to them later. None: they stay.
+
+    Returns:
+        One sentence for each log that was changed, or could not be.
     """
-    files = sorted(folder.glob(f"{_NAME}*.jsonl"))
-    if killed:
-        # What one rank found there, another may have written: the smallest size counts.
+    files, told = _files(folder), []
+    if alive_until is not None:
         sizes: dict[Path, int] = {}
         for each in (first for file in files for first in _read(file)):
-            size = -1 if each.size is None else each.size
-            path = root / each.path
-            sizes[path] = min(size, sizes.get(path, size))
+            if each.host == socket.gethostname():
+                # What one rank found there, another may have written: the smallest size counts.
+                size = -1 if each.size is None else each.size
+                path = root / each.path
+                sizes[path] = min(size, sizes.get(path, size))
         for path, size in sizes.items():
-            put_back(path, None if size < 0 else size)
+            try:
+                if path.is_file() and path.stat().st_mtime > alive_until:
+                    told.append(
+                        f"{path} was written to after the run was killed, so what the run had "
+                        "appended to it stays there"
+                    )
+                else:
+                    told.append(_put_back(path, None if size < 0 else size, folder / _ENDS))
+            except OSError as error:
+                told.append(f"what the killed run appended to {path} stays there: {error.strerror}")
     for file in files:
         file.unlink(missing_ok=True)
+    return [each for each in told if each]
 
 
-def put_back(path: Path, size: int | None) -> None:
-    """Cut a log to the size that it had, or remove it where it did not exist."""
-    if not path.is_file():
-        return
+def _put_back(log: Path, size: int | None, ends: Path) -> str:
+    """Cut a log to the size that it had, or take it away where it did not exist."""
+    if not log.is_file() or (size is not None and log.stat().st_size <= size):
+        return ""
+    ends.mkdir(parents=True, exist_ok=True)
+    end = ends / log.name
+    number = 1
+    while end.exists():
+        number += 1
+        end = ends / f"{log.name}.{number}"
     if size is None:
-        path.unlink()
-    elif path.stat().st_size > size:
-        os.truncate(path, size)
+        shutil.move(log, end)
+    else:
+        with log.open("rb") as whole, end.open("xb") as cut:
+            whole.seek(size)
+            shutil.copyfileobj(whole, cut)
+            cut.flush()
+            os.fsync(cut.fileno())
+        os.truncate(log, size)
+    return f"{log} is again as it was before the run; what was in it since then is in {end}"
+
+
+def _files(folder: Path) -> list[Path]:
+    found = (folder / _SIZES).glob("*.json")
+    return sorted(each for each in found if _OF_A_RANK.fullmatch(each.name))
 
 
 def _read(file: Path) -> Iterable[FirstSize]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        # One that a kill has cut short: its log was not opened yet.
-        with contextlib.suppress(ValueError, TypeError):
-            yield FirstSize(**json.loads(line))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [FirstSize(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    return []

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outlast.autosave.resume.first_sizes import FirstSize, FirstSizes, put_back
+from outlast.autosave.resume.first_sizes import FirstSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -125,10 +125,12 @@ class Logs:
 
     def _put_back_later_ones(self, sizes: Mapping[str, int]) -> None:
         """Make those what they were before the run that it opened after it was saved."""
-        for name, size in self._first.appended().items():
+        for name in self._first.appended():
             path = self.read(name)
-            if path not in sizes and path not in self._noted:
-                put_back(Path(path), size)
+            if path in sizes or path in self._noted:
+                continue
+            if told := self._first.put_back(name, Path(path)):
+                warnings.warn(told, stacklevel=2)
 
     def cut(self, path: str, size: int) -> int:
         """Make one log what it was; gives its size."""
@@ -196,21 +198,17 @@ class Logs:
         path = None if isinstance(file, int) or not _by_the_program() else _absolute(file)
         if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
             self._lay_aside(path, mode)
-        if path is not None and not {"a", "x"}.isdisjoint(mode) and _QUEUED not in path:
-            self._note(path, mode)
+        appends = path is not None and opener is None and "a" in mode and _QUEUED not in path
+        before = _size(path) if path is not None and appends else None
         made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
             key = id(made)
             reference = weakref.ref(made, lambda _: self._open.pop(key, None))
             self._open[key] = _Opened(reference, path, newline)
-        return made
-
-    def _note(self, path: str, mode: str) -> None:
-        """Write down what a log is before the program first appends to it, or makes it."""
-        if path not in self._noted:
+        if path is not None and appends and path not in self._noted:
             self._noted.add(path)
-            size = Path(path).stat().st_size if Path(path).exists() else None
-            self._first.note(FirstSize(self.written(path), size, "a" in mode))
+            self._first.note(self.written(path), before)
+        return made
 
     def _lay_aside(self, path: str, mode: str) -> None:
         """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
@@ -329,6 +327,14 @@ def _cut(path: str, size: int) -> int:
     elif now > size:
         os.truncate(path, size)
     return min(now, size)
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file; None if it does not exist."""
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return None
 
 
 def _aside(path: str) -> Path:
