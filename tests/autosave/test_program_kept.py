@@ -177,6 +177,33 @@ READ_BEFORE = {
             print(total and [*range(40)][total % 9 - 30 : train()], last)
         print(total)
         """,
+    "what decides whether the call is made": """
+        seen, todo = [], [3, 2, 1]
+        def train():
+            for _ in range(2):
+                weights.backward(); weights.step()
+                seen.append(weights.value); todo and todo.pop()
+            return weights.value
+        def fit(first):
+            return seen[:first] and not first % 2 and train()
+        for step in range(3):
+            print(seen[6:] or seen[9:] or train(), len(seen))
+            print(train() if todo else -1)
+            print(0 if len(seen) > 7 else train())
+            print(fit(step))
+            print(todo and len(todo) < 9 and train() or step, len(seen))
+        """,
+    "what is unpacked for the function that trains": """
+        def train(first, second, *others, scale=1):
+            for _ in range(2):
+                weights.backward(); weights.step()
+            return weights.value * scale + first - second
+        given = iter(range(40))
+        for _ in range(2):
+            print(train(*map(abs, [-3, -4])))
+            print(train(*(next(given) for _ in range(2)), 5, **{"scale": 2}))
+            print(train(next(given), *zip(given, range(1)).__next__(), *"", scale=next(given)))
+        """,
     "a name of the function around": """
         def main():
             total = 3

@@ -92,6 +92,8 @@ class _Keeper:
         for node, following in zip(nodes, [*nodes[1:], None], strict=True):
             if isinstance(node, ast.Dict) and following is not None:
                 _unpack(node, following)
+            if self._decided(node, following):
+                continue
             for field, value in ast.iter_fields(node):
                 # The format of a value is asked for when the value is there.
                 if field in ("annotation", "format_spec") or (following is None and not inside):
@@ -109,6 +111,25 @@ class _Keeper:
                         value.value = self._instead(value.value, beside)
                 else:
                     setattr(node, field, self._instead(value, beside))
+
+    def _decided(self, node: ast.AST, following: ast.AST | None) -> bool:
+        """Have what has decided that the way leads on do so again, whatever it is by now."""
+        match node:
+            case ast.BoolOp(op=op, values=values) if following in values[1:]:
+                place = values.index(following)
+                leads = isinstance(op, ast.And)
+                values[:place] = [self._leading(each, leads) for each in values[:place]]
+            case ast.IfExp(test=test, body=body) if following is not test and following is not None:
+                node.test = self._leading(test, following is body)
+            case _:
+                return False
+        return True
+
+    def _leading(self, node: ast.expr, leads: bool) -> ast.expr:
+        made = made_expression(
+            f"VALUE if {self._runtime}.live else {leads}", self._statement, VALUE=node
+        )
+        return ast.copy_location(made, node)
 
     def added(self, statement: ast.AugAssign) -> ast.stmt:
         """``place += value`` as an assignment, with what was at the place read first, and kept."""
@@ -193,6 +214,10 @@ class _Keeper:
                     node.conversion, node.format_spec = -1, None
                 case ast.keyword(arg=None):
                     node.value = ast.Dict([None], [node.value])
+        elif isinstance(node, ast.Starred):
+            # What is unpacked may be an iterator, which has nothing left.
+            kept = self._kept(ast.copy_location(ast.List([node], ast.Load()), node))
+            return ast.copy_location(ast.Starred(kept, ast.Load()), node)
         node.value = self._expression(node.value, beside)
         return node
 
