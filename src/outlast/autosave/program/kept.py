@@ -6,7 +6,7 @@ change what was read, as in ``self.total + self.train()``, ``print(*seen, train(
 ``f"{seen} {train()}"``. So such values are kept in hidden variables. What ``self.total +=
 self.train()`` adds to, which Python reads first, is kept, too. Read again are names that nothing
 but the statement's own frame gives a value, and what the function that trains is given: it has its
-own names.
+own names. What has decided that the call is made, as in ``seen or train()``, does so again.
 """
 
 from __future__ import annotations
