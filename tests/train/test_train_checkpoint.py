@@ -80,7 +80,8 @@ def test_a_faster_place_is_saved_to_first(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "tiers", *settings, "train.stop_after_steps=3")
     assert train(job, 1) == EXIT_TO_BE_CONTINUED
     [place] = fast.iterdir()
-    assert steps_in(place) == [3]
+    # One before it may still have been copied on when this one was published.
+    assert steps_in(place)[-1] == 3
     assert steps_in(run_directory(job).checkpoints)[-1] == 3
     [copy] = mirror.iterdir()
     assert steps_in(copy) == [3]
