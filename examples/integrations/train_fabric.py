@@ -60,6 +60,8 @@ def main() -> None:
             run.log(loss)
             mean = fabric.all_reduce(loss.detach())
             fabric.print(f"step {run.step + 1} loss {mean:.6f}", flush=True)
+    # Fabric leaves it to the script; gloo may abort a process that ends without.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

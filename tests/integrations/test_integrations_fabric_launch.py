@@ -22,9 +22,13 @@ import json
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from fabric_runs import train
 
-sys.exit(train(Path(sys.argv[1]), [], json.loads(sys.argv[2])))
+code = train(Path(sys.argv[1]), [], json.loads(sys.argv[2]))
+# Gloo's threads may hold tensors of the last collective, and abort a process that ends with them.
+dist.destroy_process_group()
+sys.exit(code)
 """
 
 
