@@ -14,6 +14,7 @@ import numpy as np
 from harness import Bar, at_least, at_most
 
 from outlast.plan.calibration.csv_rows import read_rows
+from outlast.plan.calibration.device_memory import runs_of
 from outlast.plan.calibration.groups import folds
 from outlast.plan.calibration.rows import Row
 from outlast.plan.cases import Array, cases
@@ -53,27 +54,6 @@ def rows(quick: bool, data: Path | None) -> list[Bar]:
     return [*_sweep_bars(sweep, 3 if quick else 10), *_published_bars(table)]
 
 
-def software(row: Row) -> str:
-    """The program of a run, as far as its memory differs.
-
-    Before nanotron's pipeline was repaired, stages waited for each other in every pass, so that
-    the host could not run ahead of the device.
-    """
-    waits = row.run.pipeline > 1 and row.version == "before its pipeline fix"
-    return f"{row.framework}, waiting" if waits else row.framework
-
-
-def measured(table: Sequence[Row]) -> MemoryRuns:
-    """The runs of a sweep whose figures are those of rank 0."""
-    return MemoryRuns(
-        cases=cases([(row.model, row.run, row.cluster) for row in table]),
-        allocated_bytes=np.array([row.allocated_bytes or np.nan for row in table]),
-        reserved_bytes=np.array([row.reserved_bytes or np.nan for row in table]),
-        out_of_memory=np.array([row.out_of_memory for row in table]),
-        software=tuple(software(row) for row in table),
-    )
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Predictions of shape (runs,), each by a fit without the run's configuration.
@@ -99,7 +79,7 @@ def held_out(table: Sequence[Row], count: int) -> HeldOut:
         table: Runs.
         count: Folds.
     """
-    runs = measured(table)
+    runs = runs_of(table)
     place = folds([row.key for row in table], count)
     found = np.empty((5, len(table)))
     for fold in range(count):
@@ -116,7 +96,7 @@ def held_out(table: Sequence[Row], count: int) -> HeldOut:
 
 
 def _sweep_bars(sweep: Sequence[Row], count: int) -> list[Bar]:
-    runs = measured(sweep)
+    runs = runs_of(sweep)
     found = held_out(sweep, count)
     known = ~runs.out_of_memory
     said = found.pressing > 1.0

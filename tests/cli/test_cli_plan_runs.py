@@ -11,6 +11,13 @@ from plan_commands import Plan
 
 from outlast.job import load_job, to_toml
 from outlast.plan.calibration.calibration_file import read_calibration
+from outlast.plan.cases import cases
+from outlast.plan.cluster_file import cluster_of
+from outlast.plan.configuration import Configuration
+from outlast.plan.known_models import published
+from outlast.plan.memory.constants import memory_constants
+from outlast.plan.memory.demand import demand
+from outlast.plan.memory.stages import stage
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,
@@ -198,6 +205,55 @@ def test_calibrate_from_logs(plan: Plan, tmp_path: Path) -> None:
     assert found["errors"]["model"]["rows"] == 3
     assert found["intervals"]["median_half_width"] > 0
     assert found["out"] is None
+
+
+def memory_line(tensor: int) -> tuple[str, float]:
+    """What Megatron-LM prints of a run whose memory differs from the priors; and bytes reserved."""
+    run = Configuration(
+        data=64 // tensor,
+        tensor=tensor,
+        sequence=4096,
+        micro_batch=1,
+        batch=256,
+        sharding="optimizer",
+    )
+    numbers = cases([(published("llama-3-8b"), run, cluster_of("h100x64"))])
+    true = memory_constants({"fragment_share": 0.5, "library_bytes": 3e9, "logit_copies": 1.4})
+    need = demand(numbers, true, stage(numbers, "first"))
+    held, peak, most = (
+        float(each[0]) / 2**20 for each in (need.allocated, need.peak, need.reserved)
+    )
+    said = f"memory (MB) | allocated: {held} | max allocated: {peak} | max reserved: {most}"
+    return f" [Rank 0] (after 10 iterations) {said}\n", most * 2**20
+
+
+def test_calibrate_learns_memory_from_logs_and_plans_with_it(plan: Plan, tmp_path: Path) -> None:
+    for tensor in (2, 4, 8):
+        text = LOG.replace("{ms}", str(2900.0 + 100 * tensor)) + memory_line(tensor)[0]
+        (tmp_path / f"tp{tensor}.log").write_text(text)
+        settings = SETTINGS.format(data=64 // tensor, tensor=tensor)
+        (tmp_path / f"tp{tensor}.toml").write_text(settings)
+    (tmp_path / "failed.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    failed = SETTINGS.format(data=64, tensor=1).replace("micro_batch = 1", "micro_batch = 4")
+    (tmp_path / "failed.toml").write_text('framework = "Megatron-LM"' + failed)
+    logs = [tmp_path / f"{name}.log" for name in ("tp2", "tp4", "tp8", "failed")]
+    out = tmp_path / "mine.toml"
+    code, said, _ = plan("calibrate", *logs, "--out", out)
+    assert code == 0
+    assert "memory of Megatron-LM: 4 runs, error of unseen ones" in said
+    learned = plan.json("calibrate", *logs)["memory"]["Megatron-LM"]
+    assert learned["rows"] == 4
+    assert learned["unseen_error"] < learned["error_before"]
+    asked = ("explain", "llama-3-8b", "--cluster", "h100x64", "--framework", "megatron")
+    layout = ("--tensor", 4, "--shard", "optimizer", "--batch", 256, "--sequence", 4096)
+    layout = (*layout, "--micro-batch", 1)
+    before = plan.json(*asked, *layout)["estimate"]["memory"]
+    after = plan.json(*asked, *layout, "--calibration", out)["estimate"]["memory"]
+    most = memory_line(4)[1]
+    off = [abs(each["figure"]["middle"] / most - 1.0) for each in (before, after)]
+    assert off[1] < 0.5 * off[0]
+    origins = {one["origin"] for term in after["terms"] for one in term["constants"].values()}
+    assert origins == {"calibrated"}
 
 
 def test_calibrate_refuses_too_little(plan: Plan, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def sweep(constants: MemoryConstants, software: str = "ours", **settings: object
     return MemoryRuns(
         cases=many,
         allocated_bytes=allocated,
+        peak_bytes=np.full(len(runs), np.nan),
         reserved_bytes=reserved,
         out_of_memory=failed,
         software=(software,) * len(runs),
@@ -121,6 +122,7 @@ def test_failed_runs_alone_lower_the_limit(runs: MemoryRuns) -> None:
     told = MemoryRuns(
         cases=runs.cases,
         allocated_bytes=runs.allocated_bytes,
+        peak_bytes=runs.peak_bytes,
         reserved_bytes=np.where(close, np.nan, runs.reserved_bytes),
         out_of_memory=runs.out_of_memory | close,
         software=runs.software,
@@ -134,6 +136,7 @@ def test_programs_differ_where_they_may(runs: MemoryRuns) -> None:
     both = MemoryRuns(
         cases=cases_of(runs, quiet),
         allocated_bytes=np.concatenate([runs.allocated_bytes, quiet.allocated_bytes]),
+        peak_bytes=np.concatenate([runs.peak_bytes, quiet.peak_bytes]),
         reserved_bytes=np.concatenate([runs.reserved_bytes, quiet.reserved_bytes]),
         out_of_memory=np.concatenate([runs.out_of_memory, quiet.out_of_memory]),
         software=runs.software + quiet.software,
@@ -162,6 +165,7 @@ def test_a_process_on_a_cpu_is_fitted_from_its_resident_set() -> None:
     resident = MemoryRuns(
         cases=here,
         allocated_bytes=np.full(len(known.software), np.nan),
+        peak_bytes=np.full(len(known.software), np.nan),
         reserved_bytes=reserved_bytes(here, truth),
         out_of_memory=np.zeros(len(known.software), bool),
         software=known.software,
@@ -184,6 +188,7 @@ def test_runs_without_figures_or_of_unequal_length_are_refused(runs: MemoryRuns)
         MemoryRuns(
             cases=runs.cases,
             allocated_bytes=runs.allocated_bytes[:3],
+            peak_bytes=runs.peak_bytes,
             reserved_bytes=runs.reserved_bytes,
             out_of_memory=runs.out_of_memory,
             software=runs.software,
@@ -192,6 +197,7 @@ def test_runs_without_figures_or_of_unequal_length_are_refused(runs: MemoryRuns)
         MemoryRuns(
             cases=runs.cases,
             allocated_bytes=runs.allocated_bytes,
+            peak_bytes=runs.peak_bytes,
             reserved_bytes=np.zeros(len(runs.software)),
             out_of_memory=runs.out_of_memory,
             software=runs.software,

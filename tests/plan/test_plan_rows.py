@@ -124,7 +124,7 @@ def test_plan_rows_megatron_deepspeed(tmp_path):
 def test_plan_rows_sweep_memory_and_sharding(tmp_path):
     row = one(tmp_path, SWEEP)
     assert row.reserved_bytes == 26.78 * 2**30
-    assert row.allocated_bytes == 17.57 * 2**30
+    assert row.held_bytes == 17.57 * 2**30
     assert (row.run.sharding, row.run.balance, row.run.gradient_bytes) == ("optimizer", "cost", 4)
     assert row.run.fused_attention
     assert row.run.sequence_parallel

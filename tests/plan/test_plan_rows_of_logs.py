@@ -80,10 +80,14 @@ def row_of(folder, text, settings=SETTINGS):
     return read_log_row(folder / "train.log", folder / "train.toml")
 
 
+CALIBRATED = {"DeepSpeed": "Megatron-DeepSpeed", "HF Trainer": "accelerate"}
+"""Names by which the planner finds the constants of `--framework deepspeed` and `accelerate`."""
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_plan_rows_of_logs_framework_and_time(tmp_path, framework):
     row = row_of(tmp_path, LOGS[framework])
-    assert row.framework == framework
+    assert row.framework == CALIBRATED.get(framework, framework)
     assert row.step_seconds == pytest.approx(4.0, rel=2e-3), "the slow first steps are left out"
     assert (row.run.devices, row.version, row.name) == (64, "1.0", "train")
     assert row.model.layers == 32
@@ -97,11 +101,14 @@ def test_plan_rows_of_logs_reserved_and_allocated_are_kept_apart(tmp_path):
     assert titan.allocated_bytes is None
     megatron = row_of(tmp_path, MEGATRON)
     assert megatron.allocated_bytes == 31000.5 * 2**20
+    assert megatron.held_bytes == 20000.1 * 2**20
     assert megatron.reserved_bytes == 42000.0 * 2**20
     nanotron = row_of(tmp_path, NANOTRON)
     assert nanotron.allocated_bytes == 18007.5 * 2**20
     assert nanotron.reserved_bytes == 27400.0 * 2**20
-    assert row_of(tmp_path, DEEPSPEED).allocated_bytes == 20.34 * 2**30
+    deepspeed = row_of(tmp_path, DEEPSPEED)
+    assert deepspeed.allocated_bytes == 20.34 * 2**30
+    assert deepspeed.held_bytes is not None
     assert not row_of(tmp_path, TRAINER).fits_memory
 
 
@@ -172,3 +179,25 @@ def test_plan_rows_of_logs_missing_file(tmp_path):
     (tmp_path / "train.toml").write_text(SETTINGS)
     with pytest.raises(PlanError, match="cannot be read"):
         read_log_row(tmp_path / "none.log", tmp_path / "train.toml")
+
+
+OUT_OF_MEMORY = (
+    "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
+    "total capacity of 79.11 GiB of which 1.02 GiB is free.\n"
+)
+
+
+def test_plan_rows_of_logs_a_run_that_ran_out_of_memory(tmp_path):
+    settings = SETTINGS.replace("[model]", 'framework = "torchtitan"\n[model]', 1)
+    row = row_of(tmp_path, OUT_OF_MEMORY, settings)
+    assert row.out_of_memory
+    assert not row.fits_time
+    assert (row.framework, row.step_seconds) == ("torchtitan", None)
+    later = row_of(tmp_path, TITAN + OUT_OF_MEMORY)
+    assert later.out_of_memory
+    assert later.step_seconds == pytest.approx(4.0, rel=2e-3)
+    assert later.reserved_bytes is None, "what it held as it failed is not what it needs"
+    with pytest.raises(PlanError, match=r"train\.toml lacks framework: the log ends for want"):
+        row_of(tmp_path, OUT_OF_MEMORY)
+    with pytest.raises(PlanError, match="no line"):
+        row_of(tmp_path, "nothing", settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from outlast.errors import OutlastError, PlanError
 
 if TYPE_CHECKING:
     from outlast.cli.plan_fitted import Fitted
+    from outlast.cli.plan_fitted_memory import FittedMemory
     from outlast.plan.calibration.rows import Refused, Row
 
 FEWEST = 5
@@ -64,6 +66,9 @@ def calibrate(
 ) -> None:
     """Fit the model's constants to measured runs, and say how far off it is.
 
+    Time is fitted for all of them, memory for each framework whose runs say
+    how much they held or that it ran out.
+
     Rows that cannot be true (swapped columns, impossible FLOPs, a slow link
     class) are flagged with a sentence and left out. The errors are of
     cross-validation: each row is predicted by a fit that has not seen its
@@ -75,23 +80,26 @@ def calibrate(
     mine.calibration.toml
 
     --json: {"rows", "used", "refused", "flagged", "constants": [{"name", "unit",
-    "before", "after", "log_deviation"}], "errors", "intervals", "out"}.
+    "before", "after", "log_deviation"}], "errors", "intervals", "memory": {framework:
+    {"rows", "constants", "unseen_error", "error_before", "log_deviation"}}, "out"}.
     """
     if run:
         _measure(paths or [], 60.0 * minutes, out, keep)
         return
     from outlast.cli.figures import print_json
+    from outlast.cli.plan_fitted_memory import fitted_memory, memory_document, memory_lines
 
     rows, refused = _rows(paths or [], settings, table or [], cluster)
     # A table may hold the rows that the shipped constants come from: these must not count twice.
     found = _fitted(rows, force, alone=bool(table))
+    memory = fitted_memory(found.rows, alone=bool(table))
     if out is not None:
-        _write(found, out)
-    document = _document(found, refused, out)
+        _write(found, memory, out)
+    document = {**_document(found, refused, out), "memory": memory_document(memory)}
     if json:
         print_json(document)
     else:
-        _print(found, refused, document, out)
+        _print(found, refused, document, memory_lines(memory), out)
 
 
 def _measure(paths: list[Path], seconds: float, out: Path | None, keep: Path | None) -> None:
@@ -173,7 +181,8 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
     return Fitted(rows, step_model(usable, held=held, prior=prior), before, held, whose)
 
 
-def _write(found: Fitted, out: Path) -> None:
+def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
+    from outlast.cli.plan_fitted_memory import stored_memory
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.stored import calibration_of
     from outlast.version import __version__
@@ -189,7 +198,9 @@ def _write(found: Fitted, out: Path) -> None:
         ),
         text=f"outlast plan calibrate, {len(used)} of {len(found.rows)} rows",
     )
-    write_calibration(calibration_of(found.model, provenance), out)
+    calibration = calibration_of(found.model, provenance)
+    constants = {**calibration.constants, **stored_memory(memory)}
+    write_calibration(replace(calibration, constants=constants), out)
 
 
 def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[str, Any]:
@@ -209,7 +220,11 @@ def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[s
 
 
 def _print(
-    found: Fitted, refused: list[Refused], document: dict[str, Any], out: Path | None
+    found: Fitted,
+    refused: list[Refused],
+    document: dict[str, Any],
+    memory: list[str],
+    out: Path | None,
 ) -> None:
     from outlast.cli.figures import Column, output, print_table
 
@@ -257,4 +272,6 @@ def _print(
         f"{width['coverage_asked']:.0%} intervals: half-width {width['median_half_width']:.1%} in "
         f"the median, {width['coverage_found']:.1%} of these rows inside"
     )
+    for text in memory:
+        console.print(text, markup=False, soft_wrap=True)
     console.print(f"wrote {out}" if out is not None else "nothing was written: give --out FILE")

@@ -144,6 +144,8 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         files: By `places`.
     """
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
+    from outlast.plan.calibration.device_memory import constants_of as device_constants
+    from outlast.plan.calibration.device_memory import fit_device_memory
     from outlast.plan.calibration.resident import constants_of
     from outlast.plan.calibration.stored import calibration_of
     from outlast.records import replace_file
@@ -158,9 +160,11 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         text=f"outlast plan calibrate --run, {len(found.probes)} probes",
     )
     calibration = calibration_of(found.step, provenance)
+    learned = fit_device_memory([probe.row for probe in found.probes])
+    memory = device_constants({name: each.fit for name, each in learned.items()})
     if found.memory is not None:
-        memory = constants_of(found.memory, found.cluster.name)
-        calibration = replace(calibration, constants={**calibration.constants, **memory})
-    write_calibration(calibration, files[0])
+        memory |= constants_of(found.memory, found.cluster.name)
+    constants = {**calibration.constants, **memory}
+    write_calibration(replace(calibration, constants=constants), files[0])
     if cluster_text:
         replace_file(files[1], cluster_text.encode())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.memory.constants import MemoryConstants
+    from outlast.plan.memory.fit import MemoryFit
     from outlast.plan.transformer import Transformer
 
 CALIBRATED_AS = {
@@ -28,6 +28,11 @@ CALIBRATED_AS = {
     "llm-foundry": "llm-foundry",
 }
 """Names that published runs have, by the planner's names of frameworks; others keep their own."""
+
+
+def calibrated_as(framework: str) -> str:
+    """The name under which runs of a framework are calibrated."""
+    return CALIBRATED_AS.get(framework, framework)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class Context:
         restart: The way back after a stop; spares are the cluster's.
         delays: How late workers are; None where nobody knows, so that coding gains nothing.
         clocks: Power and time constants of the device; None where nobody fitted them.
-        memory: Constants of the memory model; None for the priors.
+        memory: Fitted constants of the memory model; None for the priors.
         busy_watts: What a busy device was measured to draw; None for the prior.
         commits_without: A gradient code commits a step without the chunks that were lost; else
             they are computed again and the gradient is exact.
@@ -65,7 +70,7 @@ class Context:
     restart: Restart = field(default_factory=lambda: Restart(replace_seconds=300.0))
     delays: DelayModel | None = None
     clocks: DeviceConstants | None = None
-    memory: MemoryConstants | None = None
+    memory: MemoryFit | None = None
     busy_watts: float | None = None
     commits_without: bool = False
     unmapped: tuple[str, ...] = ()
@@ -81,7 +86,7 @@ class Context:
     @property
     def whose(self) -> Belonging:
         """Whose runs these are, as calibrations count."""
-        framework = CALIBRATED_AS.get(self.framework, self.framework)
+        framework = calibrated_as(self.framework)
         return Belonging(self.cluster.device, self.cluster.name, framework)
 
     @property

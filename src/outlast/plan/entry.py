@@ -7,20 +7,23 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.calibration_file import from_text, read_calibration
+from outlast.plan.calibration.device_memory import device_memory_of
+from outlast.plan.calibration.known import Known, known_of
 from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.calibration.stored import step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_checks import checked
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.context import Context
+from outlast.plan.context import Context, calibrated_as
 from outlast.plan.job_runs import run_of
 from outlast.plan.job_settings import mapped
 from outlast.plan.legal import problems
+from outlast.plan.memory.fit import MemoryFit
 from outlast.plan.model import evaluator
 from outlast.plan.pareto.axes import Axes
 from outlast.plan.pareto.result import Front
@@ -36,6 +39,11 @@ if TYPE_CHECKING:
     from outlast.job import Job
 
 PUBLISHED = "published.toml"
+PUBLISHED_MEMORY = "published_memory.toml"
+
+Calibrated: TypeAlias = Known | StepModel | str | Path | None
+"""What was calibrated, or the path of a file that says it; None for constants that were fitted to
+published runs. Memory of frameworks that a calibration has no runs of is that of published runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,7 @@ def training_of(
     devices: int,
     cluster: Cluster | None = None,
     *,
-    calibration: StepModel | str | Path | None = None,
+    calibration: Calibrated = None,
 ) -> Training:
     """An Outlast job as the model reads it, its mechanisms among it.
 
@@ -84,7 +92,7 @@ def training_of(
         devices: That it runs on.
         cluster: Whose storage the job's checkpoints use; None where it is not known yet. With it,
             `checkpoint.every_steps` becomes seconds by the predicted step.
-        calibration: See `predict`.
+        calibration: See `Calibrated`.
 
     Raises:
         PlanError: A model that only a program can describe.
@@ -106,7 +114,7 @@ def training_of(
 def with_interval(
     training: Training,
     cluster: Cluster,
-    calibration: StepModel | str | Path | None = None,
+    calibration: Calibrated = None,
 ) -> Training:
     """A training whose steps between saves are seconds, by the predicted step.
 
@@ -128,7 +136,7 @@ def predict(
     job: Job | Training,
     cluster: Cluster | str | Path,
     *,
-    calibration: StepModel | str | Path | None = None,
+    calibration: Calibrated = None,
     **further: Any,
 ) -> Estimate:
     """Time, memory, energy, goodput, loss and cost of a run, each with an interval and its terms.
@@ -136,8 +144,7 @@ def predict(
     Args:
         job: An Outlast job, or a `Training`.
         cluster: A `Cluster`, the path of a cluster file, a shipped name, or "h100x64".
-        calibration: A fitted model or the path of a calibration file; None for constants that were
-            fitted to published runs.
+        calibration: See `Calibrated`.
         **further: Fields of `Context`: deadline_seconds, restart, delays, clocks, busy_watts.
 
     Raises:
@@ -158,7 +165,7 @@ def search(
     cluster: Cluster | str | Path,
     budget: str | Iterable[str] | Mapping[str, float | str] = (),
     *,
-    calibration: StepModel | str | Path | None = None,
+    calibration: Calibrated = None,
     axes: Axes | None = None,
     mechanisms: Mechanisms | None = None,
     start: datetime | None = None,
@@ -170,7 +177,7 @@ def search(
         job: An Outlast job, or a `Training`; batch, sequence and tokens are kept.
         cluster: See `predict`.
         budget: Limits such as "40 h", "3 MWh", "20 kEUR", "1.5 tCO2".
-        calibration: See `predict`.
+        calibration: See `Calibrated`.
         axes: What is varied; None for everything usual.
         mechanisms: Their settings; None for the job's own.
         start: When the run starts, for deadlines by date.
@@ -203,14 +210,16 @@ def context_of(
     training: Training,
     cluster: Cluster,
     *,
-    calibration: StepModel | str | Path | None = None,
+    calibration: Calibrated = None,
     **further: Any,
 ) -> Context:
     """What all candidates of a training on a cluster share."""
+    known = _calibrated(calibration)
     return Context(
         model=training.model,
         cluster=cluster,
-        step=_calibrated(calibration),
+        step=known.step,
+        memory=None if cluster.processor else known.memory.get(calibrated_as(training.framework)),
         tokens=training.tokens,
         baseline=replace(training.run, precision="bf16")
         if training.run.precision == "fp8"
@@ -229,12 +238,21 @@ def published_constants() -> StepModel:
     return step_model_of(from_text(text))
 
 
-def _calibrated(calibration: StepModel | str | Path | None) -> StepModel:
-    if isinstance(calibration, StepModel):
+def published_memory() -> dict[str, MemoryFit]:
+    """Memory constants of frameworks that were fitted to published runs."""
+    text = (files("outlast.plan.calibration") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
+    return device_memory_of(from_text(text))
+
+
+def _calibrated(calibration: Calibrated) -> Known:
+    if isinstance(calibration, Known):
         return calibration
+    if isinstance(calibration, StepModel):
+        return Known(calibration, published_memory())
     if calibration is None:
-        return published_constants()
-    return step_model_of(read_calibration(Path(calibration)))
+        return Known(published_constants(), published_memory())
+    own = known_of(read_calibration(Path(calibration)))
+    return Known(own.step, {**published_memory(), **own.memory})
 
 
 def _cluster(cluster: Cluster | str | Path) -> Cluster:
@@ -242,7 +260,7 @@ def _cluster(cluster: Cluster | str | Path) -> Cluster:
     return checked(cluster) if isinstance(cluster, Cluster) else cluster_of(str(cluster))
 
 
-def _training(job: Job | Training, cluster: Cluster, calibration: StepModel) -> Training:
+def _training(job: Job | Training, cluster: Cluster, calibration: Known) -> Training:
     if isinstance(job, Training):
         return with_interval(job, cluster, calibration)
     return training_of(job, cluster.devices, cluster, calibration=calibration)

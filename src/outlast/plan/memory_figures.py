@@ -48,8 +48,12 @@ def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
 
 def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, ...]) -> Total:
     """Of the fullest stage; nine in ten of a log-normal error lie within 1.64 deviations."""
-    values = memory_of(context)
-    origin = "prior" if context.memory is None else "calibrated"
+    values, fitted = memory_of(context), context.memory
+    origin, deviation = "prior", LOG_DEVIATION
+    if fitted is None:
+        outside = (*outside, f"no memory of {context.framework} was measured: priors alone")
+    else:
+        origin, deviation = "calibrated", fitted.log_deviation
     terms = tuple(
         Term(
             part.name,
@@ -70,7 +74,7 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
         for part in parts
     )
     middle = sum(term.value for term in terms)
-    factor = float(np.exp(1.645 * LOG_DEVIATION))
+    factor = float(np.exp(1.645 * deviation))
     return Total("B", Interval(middle / factor, middle, middle * factor, 0.9, outside), terms)
 
 

@@ -128,7 +128,9 @@ def judge(context: Context, block: Block) -> Judged:
 
 def memory_of(context: Context) -> MemoryConstants:
     """The memory model's constants, fitted or believed."""
-    return memory_constants() if context.memory is None else context.memory
+    if context.memory is None:
+        return memory_constants()
+    return context.memory.constants((context.whose.framework,))
 
 
 def _shares(context: Context, block: Block) -> Array | None:

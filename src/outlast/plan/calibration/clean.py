@@ -134,13 +134,13 @@ def _alone(row: Row) -> Iterator[str]:
             f"row {row.name}: batch = {run.batch} is no multiple of data x micro-batch = {group}; "
             "correct the one that is wrong"
         )
-    held, reserved = row.allocated_bytes, row.reserved_bytes
-    if held is not None and reserved is not None and held > reserved:
+    held, reserved = max(row.allocated_bytes or 0.0, row.held_bytes or 0.0), row.reserved_bytes
+    if reserved is not None and held > reserved:
         yield (
             f"row {row.name}: {held / 2**30:.1f} GiB allocated exceed {reserved / 2**30:.1f} GiB "
             "reserved; swap the columns"
         )
-    most = max(held or 0.0, reserved or 0.0)
+    most = max(held, reserved or 0.0)
     if most > 1.05 * row.cluster.memory_bytes:
         yield (
             f"row {row.name}: {most / 2**30:.1f} GiB do not fit in a device of "

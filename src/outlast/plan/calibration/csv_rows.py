@@ -110,7 +110,7 @@ def _row(name: str, cells: _Cells) -> Row:
     if cluster is None:
         raise _RefusedRowError(f"gpu = {cells.text('gpu')!r}: no peak of it is known")
     run = _configuration(cells, convention)
-    allocated, reserved = _memory_bytes(cells)
+    allocated, held, reserved = _memory_bytes(cells)
     flop_per_s = cells.number("tflops_gpu")
     accumulation = cells.number("grad_accum")
     flags, time_flags = _flags(cells, convention, run)
@@ -125,6 +125,7 @@ def _row(name: str, cells: _Cells) -> Row:
         step_seconds=_seconds(cells, model, run),
         reserved_bytes=reserved,
         allocated_bytes=allocated,
+        held_bytes=held,
         out_of_memory=cells.text("status") == "oom",
         stated_devices=cells.whole("num_gpus"),
         stated_micro_batches=None if accumulation is None else int(accumulation),
@@ -258,15 +259,15 @@ def _megatron_flops(model: Transformer, run: Configuration) -> float:
     return 96.0 * run.batch * sequence * layers * hidden**2 * widths
 
 
-def _memory_bytes(cells: _Cells) -> tuple[float | None, float | None]:
-    """Allocated and reserved, from `mem_gb` and the words of `mem_kind`; both count in GiB."""
+def _memory_bytes(cells: _Cells) -> tuple[float | None, float | None, float | None]:
+    """Most allocated, allocated between steps, and reserved, by the words of `mem_kind`; in GiB."""
     value, kind = cells.number("mem_gb"), cells.text("mem_kind")
     if value is None:
-        return None, None
+        return None, None, None
     if "figure-read" in kind:
-        return value * _GIB, None
+        return value * _GIB, None, None
     inside = re.search(r"allocated ([\d.]+)", kind)
-    return (float(inside[1]) * _GIB if inside else None), value * _GIB
+    return None, (float(inside[1]) * _GIB if inside else None), value * _GIB
 
 
 def _version(cells: _Cells) -> str:

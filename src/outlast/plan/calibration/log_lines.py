@@ -34,7 +34,8 @@ class LogFigures:
         samples_per_s: Of all devices.
         flop_per_s: Of one device.
         reserved_bytes: Of one device; the largest counts.
-        allocated_bytes: Likewise.
+        allocated_bytes: Likewise, of the most that tensors held.
+        held_bytes: Likewise, of what they hold between steps.
         batches: Samples of a step, as the framework says it.
     """
 
@@ -45,6 +46,7 @@ class LogFigures:
     flop_per_s: list[float] = field(default_factory=list)
     reserved_bytes: list[float] = field(default_factory=list)
     allocated_bytes: list[float] = field(default_factory=list)
+    held_bytes: list[float] = field(default_factory=list)
     batches: list[float] = field(default_factory=list)
 
     @property
@@ -155,6 +157,7 @@ FRAMEWORKS: Mapping[str, tuple[_Line, ...]] = {
         ("flop_per_s", rf"throughput per GPU \(TFLOP/s/GPU\): {_NUMBER}", _tera),
         ("batches", rf"global batch size:\s*{_NUMBER}", _plain),
         ("allocated_bytes", rf"\bmax allocated: {_NUMBER}", _mebibytes),
+        ("held_bytes", rf"\| allocated: {_NUMBER}", _mebibytes),
         ("reserved_bytes", rf"\bmax reserved: {_NUMBER}", _mebibytes),
     ),
     # "iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 3.45K | tokens_per_sec_per_gpu:
@@ -172,6 +175,7 @@ FRAMEWORKS: Mapping[str, tuple[_Line, ...]] = {
     "DeepSpeed": (
         ("samples_per_s", rf"CurrSamplesPerSec={_NUMBER}", _plain),
         ("allocated_bytes", rf"MaxMemAllocated={_NUMBER}\s*(GB)", _bytes),
+        ("held_bytes", rf"\bMemAllocated={_NUMBER}\s*(GB)", _bytes),
     ),
     # " 10%|# | 100/1000 [02:03<18:27,  1.23s/it]", and at the end {..., 'train_samples_per_second':
     # 25.9, ...}.

@@ -15,11 +15,15 @@ where train.toml says what no log does:
     sequence = 8192
     micro_batch = 1
     batch = 256
+
+A log that ends for want of memory says so in words of torch, and gives a row of a run that did not
+fit. If it timed no step, the settings must name the `framework`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -27,7 +31,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.log_lines import LogFigures, read_lines
+from outlast.plan.calibration.log_lines import FRAMEWORKS, LogFigures, read_lines
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.strict import check_keys
 from outlast.plan.cluster import Cluster
@@ -38,6 +42,10 @@ from outlast.plan.known_models import published
 from outlast.plan.transformer import Transformer
 
 _TOP = {"name": str, "framework": str, "version": str, "cluster": str, "model": dict, "run": dict}
+
+_OUT_OF_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory")
+_CALIBRATED_AS = {"DeepSpeed": "Megatron-DeepSpeed", "HF Trainer": "accelerate"}
+"""Name under which runs of a framework are calibrated, where its log has another."""
 
 
 def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None = None) -> Row:
@@ -54,8 +62,9 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         PlanError: A file cannot be read, a setting is wrong, or no line says the time of a step.
     """
     table = _settings(Path(settings))
-    figures = read_lines(_text(Path(log)), table.get("framework", ""))
-    where = str(settings)
+    text, where = _text(Path(log)), str(settings)
+    failed = _OUT_OF_MEMORY.search(text) is not None
+    figures = _figures(text, table.get("framework", ""), failed, where)
     model, run = _model(table["model"], Path(settings)), _run(table["run"], where)
     if cluster is None:
         if "cluster" not in table:
@@ -69,11 +78,14 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         run=run,
         cluster=cluster,
         source=str(log),
-        framework=figures.framework,
+        framework=_CALIBRATED_AS.get(figures.framework, figures.framework),
         version=table.get("version", ""),
         step_seconds=seconds,
-        reserved_bytes=figures.most("reserved_bytes"),
-        allocated_bytes=figures.most("allocated_bytes"),
+        # What a run held as it failed is not what it needs.
+        reserved_bytes=None if failed else figures.most("reserved_bytes"),
+        allocated_bytes=None if failed else figures.most("allocated_bytes"),
+        held_bytes=None if failed else figures.most("held_bytes"),
+        out_of_memory=failed,
         stated_flop_per_s=figures.median("flop_per_s"),
         stated_tokens_per_s=figures.median("tokens_per_s"),
         assumptions=assumptions,
@@ -81,8 +93,23 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
     )
 
 
-def _seconds(figures: LogFigures, run: Configuration) -> tuple[float, tuple[str, ...]]:
-    """Time of a step, and what was assumed to have it."""
+def _figures(text: str, framework: str, failed: bool, settings: str) -> LogFigures:
+    """What the log says; nothing of a run that ran out of memory before a step was timed."""
+    try:
+        return read_lines(text, framework)
+    except PlanError:
+        if not failed or (framework and framework not in FRAMEWORKS):
+            raise
+    if not framework:
+        raise PlanError(
+            f"{settings} lacks framework: the log ends for want of memory before a step, and does "
+            f"not say whose it is; name one of {', '.join(FRAMEWORKS)}"
+        )
+    return LogFigures(framework)
+
+
+def _seconds(figures: LogFigures, run: Configuration) -> tuple[float | None, tuple[str, ...]]:
+    """Time of a step, and what was assumed to have it; None where no line says it."""
     seconds = figures.median("step_seconds")
     if seconds is not None:
         return seconds, ()
@@ -90,7 +117,8 @@ def _seconds(figures: LogFigures, run: Configuration) -> tuple[float, tuple[str,
     if tokens is not None:
         return run.tokens / (tokens * run.devices), ()
     samples = figures.median("samples_per_s")
-    assert samples is not None, "read_lines has found one of the three"
+    if samples is None:
+        return None, ()
     whole = ("time includes start, evaluation and checkpoints",)
     return run.batch / samples, whole if figures.framework == "HF Trainer" else ()
 

@@ -29,7 +29,8 @@ class Row:
         version: Of the framework; empty where not stated.
         step_seconds: Of one optimizer step; None where not measured.
         reserved_bytes: Largest memory of a device that the allocator held; None likewise.
-        allocated_bytes: Largest memory of a device that tensors held; None likewise.
+        allocated_bytes: Largest memory of a device that tensors held at once; None likewise.
+        held_bytes: Memory of a device that tensors hold between two steps; None likewise.
         out_of_memory: The run did not fit.
         stated_devices: Accelerators; None where not stated, as with the next ones.
         stated_micro_batches: Passes of one replica in a step.
@@ -50,6 +51,7 @@ class Row:
     step_seconds: float | None = None
     reserved_bytes: float | None = None
     allocated_bytes: float | None = None
+    held_bytes: float | None = None
     out_of_memory: bool = False
     stated_devices: int | None = None
     stated_micro_batches: int | None = None
@@ -60,7 +62,7 @@ class Row:
     time_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("step_seconds", "reserved_bytes", "allocated_bytes"):
+        for field in ("step_seconds", "reserved_bytes", "allocated_bytes", "held_bytes"):
             value = getattr(self, field)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise PlanError(
@@ -86,8 +88,8 @@ class Row:
     @property
     def fits_memory(self) -> bool:
         """Whether the memory may be fitted."""
-        known = self.reserved_bytes is not None or self.allocated_bytes is not None
-        return known and not self.flags
+        known = (self.reserved_bytes, self.allocated_bytes, self.held_bytes)
+        return any(each is not None for each in known) and not self.flags
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -30,6 +30,7 @@ class Demand:
         activations: Of the passes.
         after_step: What the time after the optimizer's step needs beyond that of the passes.
         allocated: After a step: no activations.
+        peak: The most that tensors hold at once.
         needed: The larger of passes and what follows the step, with buffers and libraries.
         fragments: Cached pieces that fit no tensor.
         ahead: Cached tensors that wait for collectives.
@@ -44,6 +45,7 @@ class Demand:
     activations: Activations
     after_step: Array
     allocated: Array
+    peak: Array
     needed: Array
     fragments: Array
     ahead: Array
@@ -102,6 +104,7 @@ def demand(cases: Cases, constants: MemoryConstants, stage: Stage) -> Demand:
         activations=passes,
         after_step=after_step,
         allocated=stepped + floor,
+        peak=np.maximum(busy, stepped + held.step_copies) + floor,
         needed=needed,
         fragments=between * share,
         ahead=between * (1.0 - share),

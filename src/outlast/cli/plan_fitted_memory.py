@@ -1,0 +1,124 @@
+"""What a calibration has learned of memory: what moved, and errors of runs it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outlast.plan.calibration.device_memory import Learned, constants_of, fit_device_memory
+from outlast.plan.calibration.resident import Resident, fit_resident
+from outlast.plan.calibration.resident import constants_of as resident_constants
+from outlast.plan.memory.constants import MEMORY_NAMES, MEMORY_PRIORS
+
+if TYPE_CHECKING:
+    from outlast.plan.calibration.calibrated import Constant
+    from outlast.plan.calibration.rows import Row
+    from outlast.plan.memory.fit import MemoryFit
+
+MOVED = 0.05
+"""Relative change of a constant from which on it is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMemory:
+    """What rows say of memory.
+
+    Attributes:
+        learned: Of devices, by framework.
+        before: What was known of them before; a framework that is not in it had the priors.
+        resident: Of processes on processors; None without a row of one.
+        machine: Name of the cluster of these processes.
+    """
+
+    learned: Mapping[str, Learned]
+    before: Mapping[str, MemoryFit]
+    resident: Resident | None
+    machine: str = ""
+
+
+def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
+    """Fit the memory of devices and of processes to the rows that say something of them.
+
+    Args:
+        rows: Flagged ones included, which do not count.
+        alone: Begin with the priors, not with what published runs have taught.
+    """
+    from outlast.plan.entry import published_memory
+
+    before = {} if alone else published_memory()
+    processes = [row for row in rows if row.cluster.processor and row.fits_memory]
+    processes = [row for row in processes if row.reserved_bytes is not None]
+    return FittedMemory(
+        learned=fit_device_memory(rows, before),
+        before=before,
+        resident=fit_resident(processes) if processes else None,
+        machine=processes[0].cluster.name if processes else "",
+    )
+
+
+def stored_memory(found: FittedMemory) -> dict[str, Constant]:
+    """What the calibration's file says of it."""
+    stored = constants_of({name: each.fit for name, each in found.learned.items()})
+    if found.resident is not None:
+        stored |= resident_constants(found.resident, found.machine)
+    return stored
+
+
+def memory_document(found: FittedMemory) -> dict[str, Any]:
+    """For --json, by framework: runs, constants before and after, errors of unseen runs."""
+    return {
+        framework: {
+            "rows": each.fit.runs,
+            "constants": _constants(each.fit, found.before.get(framework)),
+            "unseen_error": _median(each.unseen),
+            "error_before": _median(each.before),
+            "log_deviation": each.fit.log_deviation,
+        }
+        for framework, each in found.learned.items()
+    }
+
+
+def memory_lines(found: FittedMemory) -> list[str]:
+    """Sentences about what was learned."""
+    lines = []
+    for framework, each in found.learned.items():
+        said = [f"memory of {framework}: {each.fit.runs} runs"]
+        unseen, before = _median(each.unseen), _median(each.before)
+        if unseen is not None:
+            said.append(f"error of unseen ones {unseen:.1%} in the median")
+        if before is not None:
+            said.append(f"{before:.1%} before")
+        said.append(f"90 % intervals of +{np.expm1(1.645 * each.fit.log_deviation):.0%}")
+        moved = [
+            f"{one['name']} {one['before']:.4g} -> {one['after']:.4g}"
+            for one in _constants(each.fit, found.before.get(framework))
+            if abs(one["after"] / one["before"] - 1.0) > MOVED
+        ]
+        lines.append("; ".join([", ".join(said), *moved]))
+    if found.resident is not None:
+        lines.append(
+            f"memory of processes on {found.machine}: {found.resident.rows} runs, for the "
+            "predictions of `outlast train`"
+        )
+    return lines
+
+
+def _constants(after: MemoryFit, before: MemoryFit | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "unit": MEMORY_PRIORS[name].unit,
+            "before": MEMORY_PRIORS[name].median if before is None else before.values[name],
+            "after": after.values[name],
+            "log_deviation": after.deviations[name],
+        }
+        for name in MEMORY_NAMES
+    ]
+
+
+def _median(log_errors: np.ndarray) -> float | None:
+    """Of absolute relative errors; None of none."""
+    return float(np.median(np.abs(np.expm1(log_errors)))) if log_errors.size else None
