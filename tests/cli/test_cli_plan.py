@@ -126,6 +126,53 @@ def test_rows_keep_their_numbers_and_can_be_explained(plan: Plan) -> None:
     assert explained["estimate"] == many[1]["estimate"]
 
 
+def test_a_row_far_down_is_found_without_predicting_all_above(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("gpt2", "--cluster", "h100x8", *SMALL)
+    rows = plan.json(*asked, "--top", 30)["choices"]
+    from outlast.plan import prediction
+
+    predicted = []
+    real = prediction.predict
+
+    def counted(*given: Any, **further: Any) -> Any:
+        predicted.append(given)
+        return real(*given, **further)
+
+    monkeypatch.setattr(prediction, "predict", counted)
+    found = plan.json("explain", *asked, "--choose", 30)
+    assert found["configuration"] == rows[29]["configuration"]
+    assert found["estimate"] == rows[29]["estimate"]
+    assert len(predicted) == 1
+    allowed = plan.json(*asked, "--top", 1)["allowed"]
+    assert "the ranking has" in plan.refused("explain", *asked, "--choose", allowed + 1)
+
+
+def test_one_unit_for_the_times_and_energies_of_a_table(plan: Plan) -> None:
+    _, out, _ = plan("llama-3-8b", "--cluster", "h100x64", "--tokens", 1, "--micro-batch", 1)
+    rows = [line for line in out.splitlines() if re.match(r" *\d+[*k ]", line)]
+    assert len(rows) > 5
+    energies = {word for row in rows for word in ("kWh", "MWh", " J ") if word in row}
+    assert len(energies) == 1
+
+
+def test_longer_sequences_than_the_positions_are_said(plan: Plan) -> None:
+    asked = ("gpt2", "--cluster", "h100x8", *SMALL, "--top", 1)
+    longer = plan.json(*asked, "--sequence", 4096)["assumed"]
+    assert any("reach 4,096 tokens" in each and "end at 1,024" in each for each in longer)
+    within = plan.json(*asked, "--sequence", 1024)["assumed"]
+    assert not any("positions" in each for each in within)
+
+
+def test_a_larger_batch_is_named_only_where_stopping_earlier_costs_more_loss(plan: Plan) -> None:
+    small = ("gpt2", "--cluster", "h100x64", *SMALL, "--top", 1, "--tokens", "300B")
+    worth = plan.json(*small, "--batch", 64)["what_ifs"]
+    assert any("twice the batch" in each["change"] for each in worth)
+    far = plan.json(*small[:-1], "3B", "--batch", 8192)["what_ifs"]
+    assert not any("twice the batch" in each["change"] for each in far)
+
+
 def test_a_budget_and_a_figure_to_rank_by(plan: Plan) -> None:
     asked = ("llama-3-8b", "--cluster", "h100x64", "--precision", "bf16", "--framework", "any")
     free = plan.json(*asked, "--micro-batch", 1)

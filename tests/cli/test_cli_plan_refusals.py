@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,10 @@ def test_options(plan: Plan, arguments: tuple[object, ...], sentence: str) -> No
         ("nodes = 8", "neither node nor device"),
         ('node = "dgx-h100"\nnode_count = 8', "node_count"),
         ('node = "dgx-h100"\nnodes = nan', "nodes = nan"),
+        (
+            'node = "dgx-h100"\nnodes = 8\n[storage]\nshared_bytes_per_s = 0',
+            "mine has no shared storage",
+        ),
     ],
 )
 def test_cluster_files(plan: Plan, tmp_path: Path, text: str, sentence: str) -> None:
@@ -113,6 +118,7 @@ def test_sources(plan: Plan, tmp_path: Path) -> None:
     uneven = write_config(tmp_path / "uneven", num_attention_heads=17)
     assert "17" in plan.refused(uneven, *HERE)
     assert "cannot be read" in plan.refused(tmp_path / "nowhere.json", *HERE)
+    assert "SOURCE is empty" in plan.refused("", *HERE)
 
 
 def test_what_the_job_says_is_not_said_twice(plan: Plan, tmp_path: Path) -> None:
@@ -125,3 +131,18 @@ def test_what_the_job_says_is_not_said_twice(plan: Plan, tmp_path: Path) -> None
 def test_a_precision_that_the_cluster_does_not_have(plan: Plan) -> None:
     said = plan.refused("llama-3-8b", "--cluster", "a100x512", "--precision", "fp8")
     assert "precision = 'fp8'" in said
+
+
+def test_the_least_memory_is_of_what_could_run(plan: Plan) -> None:
+    said = plan.refused("llama-3-8b", *HERE, *SMALL, "--recover", "live")
+    least = re.search(r"the least memory is ([\d.]+) GiB of 80.0 GiB", said)
+    assert least is not None
+    # Sharded states would take less, and live groups hold whole replicas.
+    assert float(least[1]) > 80.0
+
+
+def test_what_probes_do_not_take(plan: Plan, tmp_path: Path) -> None:
+    said = plan.refused("calibrate", "--run", "--cluster", "h100x64")
+    assert "--cluster is of runs that are there" in said
+    assert "--force is of runs" in plan.refused("calibrate", "--run", "--force")
+    assert "--keep" in plan.refused("calibrate", tmp_path, "--keep", tmp_path)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from plan_commands import Plan
 
 from outlast.job import load_job, to_toml
-from outlast.plan.calibration.calibration_file import read_calibration
+from outlast.plan.calibration.calibrated import Provenance
+from outlast.plan.calibration.calibration_file import read_calibration, write_calibration
+from outlast.plan.calibration.resident import PRIORS, Resident, constants_of
+from outlast.plan.calibration.run_rows import read_run_row
+from outlast.plan.calibration.stored import calibration_of
 from outlast.plan.cases import cases
-from outlast.plan.cluster_file import cluster_of
+from outlast.plan.cluster_file import cluster_of, read_cluster
 from outlast.plan.configuration import Configuration
+from outlast.plan.entry import published_constants
 from outlast.plan.known_models import published
 from outlast.plan.memory.constants import memory_constants
 from outlast.plan.memory.demand import demand
@@ -158,6 +165,26 @@ def test_compare_predicts_where_the_run_recorded_nothing(plan: Plan, tmp_path: P
     assert {"lost work, of the wall time", "both in a step"} <= {
         each["part"] for each in found["parts"]
     }
+
+
+def test_compare_predicts_the_memory_that_is_measured_on_processors(
+    plan: Plan, tmp_path: Path
+) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER.replace("nodes", "processor = true\nnodes", 1))
+    resident = Resident({name: each[0] for name, each in PRIORS.items()}, np.eye(6), 0.04, 4)
+    step = calibration_of(published_constants(), Provenance(date="today", version="0"))
+    constants = {**step.constants, **constants_of(resident, "this machine")}
+    calibration = replace(step, constants=constants)
+    file = tmp_path / "calibration.toml"
+    write_calibration(calibration, file)
+    run = write_run(tmp_path / "run", 0.2)
+    _, out, _ = plan("compare", run, "--cluster", cluster, "--calibration", file, "--json")
+    [memory] = [each for each in json.loads(out)["figures"] if each["name"] == "peak memory"]
+    row = read_run_row(run, read_cluster(cluster))
+    numbers = cases([(row.model, row.run, row.cluster)])
+    assert memory["predicted"] == pytest.approx(float(resident.bytes(numbers)[0]), rel=1e-3)
+    assert memory["measured"] == 6e8
 
 
 def test_compare_refuses_what_is_no_run(plan: Plan, tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.job import Job
+    from outlast.plan.calibration.calibrated import Calibration
     from outlast.plan.cluster import Cluster
     from outlast.plan.entry import Training
+    from outlast.plan.prediction import Estimate
     from outlast.records import Predicted
 
 HOME = "OUTLAST_PLAN_HOME"
 """Folder of this machine's calibration; `~/.cache/outlast/plan` where it is not set."""
+PUBLISHED = "published runs"
+"""What the constants are from where nothing was calibrated."""
 
 
 def calibration_home() -> Path:
@@ -32,28 +36,63 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         job: Checked.
         processes: That will train.
     """
-    from outlast.cli.plan_place import HERE, place_of
+    from outlast.cli.plan_place import HERE, calibration_for, place_of
+    from outlast.plan.calibration.calibration_file import read_calibration
+    from outlast.plan.calibration.known import known_of
     from outlast.plan.entry import predict, training_of
-    from outlast.plan.record import as_record
 
-    home = calibration_home()
     try:
         cluster = place_of(HERE, processes)
-        file = home / "calibration.toml"
-        known = file if file.exists() else None
+        file = calibration_for(HERE, None)
+        calibration = None if file is None else read_calibration(Path(file))
+        known = None if calibration is None else known_of(calibration)
         training = training_of(job, processes, cluster, calibration=known)
         estimate = predict(training, cluster, calibration=known)
-        resident = None if known is None else _resident(known, training, cluster)
+        record = record_of(estimate, training, cluster, calibration)
     except OutlastError as error:
         return str(error).splitlines()[0]
     except Exception as error:
         # A run must not fail for want of its prediction.
         return f"{type(error).__name__}: {error}"
-    record = as_record(estimate, str(file) if known else "published runs")
-    if resident is None:
+    return replace(record, calibration=PUBLISHED if file is None else str(file))
+
+
+def record_of(
+    estimate: Estimate, training: Training, cluster: Cluster, calibration: Calibration | None
+) -> Predicted:
+    """An estimate as a run's records hold it, without the name of the calibration.
+
+    On processors its memory is the resident one of a rank, where the calibration knows it: that is
+    what is measured there.
+
+    Args:
+        estimate: Of `training` on `cluster`.
+        training: What was predicted.
+        cluster: Where.
+        calibration: That was used; None for constants fitted to published runs.
+
+    Raises:
+        PlanError: The calibration knows only a part of what resident memory depends on.
+    """
+    import numpy as np
+
+    from outlast.plan.calibration.resident import resident_of
+    from outlast.plan.cases import cases
+    from outlast.plan.record import as_record
+
+    record = as_record(estimate, "")
+    found = None if calibration is None or not cluster.processor else resident_of(calibration)
+    if found is None:
         return record
-    low, middle, high = resident
-    return replace(record, memory_bytes=middle, memory_bytes_low=low, memory_bytes_high=high)
+    numbers = cases([(training.model, training.run, cluster)])
+    middle = float(found.bytes(numbers)[0])
+    factor = float(np.exp(found.half_widths(numbers)[0]))
+    return replace(
+        record,
+        memory_bytes=middle,
+        memory_bytes_low=middle / factor,
+        memory_bytes_high=middle * factor,
+    )
 
 
 def prediction_for(job: Job, processes: int) -> Predicted | None:
@@ -63,22 +102,3 @@ def prediction_for(job: Job, processes: int) -> Predicted | None:
         print(f"no prediction: {found}", flush=True)
         return None
     return found
-
-
-def _resident(
-    file: Path, training: Training, cluster: Cluster
-) -> tuple[float, float, float] | None:
-    """The resident memory of ranks on processors, where a calibration knows it."""
-    import numpy as np
-
-    from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.resident import resident_of
-    from outlast.plan.cases import cases
-
-    found = resident_of(read_calibration(file)) if cluster.processor else None
-    if found is None:
-        return None
-    numbers = cases([(training.model, training.run, cluster)])
-    middle = float(found.bytes(numbers)[0])
-    factor = float(np.exp(found.half_widths(numbers)[0]))
-    return middle / factor, middle, middle * factor

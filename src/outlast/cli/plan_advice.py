@@ -89,11 +89,26 @@ def job_settings(planned: Planned, best: Choice) -> tuple[str, ...]:
 
     Empty for other sources, and where nothing is to be changed.
     """
-    if planned.job is None or planned.training.framework != "outlast":
+    from outlast.errors import PlanError
+    from outlast.plan.emit.mechanisms import mechanism_tables
+
+    job, training = planned.job, planned.training
+    if job is None or training.framework != "outlast":
         return ()
     wanted = _of_job(best.run)
     own = {} if planned.own is None else _of_job(planned.own)
-    return tuple(f"{name}={value}" for name, value in wanted.items() if own.get(name, "") != value)
+    changed = [(name, value) for name, value in wanted.items() if own.get(name, "") != value]
+    try:
+        tables = mechanism_tables(training.model, best.settings, job.run.name, training.settings)
+    except PlanError:
+        # Where its checkpoints should go is for its user to say.
+        tables = {}
+    changed += [
+        (f"{section}.{key}", str(value))
+        for section, values in tables.items()
+        for key, value in values.items()
+    ]
+    return tuple(f"{name}={value}" for name, value in changed)
 
 
 def _of_job(run: Configuration) -> dict[str, str]:
@@ -143,6 +158,7 @@ def what_ifs(planned: Planned, best: Choice) -> tuple[WhatIf, ...]:
         if rate > 0.0
     )
     more = replace(cluster, spares=cluster.spares + spares)
+    loss = _loss_of(planned, best, batch=2.0)
     tried = [
         (
             f"{spares} spare node{'s' if spares > 1 else ''} more",
@@ -157,7 +173,7 @@ def what_ifs(planned: Planned, best: Choice) -> tuple[WhatIf, ...]:
             replace(best.settings, tiers=tiers) if "shared" in tiers else best.settings,
         ),
         (
-            f"twice the batch at equal tokens ({_batch_loss(planned, best)})",
+            f"twice the batch at equal tokens (loss {loss.low:+.2g} to {loss.high:+.2g} nats)",
             replace(context, baseline=replace(context.baseline, batch=2 * best.run.batch)),
             replace(best.run, batch=2 * best.run.batch),
             best.settings,
@@ -170,31 +186,37 @@ def what_ifs(planned: Planned, best: Choice) -> tuple[WhatIf, ...]:
         except PlanError:
             continue
         gain = 1.0 - there.finish_seconds.middle / best.estimate.finish_seconds.middle
-        if there.fits and not there.cliff and gain >= WORTH:
-            # What changes the loss comes last: it is no gain for nothing.
-            found.append((run.batch != best.run.batch, -gain, WhatIf(change, there)))
+        if not there.fits or there.cliff or gain < WORTH:
+            continue
+        larger = run.batch != best.run.batch
+        # As much time is saved by stopping earlier: a larger batch must cost less loss than that.
+        if larger and loss.middle >= _loss_of(planned, best, tokens=1.0 - gain).middle:
+            continue
+        # What changes the loss comes last: it is no gain for nothing.
+        found.append((larger, -gain, WhatIf(change, there)))
     return tuple(each for *_, each in sorted(found, key=lambda each: each[:2]))
 
 
-def _batch_loss(planned: Planned, best: Choice) -> str:
-    """What twice the batch does to the loss, in words."""
+def _loss_of(
+    planned: Planned, best: Choice, *, batch: float = 1.0, tokens: float = 1.0
+) -> Interval:
+    """Loss with so many times the batch and the tokens, less the loss with one of each."""
     from outlast.plan.quality.difference import loss_differences
     from outlast.plan.quality.runs import law_parameters, runs
 
     context, model = planned.context, planned.training.model
-    once, twice = (
+    changed, plain = (
         runs(
             law_parameters(model),
-            context.tokens,
-            times * context.baseline.tokens,
+            shares[1] * context.tokens,
+            shares[0] * context.baseline.tokens,
             unique_tokens=context.unique_tokens,
             precision=best.run.precision,
             mixture=float(bool(model.experts)),
         )
-        for times in (1, 2)
+        for shares in ((batch, tokens), (1.0, 1.0))
     )
-    figure = loss_differences(twice, once).total(0).figure
-    return f"loss {figure.low:+.2g} to {figure.high:+.2g} nats"
+    return loss_differences(changed, plain).total(0).figure
 
 
 def _most(best: Choice, what_ifs: tuple[WhatIf, ...]) -> str:
@@ -221,6 +243,8 @@ def _differing(own: Configuration | Settings, best: Configuration | Settings) ->
 def _same_meaning(name: str, own: object, best: object) -> bool:
     """Values that differ and say the same."""
     if name == "sharding_ranks":
+        if "none" in (getattr(own, "sharding", ""), getattr(best, "sharding", "")):
+            return True
         group = [
             0
             if getattr(run, "sharding", "none") == "none"

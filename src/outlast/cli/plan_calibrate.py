@@ -84,8 +84,15 @@ def calibrate(
     {"rows", "constants", "unseen_error", "error_before", "log_deviation"}}, "out"}.
     """
     if run:
+        others = {"settings": settings, "table": table, "cluster": cluster, "force": force}
+        if given := next((name for name, value in others.items() if value), None):
+            raise PlanError(
+                f"--{given} is of runs that are there: leave it out, or leave out --run"
+            )
         _measure(paths or [], 60.0 * minutes, out, keep)
         return
+    if keep is not None:
+        raise PlanError(f"--keep = {keep} is of probes: leave it out, or give --run")
     from outlast.cli.figures import print_json
     from outlast.cli.plan_fitted_memory import fitted_memory, memory_document, memory_lines
 
@@ -120,6 +127,7 @@ def _rows(
     from outlast.plan.calibration.log_rows import read_log_row
     from outlast.plan.calibration.rows import Refused
     from outlast.plan.calibration.run_rows import read_run_row
+    from outlast.records import read_run
 
     if not paths and not tables:
         raise PlanError(
@@ -132,7 +140,7 @@ def _rows(
             raise PlanError(f"{path} cannot be read: it is not there")
         try:
             if path.is_dir():
-                rows.append(read_run_row(path, place_of(cluster or HERE, ranks_of(path))))
+                rows.append(read_run_row(path, place_of(cluster or HERE, ranks_of(read_run(path)))))
                 continue
             beside = settings or path.with_suffix(".toml")
             if not beside.is_file():

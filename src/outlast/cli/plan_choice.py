@@ -42,7 +42,7 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
     Raises:
         PlanError: The layout is not legal, both a row and sizes are given, or nothing is found.
     """
-    from outlast.cli.plan_ranking import ranking
+    from outlast.cli.plan_ranking import row_of_ranking
     from outlast.plan.prediction import predict
 
     sizes = {
@@ -63,7 +63,7 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
         raise PlanError(planned.own_problem)
     else:
         number = 1 if layout.choose is None else layout.choose
-        found = ranking(planned, max(number, 1)).choice(number)
+        found = row_of_ranking(planned, number)
         run, settings, origin = found.run, found.settings, f"row {number} of the ranking"
         return Chosen(
             run=run,

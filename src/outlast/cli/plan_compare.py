@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,10 @@ import typer
 
 from outlast.cli.plan_rank import AsJson
 from outlast.errors import EXIT_CRASHED, PlanError
-from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from outlast.plan.prediction import Estimate
-    from outlast.records import Compared, Run
+    from outlast.records import Compared, Forecast, Run
 
 _PURPOSES: Mapping[str, tuple[str, ...]] = {
     "compute": (
@@ -84,32 +84,26 @@ def compare(
     "unit", "predicted", "measured"}], "drift"}.
     """
     from outlast.cli.figures import print_json
-    from outlast.cli.plan_place import HERE, calibration_for
     from outlast.records import forecast_of, read_run
 
     read = read_run(run)
     if not read.attempts:
         raise PlanError(f"{run} holds no start of a run: name a run directory of `outlast train`")
     forecast = forecast_of(read)
-    if cluster is None and calibration is None and forecast is not None:
-        figures = list(forecast.compared())
-        prediction = forecast.prediction
-        parts = _step_parts(prediction.terms, read)
-        by = f"recorded before the run ({prediction.calibration or 'no calibration named'})"
-        beyond = list(prediction.extrapolated)
-    else:
-        estimate = _predicted_now(run, cluster, calibration)
-        figures = _figures(estimate, read)
-        terms = {term.name: term.value for term in estimate.step_seconds.terms}
-        parts = [*_step_parts(terms, read), *_loss_parts(estimate, read)]
-        used = calibration_for(cluster or HERE, calibration)
-        by = f"predicted now ({used or 'constants fitted to published runs'})"
-        beyond = list(estimate.step_seconds.figure.extrapolated)
+    losses: list[tuple[str, str, float, float]] = []
+    by = "recorded before the run"
+    if cluster is not None or calibration is not None or forecast is None:
+        forecast, losses = _predicted_now(read, cluster, calibration)
+        by = "predicted now"
+    prediction = forecast.prediction
+    by += f" ({prediction.calibration or 'no calibration named'})"
+    figures = list(forecast.compared())
+    parts = [*_step_parts(prediction.terms, read), *losses]
     drift = [each for each in figures if each.inside is False]
     if json:
         print_json(_document(run, by, figures, parts, drift))
     else:
-        _print(read, by, beyond, figures, parts)
+        _print(read, by, prediction.extrapolated, figures, parts)
         for each in drift:
             print(
                 f"drift: {each.name}: {each.sentence()}; calibrate again with this run "
@@ -118,72 +112,39 @@ def compare(
     raise typer.Exit(EXIT_CRASHED if drift else 0)
 
 
-def _predicted_now(path: Path, cluster: str | None, calibration: Path | None) -> Estimate:
+def _predicted_now(
+    read: Run, cluster: str | None, calibration: Path | None
+) -> tuple[Forecast, list[tuple[str, str, float, float]]]:
+    """A prediction of the run that was done, and what it says of the time that is lost."""
+    from outlast.cli.forecast import PUBLISHED, record_of
     from outlast.cli.plan_place import HERE, calibration_for, place_of, ranks_of
+    from outlast.job import job_from_text
+    from outlast.plan.calibration.calibration_file import read_calibration
+    from outlast.plan.calibration.known import known_of
     from outlast.plan.calibration.run_rows import read_run_row
     from outlast.plan.entry import Training, predict
+    from outlast.records import Forecast, measured_figures
 
-    row = read_run_row(path, place_of(cluster or HERE, ranks_of(path)))
+    row = read_run_row(read.path, place_of(cluster or HERE, ranks_of(read)))
+    steps = job_from_text(read.job_text).train.steps
     training = Training(
         model=row.model,
         run=row.run,
-        tokens=float(row.run.tokens) * _steps(path),
+        tokens=float(row.run.tokens) * steps,
         framework=row.framework.split()[0],
     )
+    file = calibration_for(cluster or HERE, calibration)
+    used = None if file is None else read_calibration(Path(file))
+    known = None if used is None else known_of(used)
     try:
-        return predict(
-            training, row.cluster, calibration=calibration_for(cluster or HERE, calibration)
-        )
+        estimate = predict(training, row.cluster, calibration=known)
     except PlanError as error:
-        raise PlanError(f"{path} cannot be predicted on {row.cluster.name}: {error}") from None
-
-
-def _steps(path: Path) -> int:
-    from outlast.job import job_from_text
-    from outlast.records import read_run
-
-    return int(job_from_text(read_run(path).job_text).train.steps)
-
-
-def _figures(estimate: Estimate, read: Run) -> list[Compared]:
-    """As `Forecast.compared`, of a prediction that was made now."""
-    from outlast.records import Compared, measured_figures
-
-    seen = measured_figures(read)
-    step, memory = estimate.step_seconds.figure, estimate.memory.figure
-    rate = estimate.tokens_per_s
-    why = "no step of the run is recorded"
-    held = None if seen is None or seen.memory is None else seen.memory.most()
-    found = [
-        _compared("step time", "s", step, None if seen is None else seen.step_seconds, why),
-        _compared("throughput", "tokens/s", rate, None if seen is None else seen.tokens_per_s, why),
-        _compared(
-            "peak memory",
-            "B",
-            memory,
-            None if held is None else float(held[1]),
-            "no memory of the run is recorded",
-        ),
-    ]
-    if not isinstance(estimate.joules, Unavailable):
-        tokens = rate.middle * step.middle
-        found.append(
-            _compared(
-                "energy per token",
-                "J/token",
-                estimate.joules.figure.scaled(1.0 / tokens),
-                None if seen is None else seen.joules_per_token,
-                "no meter has a figure of the run",
-            )
-        )
-    assert all(isinstance(each, Compared) for each in found)
-    return found
-
-
-def _compared(name: str, unit: str, figure: Any, measured: float | None, why: str) -> Compared:
-    from outlast.records import Compared
-
-    return Compared(name, unit, figure.middle, figure.low, figure.high, measured, why)
+        raise PlanError(f"{read.path} cannot be predicted on {row.cluster.name}: {error}") from None
+    measured = measured_figures(read)
+    assert measured is not None
+    record = record_of(estimate, training, row.cluster, used)
+    named = replace(record, calibration=PUBLISHED if file is None else str(file))
+    return Forecast(named, measured), _loss_parts(estimate, read)
 
 
 def _step_parts(terms: Mapping[str, float], read: Run) -> list[tuple[str, str, float, float]]:
@@ -223,7 +184,7 @@ def _loss_parts(estimate: Estimate, read: Run) -> list[tuple[str, str, float, fl
 def _print(
     read: Run,
     by: str,
-    beyond: list[str],
+    beyond: Sequence[str],
     figures: list[Compared],
     parts: list[tuple[str, str, float, float]],
 ) -> None:

@@ -13,14 +13,17 @@ import typer
 from outlast.cli.asks import asks
 from outlast.cli.plan_asked import Asked, Layout
 from outlast.cli.plan_rank import AsJson
-from outlast.errors import PlanError
 
 if TYPE_CHECKING:
     from outlast.cli.plan_choice import Chosen
     from outlast.cli.plan_source import Planned
 
-_TRIED = 20
-"""Rows of the ranking that are looked through for one that the target can express."""
+_PATHS = {
+    "model": ("directory",),
+    "data": ("train", "validation", "tokenizer"),
+    "energy": ("tariff",),
+}
+"""Settings of a job that name files, relative to where it was planned."""
 
 
 @asks
@@ -52,13 +55,14 @@ def emit(
 ) -> None:
     """Write a plan out as a framework's files, the prediction in their head.
 
-    The search keeps to what the target can do; without --choose the best that it
-    can express is taken. What it cannot express is refused in one sentence, and
-    nothing is written.
+    The search keeps to what the target can do, and without --choose the best of
+    it is taken. What it cannot express is refused in one sentence, and nothing is
+    written. Of a job, the target outlast keeps all that the plan does not change.
 
     Example: outlast plan emit llama-3-8b --cluster h100x64 --target torchtitan
     --out run/
     """
+    from dataclasses import fields
     from dataclasses import replace as with_fields
 
     from outlast.cli.plan_choice import chosen
@@ -72,8 +76,10 @@ def emit(
     trains = (launches or "outlast") if target == "sbatch" else target
     if asked.framework is None and trains in FRAMEWORKS:
         asked = with_fields(asked, framework=trains)
-    read = planned(asked)
-    found = chosen(read, layout) if own else _expressible(read, layout, trains)
+    read = planned(asked) if trains == "outlast" else _without_mechanisms(planned(asked))
+    if not own and all(getattr(layout, each.name) is None for each in fields(layout)):
+        layout = with_fields(layout, choose=1)
+    found = chosen(read, layout)
     settings = Settings(
         **_of_job(read),
         name=name or _name(read),
@@ -82,6 +88,9 @@ def emit(
         steps=read.context.steps,
         checkpoint_every_steps=_every_steps(read, found),
         model_config=_model_config(read),
+        job=_tables(read, found),
+        mechanisms=found.settings,
+        own_mechanisms=None if read.job is None else read.training.settings,
         overrides=tuple(set_ or ()),
         launches=trains,
         predicted_hours=found.estimate.finish_seconds.middle / 3600.0,
@@ -128,29 +137,14 @@ def targets(json: AsJson = False) -> None:
     print_table(output(), columns, rows)
 
 
-def _expressible(planned: Planned, layout: Layout, target: str) -> Chosen:
-    """What is written: what was named, else the best row that the target can express."""
-    from dataclasses import fields
+def _without_mechanisms(planned: Planned) -> Planned:
+    """Of a job, without what only Outlast can do: the other framework runs without it."""
+    from dataclasses import replace as with_fields
 
-    from outlast.cli.plan_choice import Chosen, chosen
-    from outlast.cli.plan_ranking import ranking
-    from outlast.plan.emit import problem
+    from outlast.plan.pareto.settings import Settings
 
-    named = any(getattr(layout, each.name) is not None for each in fields(layout))
-    if named:
-        return chosen(planned, layout)
-    model = planned.training.model
-    rows = ranking(planned, _TRIED).choices
-    for each in rows:
-        if problem(target, model, each.run) is None:
-            return Chosen(
-                run=each.run,
-                settings=each.settings,
-                origin=f"row {each.number} of the ranking",
-                estimate=each.estimate,
-                warnings=(),
-            )
-    raise PlanError(f"none of the best {len(rows)} rows: {problem(target, model, rows[0].run)}")
+    kept = Settings(checkpoint_seconds=planned.training.settings.checkpoint_seconds)
+    return with_fields(planned, training=with_fields(planned.training, settings=kept))
 
 
 def _name(planned: Planned) -> str:
@@ -199,6 +193,7 @@ def _of_job(planned: Planned) -> dict[str, Any]:
 
 def _model_config(planned: Planned) -> dict[str, Any]:
     """The source's own config, so that nothing of it is lost."""
+    from outlast.plan.huggingface_families import SYNONYMS
     from outlast.plan.known_models import MODELS
 
     source = planned.asked.source
@@ -208,9 +203,33 @@ def _model_config(planned: Planned) -> dict[str, Any]:
             return dict(job.model.settings)
         source = job.model.config or job.model.directory or ""
     elif source.casefold() in MODELS and not Path(source).exists():
-        # Published sizes are not a whole config: what a framework needs is made from them.
-        return {}
+        table = dict(MODELS[source.casefold()].config)
+        if not any(name in table for name in SYNONYMS["max_position_embeddings"]):
+            table["max_position_embeddings"] = planned.training.run.sequence
+        return table
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
-    table: dict[str, Any] = json_text.loads(path.read_text(encoding="utf-8"))
-    return table
+    found: dict[str, Any] = json_text.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _tables(planned: Planned, found: Chosen) -> dict[str, dict[str, Any]]:
+    """What a job says, with its files by their whole paths: it is written to another folder."""
+    job = planned.job
+    if job is None:
+        return {}
+    tables: dict[str, dict[str, Any]] = job.model_dump(exclude_unset=True, exclude_none=True)
+    for section, names in _PATHS.items():
+        for name in names:
+            if name in tables.get(section, {}):
+                tables[section][name] = _whole_path(tables[section][name])
+    if planned.asked.checkpoint_seconds:
+        tables.setdefault("checkpoint", {})["every_steps"] = _every_steps(planned, found)
+    return tables
+
+
+def _whole_path(value: str | list[str]) -> str | list[str]:
+    if isinstance(value, list):
+        return [str(_whole_path(each)) for each in value]
+    said_otherwise = not value or value == "byte" or "://" in value
+    return value if said_otherwise else str(Path(value).absolute())

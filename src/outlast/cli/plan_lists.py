@@ -44,19 +44,18 @@ def clusters(json: AsJson = False) -> None:
         return
     console = output()
     rows = [
-        [name, f"{e.nodes:,} x {e.devices_per_node}", e.device, f"{e.memory_bytes / 2**30:.0f} GiB",
-         path]
-        for name, e, path in found
-    ]  # fmt: skip
+        [name, f"{e.nodes:,} x {e.devices_per_node}", e.device, f"{e.memory_bytes / 2**30:.0f} GiB"]
+        for name, e, _ in found
+    ]
     columns = [
         Column("cluster", number=False),
         Column("nodes"),
         Column("device", number=False),
         Column("memory"),
-        Column("file", number=False, optional=1, least=20),
     ]
     print_table(console, columns, rows)
-    console.print(f"\nparts for shorthands such as h100x64: {', '.join(parts)}", markup=False)
+    console.print(f"\nfiles to copy and change, each NAME.toml in {folder}", markup=False)
+    console.print(f"parts for shorthands such as h100x64: {', '.join(parts)}", markup=False)
 
 
 def models(json: AsJson = False) -> None:
@@ -68,6 +67,7 @@ def models(json: AsJson = False) -> None:
     "source"}].
     """
     from outlast.cli.figures import Column, output, print_json, print_table
+    from outlast.cli.plan_words import count_words
     from outlast.plan.known_models import MODELS, published
 
     found = [(name, published(name), each.source) for name, each in MODELS.items()]
@@ -89,11 +89,11 @@ def models(json: AsJson = False) -> None:
     rows = [
         [
             name,
-            f"{each.parameters / 1e9:.4g} B",
-            f"{each.active_parameters / 1e9:.4g} B" if each.experts else "-",
+            count_words(each.parameters),
+            count_words(each.active_parameters) if each.experts else "-",
             str(each.layers),
             f"{each.hidden:,}",
-            source,
+            source.removeprefix("config.json of ").replace(" on Hugging Face", ""),
         ]
         for name, each, source in found
     ]
@@ -105,4 +105,6 @@ def models(json: AsJson = False) -> None:
         Column("hidden"),
         Column("sizes from", number=False, optional=1, least=20),
     ]
-    print_table(output(), columns, rows)
+    console = output()
+    print_table(console, columns, rows)
+    console.print("names with a slash: config.json on Hugging Face", style="dim")

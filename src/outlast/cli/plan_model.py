@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from outlast.plan.transformer import Transformer
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_BATCH_TOKENS = ((3e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
-"""Tokens of a step by parameters, about as Llama 3 was trained (2407.21783, table 4)."""
+_BATCH_TOKENS = ((1e9, 2**19), (3e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
+"""Tokens of a step by parameters: about as GPT-3's small models (2005.14165, table 2.1) and Llama 3
+(2407.21783, table 4) were trained."""
 _TOKENS_PER_PARAMETER = 20.0
 """Hoffmann et al. 2022 (2203.15556), table 3."""
 _LONGEST_ASSUMED = 8192
@@ -39,17 +40,22 @@ def training_of_model(asked: Asked, cluster: Cluster, assumed: list[str]) -> Tra
     from outlast.plan.entry import Training
 
     model = model_of_source(asked.source)
-    sequence = asked.sequence
+    sequence, longest = asked.sequence, _longest(asked.source)
     if sequence is None:
-        sequence = _longest(asked.source)
+        sequence = min(longest or _LONGEST_ASSUMED, _LONGEST_ASSUMED)
         assumed.append(f"sequences of {sequence:,} tokens (--sequence)")
+    elif longest and sequence > longest:
+        assumed.append(
+            f"a model whose positions reach {sequence:,} tokens; those of its config end at "
+            f"{longest:,}"
+        )
     batch = asked.batch
     if batch is None:
         tokens = next(each for most, each in _BATCH_TOKENS if model.parameters < most)
         batch = _whole(max(tokens // sequence, 1), cluster.devices)
         assumed.append(
-            f"a batch of {batch:,} samples, {count_words(batch * sequence)} tokens, about as Llama "
-            "3's (--batch)"
+            f"a batch of {batch:,} samples, {count_words(batch * sequence)} tokens, about as "
+            f"{'GPT-3' if model.parameters < _BATCH_TOKENS[0][0] else 'Llama 3'}'s (--batch)"
         )
     whole = _TOKENS_PER_PARAMETER * model.parameters
     if asked.tokens is None:
@@ -106,7 +112,7 @@ def count_of(text: str, option: str) -> float:
 
 
 def _longest(source: str) -> int:
-    """The model's longest sequence, up to what is usual in pre-training."""
+    """The model's longest sequence; 0 where its config says none."""
     from outlast.plan.known_models import MODELS
 
     table: Any = MODELS[source.casefold()].config if source.casefold() in MODELS else {}
@@ -116,8 +122,7 @@ def _longest(source: str) -> int:
         table = json.loads(path.read_text(encoding="utf-8"))
         table = table.get("text_config") or table
     found = [table.get(name) for name in ("max_position_embeddings", "n_positions")]
-    known = [each for each in found if isinstance(each, int) and each > 0]
-    return min([*known, _LONGEST_ASSUMED])
+    return max([each for each in found if isinstance(each, int)], default=0)
 
 
 def _whole(batch: int, devices: int) -> int:

@@ -43,17 +43,19 @@ def pareto(
     "allowed", "within", "knee", "points": [{"cluster", "configuration",
     "settings", "figures", "extrapolated"}]}.
     """
-    from outlast.cli.plan_ranking import search_front
+    from outlast.cli.plan_ranking import refuse_unknown, search_front
     from outlast.cli.plan_source import planned
+    from outlast.plan.pareto.objectives import FIGURES
     from outlast.plan.pareto.page import page
 
     read = planned(asked)
     front, _, _ = search_front(read)
-    front = front.ordered(asked.by if asked.by in front.axes else "hours")
+    refuse_unknown(front, asked.by)
+    front = front.ordered(asked.by)
     if html is not None:
         title = f"{read.training.model.name} on {read.cluster.name}"
-        start = datetime.now().astimezone()
-        _write(html, page(front, title=title, within=asked.budget or (), start=start))
+        within, start = asked.budget or (), datetime.now().astimezone()
+        _write(html, page(front, title=title, within=within, minimise=asked.by, start=start))
     if csv is not None:
         _write(csv, front.to_csv())
     if json:
@@ -61,7 +63,7 @@ def pareto(
         return
     print(
         f"{front.searched:,} configurations searched, {front.allowed:,} fit with headroom, "
-        f"{len(front):,} on the exact front of {', '.join(front.axes)}"
+        f"{len(front):,} on the exact front of {', '.join(FIGURES[e].words for e in front.axes)}"
     )
     for path in (html, csv):
         if path is not None:

@@ -9,6 +9,7 @@ from outlast.errors import PlanError
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
+    from outlast.records import Run
 
 HERE = "here"
 
@@ -46,9 +47,9 @@ def calibration_for(name: str, given: str | Path | None) -> str | Path | None:
     return own if given is None and name == HERE and own.exists() else given
 
 
-def ranks_of(run: Path) -> int:
+def ranks_of(run: Run) -> int:
     """Processes of the last start of a run; 0 where there is none."""
-    from outlast.records import AttemptStarted, read_run
+    from outlast.records import AttemptStarted
 
-    started = [event.world_size for _, event in read_run(run).of(AttemptStarted)]
+    started = [event.world_size for _, event in run.of(AttemptStarted)]
     return started[-1] if started else 0

@@ -49,8 +49,9 @@ def rank(
     --json: {"planned", "assumed", "searched", "allowed", "within", "front",
     "axes", "knee", "choices": [{"number", "layout", "configuration", "settings",
     "on_front", "knee", "estimate"}], "own", "own_problem", "what_ifs", "advice",
-    "settings", "queue", "file_system"}; an estimate holds figures as {"low", "middle", "high",
-    "coverage", "extrapolated"}, totals with their terms, in s, B, J, nats.
+    "settings", "queue", "file_system"}; an estimate holds figures as {"low",
+    "middle", "high", "coverage", "extrapolated"}, totals with their terms, in s,
+    B, J, nats.
     """
     from outlast.cli.figures import output, print_json
     from outlast.cli.plan_advice import advice, own_estimate, what_ifs
@@ -90,7 +91,8 @@ def print_planned(console: Console, planned: Planned) -> None:
         (
             "training",
             (
-                f"{context.steps:,} steps of {run.batch:,} x {run.sequence:,} tokens, "
+                f"{context.steps:,} step{'s'[: context.steps != 1]} of {run.batch:,} x "
+                f"{run.sequence:,} tokens, "
                 f"{count_words(context.tokens)} in all"
             ),
         ),
@@ -181,12 +183,15 @@ def answers(found: Estimate, currency: str = "") -> list[tuple[str, str]]:
 
 def _print_choices(console: Console, found: Ranking) -> None:
     from outlast.cli.figures import Column, print_table
-    from outlast.cli.plan_words import unit_of_seconds
+    from outlast.cli.plan_words import unit_of_joules, unit_of_seconds
+    from outlast.hardware.figure import Unavailable
     from outlast.plan.pareto.objectives import FIGURES
 
     # One unit for all rows, so that they can be compared.
-    scale = unit_of_seconds(found.choices[0].estimate.finish_seconds.middle)
-    rows = [_row(console, each, scale) for each in found.choices]
+    first = found.choices[0].estimate
+    joules = 0.0 if isinstance(first.run_joules, Unavailable) else first.run_joules.middle
+    scales = unit_of_seconds(first.finish_seconds.middle), unit_of_joules(joules)
+    rows = [_row(console, each, *scales) for each in found.choices]
     shared, layouts = _layouts(found)
     for row, layout in zip(rows, layouts, strict=True):
         row[1] = layout
@@ -218,14 +223,17 @@ def _unknown(name: str, rows: list[list[str]], number: int) -> bool:
     return name in ("money", "CO2") and all(row[number] == "-" for row in rows)
 
 
-def _row(console: Console, each: Choice, scale: tuple[str, float]) -> list[str]:
-    from outlast.cli.plan_words import bar, joules_words, rounded, share_words
+def _row(
+    console: Console, each: Choice, times: tuple[str, float], energies: tuple[str, float]
+) -> list[str]:
+    from outlast.cli.plan_words import bar, rounded, share_words
     from outlast.hardware.figure import Unavailable
 
     found = each.estimate
     time, money, grams = found.finish_seconds, found.money, found.carbon_grams
     used = 1.0 - found.headroom_bytes / found.capacity_bytes
-    unit, factor = scale
+    unit, factor = times
+    energy_unit, joules_each = energies
     ends = f"{rounded(time.low / factor)} to {rounded(time.high / factor)}"
     blocks = bar(used) if console.encoding.startswith("utf") else ""
     joules = found.run_joules
@@ -234,7 +242,9 @@ def _row(console: Console, each: Choice, scale: tuple[str, float]) -> list[str]:
         "",
         f"{rounded(time.middle / factor)} {unit}",
         ends,
-        "-" if isinstance(joules, Unavailable) else joules_words(joules.middle),
+        "-"
+        if isinstance(joules, Unavailable)
+        else f"{rounded(joules.middle / joules_each, 4)} {energy_unit}",
         f"{blocks} {100 * used:.0f} %".strip(),
         f"{100 * found.utilisation.middle:.1f} %",
         share_words(found.ettr.figure.middle),

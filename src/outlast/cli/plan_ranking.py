@@ -64,18 +64,6 @@ class Ranking:
     front: Front
     choices: tuple[Choice, ...]
 
-    def choice(self, number: int) -> Choice:
-        """A row by its number.
-
-        Raises:
-            PlanError: There is no such row.
-        """
-        if not 1 <= number <= len(self.choices):
-            raise PlanError(
-                f"--choose = {number}: the ranking has {len(self.choices)} rows; give one of them"
-            )
-        return self.choices[number - 1]
-
 
 def ranking(planned: Planned, top: int) -> Ranking:
     """Search, and predict the best in full.
@@ -88,24 +76,49 @@ def ranking(planned: Planned, top: int) -> Ranking:
         PlanError: Nothing is legal, fits, or keeps to the budget; the sentence says what the least
             is.
     """
-    front, space, nearest = search_front(planned, top)
-    by = planned.asked.by
-    if isinstance(why := front.objectives.column(by), Unavailable):
-        raise PlanError(f"--by = {by}: it is not known: {why.reason}")
-    knee = int(front.rows[front.knee])
-    # Nothing here depends on `top` but the end, so that a row keeps its number.
-    shown = (front.thinned(_THINNED) if len(front) > _MANY else front).ordered(by)
-    rows = [int(row) for row in shown.rows]
-    rows = _filled(rows, nearest.rows(front.limits), space, top)
-    on_front = {int(row) for row in front.rows}
+    front, space, rows = _ranked(planned, top)
     return Ranking(
         planned=planned,
         front=front,
         choices=tuple(
-            _choice(planned, space, row, number, (row in on_front, row == knee))
-            for number, row in enumerate(rows, 1)
+            _choice(planned, space, front, row, number) for number, row in enumerate(rows, 1)
         ),
     )
+
+
+def row_of_ranking(planned: Planned, number: int) -> Choice:
+    """One row of the ranking, the others not predicted.
+
+    Raises:
+        PlanError: As `ranking`, or there is no such row.
+    """
+    front, space, rows = _ranked(planned, max(number, 1))
+    if not 1 <= number <= len(rows):
+        raise PlanError(
+            f"--choose = {number}: the ranking has {len(rows):,} rows; give one of them"
+        )
+    return _choice(planned, space, front, rows[number - 1], number)
+
+
+def _ranked(planned: Planned, top: int) -> tuple[Front, Space, list[int]]:
+    """The front, its space, and the rows of the best."""
+    front, space, nearest = search_front(planned, top)
+    by = planned.asked.by
+    refuse_unknown(front, by)
+    # Nothing here depends on `top` but the end, so that a row keeps its number.
+    shown = (front.thinned(_THINNED) if len(front) > _MANY else front).ordered(by)
+    rows = [int(row) for row in shown.rows]
+    return front, space, _filled(rows, nearest.rows(front.limits), space, top)
+
+
+def refuse_unknown(front: Front, by: str) -> None:
+    """Refuse to order a front by a figure that is not known.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if isinstance(why := front.objectives.column(by), Unavailable):
+        raise PlanError(f"--by = {by}: it is not known: {why.reason}")
 
 
 def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]:
@@ -116,7 +129,8 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
     """
     from outlast.plan.model import evaluator
     from outlast.plan.pareto.run import search
-    from outlast.plan.pareto.space import space
+    from outlast.plan.pareto.space import Block, space
+    from outlast.plan.unfit import refuse_impossible
 
     training = planned.training
     candidates = space(
@@ -126,6 +140,10 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
         planned.axes,
         planned.mechanisms,
         framework=training.framework,
+    )
+    refuse_impossible(
+        planned.cluster,
+        Block(candidates.layouts, candidates.settings, candidates.layout, candidates.setting),
     )
     nearest = Nearest(evaluator(planned.context), planned.asked.by, _SPARE * top)
     front = search(
@@ -189,9 +207,7 @@ def _filled(rows: Sequence[int], more: Sequence[int], space: Space, top: int) ->
     return list(found.values())
 
 
-def _choice(
-    planned: Planned, space: Space, row: int, number: int, marks: tuple[bool, bool]
-) -> Choice:
+def _choice(planned: Planned, space: Space, front: Front, row: int, number: int) -> Choice:
     from outlast.plan.prediction import predict
 
     each = space.candidate(row)
@@ -200,6 +216,6 @@ def _choice(
         run=each.configuration,
         settings=each.settings,
         estimate=predict(planned.context, each.configuration, each.settings),
-        on_front=marks[0],
-        knee=marks[1],
+        on_front=bool((front.rows == row).any()),
+        knee=row == int(front.rows[front.knee]),
     )

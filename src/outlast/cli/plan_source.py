@@ -130,6 +130,8 @@ def _check(asked: Asked) -> None:
     from outlast.plan.configuration import Precision
     from outlast.plan.pareto.objectives import FIGURES
 
+    if not asked.source:
+        raise PlanError("SOURCE is empty: name a job, a config.json or a model")
     for name in ("batch", "sequence", "micro_batch"):
         value = getattr(asked, name)
         if value is not None and value < 1:

@@ -31,6 +31,8 @@ def rounded(value: float, digits: int = 3) -> str:
 def count_words(count: float) -> str:
     """A large number: ``8.03 B``."""
     unit, factor = next(each for each in _COUNTS if count >= each[1] or each[1] == 1.0)
+    if not unit and count == int(count):
+        return f"{int(count)}"
     return f"{rounded(count / factor, 4)} {unit}".strip()
 
 
@@ -56,7 +58,7 @@ def seconds_range(found: Interval) -> str:
 
 def joules_words(joules: float) -> str:
     """Energy: ``2,785 kWh``."""
-    unit, factor = _unit_of_joules(joules)
+    unit, factor = unit_of_joules(joules)
     return f"{rounded(joules / factor, 4)} {unit}"
 
 
@@ -64,7 +66,7 @@ def joules_range(found: Interval | Unavailable) -> str:
     """Energy with its interval, or why it is not known."""
     if isinstance(found, Unavailable):
         return str(found)
-    unit, factor = _unit_of_joules(found.middle)
+    unit, factor = unit_of_joules(found.middle)
     return _range(found, factor, unit)
 
 
@@ -82,7 +84,8 @@ def bytes_words(size: float) -> str:
 
 def share_words(share: float) -> str:
     """``97.7 %``."""
-    return f"{100.0 * share:.3g} %" if abs(share) < 0.995 or share >= 1.0 else f"{share:.2%}"
+    digits = ".3g" if abs(share) < 0.995 or share >= 1.0 else ".2f"
+    return f"{100.0 * share:{digits}} %"
 
 
 def bar(share: float, blocks: bool = True) -> str:
@@ -116,7 +119,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _unit_of_joules(joules: float) -> tuple[str, float]:
+def unit_of_joules(joules: float) -> tuple[str, float]:
+    """The unit in which an energy reads well, and its joules."""
     found = ((unit, factor) for least, unit, factor in _ENERGIES if joules >= least)
     return next(found, ("J", 1.0))
 

@@ -153,7 +153,8 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
         nats = (judged.quality.high - judged.quality.low) / 2.0
         return Objectives(
             hours=judged.finish.expected_seconds / HOUR_SECONDS,
-            memory_bytes=judged.memory_bytes,
+            # What cannot run for another reason is not to be named as the least memory.
+            memory_bytes=np.where(judged.possible, judged.memory_bytes, np.inf),
             capacity_bytes=judged.capacity_bytes,
             fits=judged.fits,
             cliff=judged.cliff,

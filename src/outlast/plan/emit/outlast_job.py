@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
 from outlast.plan.emit.huggingface import CONFIG, config_text, model_config
+from outlast.plan.emit.mechanisms import mechanism_tables
 from outlast.plan.emit.settings import commented, head
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def outlast_files(
     """Text of job.toml, which `outlast.job` has read and found right, and of the model's config.
 
     Raises:
-        PlanError: An override is not of the form section.key=value.
+        PlanError: An override is not of the form section.key=value, or a mechanism of the plan
+            cannot be said.
         JobError: An override is not possible.
     """
     from outlast.job import job_from_text
@@ -35,10 +37,13 @@ def outlast_files(
     for section, values in tables.items():
         lines.append(f"\n[{section}]")
         lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
-    notes = ["Start it in its own folder."] if settings.model_config else []
+    beside = tables["model"].get("config") == CONFIG
+    notes = ["Start it in its own folder."] if beside else []
+    if "data" in tables and not settings.job and not settings.train:
+        notes.append("Its data are the default's, a small text: say what to train on under [data].")
     text = commented(head(model, run, settings, *notes)) + "\n".join(lines) + "\n"
     job_from_text(text, "job.toml")
-    if settings.model_config:
+    if beside:
         return {"job.toml": text, CONFIG: config_text(model, run, settings)}
     return {"job.toml": text}
 
@@ -46,8 +51,30 @@ def outlast_files(
 def _tables(
     model: Transformer, run: Configuration, cluster: Cluster, settings: Settings
 ) -> dict[str, dict[str, Any]]:
-    sharded = run.sharding == "parameters"
-    shard = (run.sharding_ranks or run.data) if sharded else 1
+    """The job that was planned, or one made from the plan's numbers, with the plan over it."""
+    known = settings.job or _described(model, run, settings)
+    tables = {section: dict(values) for section, values in known.items()}
+    _merge(tables, {"run": {"name": settings.name}})
+    if "config" in tables["model"]:
+        tables["model"]["config"] = CONFIG
+    _merge(tables, _divided(run))
+    # All that a job can say of it is the plan's: what a job said of another division goes.
+    tables["parallel"] = _parallel(run)
+    if run.pipeline > 1:
+        tables["train"].pop("micro_batch_size", None)
+    launch = tables.setdefault("launch", {})
+    launch.pop("nproc", None)
+    if run.devices <= cluster.devices_per_node:
+        launch["nproc"] = run.devices
+    said = mechanism_tables(model, settings.mechanisms, settings.name, settings.own_mechanisms)
+    _merge(tables, said)
+    return {section: values for section, values in tables.items() if values}
+
+
+def _described(
+    model: Transformer, run: Configuration, settings: Settings
+) -> dict[str, dict[str, Any]]:
+    """A job where there was none: the model, its data and how it learns."""
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": settings.name, "seed": settings.seed},
         "model": {
@@ -58,31 +85,40 @@ def _tables(
         "train": {
             "steps": settings.steps,
             "batch_size": run.batch,
-            "precision": run.precision,
             "gradient_clip": settings.gradient_clip,
-            "activation_checkpointing": run.recompute == "full",
         },
         "optimizer": {"learning_rate": settings.learning_rate},
         "schedule": {"warmup_steps": settings.warmup_steps},
-        "parallel": {
-            "replicate": run.data // shard,
-            "shard": shard,
-            "tensor": run.tensor,
-            "pipeline": run.pipeline,
-        },
+        "parallel": {},
         "checkpoint": {"every_steps": settings.checkpoint_every_steps, "keep": settings.keep},
     }
     if settings.train:
         tables["data"] |= {"source": "text", "train": list(settings.train)}
     if settings.tokenizer:
         tables["data"]["tokenizer"] = settings.tokenizer
-    if run.pipeline > 1:
-        tables["parallel"] |= _pipeline(run)
-    else:
-        tables["train"]["micro_batch_size"] = run.micro_batch
-    if run.devices <= cluster.devices_per_node:
-        tables["launch"] = {"nproc": run.devices}
     return tables
+
+
+def _divided(run: Configuration) -> dict[str, dict[str, Any]]:
+    """What of [train] the division of the work decides."""
+    train: dict[str, Any] = {
+        "precision": run.precision,
+        "activation_checkpointing": run.recompute == "full",
+    }
+    if run.pipeline == 1:
+        train["micro_batch_size"] = run.micro_batch
+    return {"train": train}
+
+
+def _parallel(run: Configuration) -> dict[str, Any]:
+    shard = (run.sharding_ranks or run.data) if run.sharding == "parameters" else 1
+    degrees = {
+        "replicate": run.data // shard,
+        "shard": shard,
+        "tensor": run.tensor,
+        "pipeline": run.pipeline,
+    }
+    return degrees | (_pipeline(run) if run.pipeline > 1 else {})
 
 
 def _model(model: Transformer, run: Configuration, settings: Settings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
+from outlast.plan.pareto.settings import Settings as Mechanisms
 
 if TYPE_CHECKING:
     from outlast.plan.configuration import Configuration
@@ -36,6 +37,10 @@ class Settings:
         tokenizer: Path of a tokenizer; empty for none.
         model_config: The model's Hugging Face config; empty for one made from its numbers.
         blocks_per_stage: Blocks of every stage; empty for what the balance asks for.
+        job: Tables of the Outlast job that was planned, whose other settings stay as they are;
+            empty where there is none.
+        mechanisms: Of the plan.
+        own_mechanisms: What that job says of them already; None where there is none.
         overrides: `section.key=value` for the Outlast job.
         script: Training script of DeepSpeed and Accelerate, which reads training_arguments.yaml.
         launches: Target that the batch script starts.
@@ -62,6 +67,9 @@ class Settings:
     tokenizer: str = ""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     blocks_per_stage: tuple[int, ...] = ()
+    job: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    mechanisms: Mechanisms = field(default_factory=Mechanisms)
+    own_mechanisms: Mechanisms | None = None
     overrides: tuple[str, ...] = ()
     script: str = "train.py"
     launches: str = "outlast"

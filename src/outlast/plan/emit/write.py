@@ -10,6 +10,7 @@ from outlast.errors import PlanError
 from outlast.plan.emit.accelerate import accelerate_files
 from outlast.plan.emit.batch import batch_files
 from outlast.plan.emit.deepspeed import deepspeed_files
+from outlast.plan.emit.mechanisms import only_in_outlast
 from outlast.plan.emit.megatron import megatron_files
 from outlast.plan.emit.outlast_job import outlast_files
 from outlast.plan.emit.settings import Settings
@@ -50,7 +51,8 @@ def emitted(
         settings: What a plan does not say; defaults where None.
 
     Raises:
-        PlanError: The target cannot express the run, or it does not fit the cluster; one sentence.
+        PlanError: The target cannot express the run or its mechanisms, or it does not fit the
+            cluster; one sentence.
         JobError: An override of the Outlast job is not possible.
     """
     settings = settings or Settings()
@@ -59,6 +61,9 @@ def emitted(
     if framework not in _WRITERS:
         raise PlanError(f"launches = {framework!r} is none of {', '.join(_WRITERS)}")
     sentence = problem(framework, model, run) or unwritten(framework, model)
+    if sentence is None and framework != "outlast":
+        title = target_named(framework).title
+        sentence = only_in_outlast(settings.mechanisms, title) or None
     if sentence is not None:
         raise PlanError(sentence)
     files = _WRITERS[framework](model, run, cluster, settings)

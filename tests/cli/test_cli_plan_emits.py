@@ -1,0 +1,164 @@
+"""What ``outlast plan emit`` keeps of its source, and what it says of the mechanisms of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_commands import SMALL, Plan, write_config, write_job
+
+from outlast.job import load_job
+from outlast.plan.huggingface import transformer_of
+from outlast.plan.known_models import published
+
+HERE = ("--cluster", "h100x64")
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Plan:
+    return Plan(monkeypatch, capfd)
+
+
+def more_of_a_job(folder: Path) -> Path:
+    """A job with settings that no plan decides."""
+    job = write_job(folder)
+    job.write_text(
+        job.read_text()
+        + '[optimizer]\nname = "muon"\nweight_decay = 0.3\n'
+        + '[guard]\npolicy = "linear"\ncorrect = false\n'
+        + "[checkpoint]\nevery_steps = 77\n"
+    )
+    return job
+
+
+def test_a_job_keeps_what_the_plan_does_not_change(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = more_of_a_job(tmp_path)
+    data = ("data.source=text", "data.train=['texts/*.txt', '/a.txt']")
+    asked = ("emit", job, *data, *HERE, "--target", "outlast", "--out", tmp_path / "out")
+    code, _, said = plan(*asked)
+    assert code == 0, said
+    written = load_job(tmp_path / "out" / "job.toml")
+    assert (written.optimizer.name, written.optimizer.weight_decay) == ("muon", 0.3)
+    assert (written.guard.policy, written.guard.correct) == ("linear", False)
+    assert written.checkpoint.every_steps == 77
+    # It is started in another folder.
+    assert written.data.train == [str(tmp_path / "texts/*.txt"), "/a.txt"]
+    own = load_job(job, list(data))
+    changed = {"run", "model", "data", "train", "parallel", "launch"}
+    for section in set(type(own).model_fields) - changed:
+        assert getattr(written, section) == getattr(own, section), section
+    kept = own.train.model_copy(
+        update={
+            name: getattr(written.train, name)
+            for name in ("micro_batch_size", "activation_checkpointing")
+        }
+    )
+    assert written.train == kept
+
+
+def test_a_job_keeps_the_folder_of_its_weights(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = write_job(tmp_path)
+    config = f'config = "{tmp_path / "model" / "config.json"}"'
+    job.write_text(job.read_text().replace(config, 'directory = "model"'))
+    asked = ("emit", job, *HERE, "--target", "outlast", "--out", tmp_path / "out")
+    code, _, said = plan(*asked)
+    assert code == 0, said
+    written = load_job(tmp_path / "out" / "job.toml").model
+    assert (written.directory, written.config) == (str(tmp_path / "model"), None)
+
+
+def test_mechanisms_that_were_chosen_are_written(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = more_of_a_job(tmp_path)
+    chosen = (
+        *("--guard", "off", "--recover", "restart:1", "--tier", "memory+shared"),
+        *("--tensorize", "low_rank:0.5", "--checkpoint-seconds", 600),
+    )
+    asked = ("emit", job, *HERE, *chosen, "--target", "outlast", "--out", tmp_path / "out")
+    code, _, said = plan(*asked)
+    assert code == 0, said
+    written = load_job(tmp_path / "out" / "job.toml")
+    assert (written.guard.policy, written.guard.correct) == ("off", False)
+    assert (written.recover.mode, written.recover.parity) == ("restart", 1)
+    assert written.checkpoint.fast == "/dev/shm/mine"
+    assert (written.tensorize.form, written.tensorize.rank) == ("low_rank", 0.5)
+    monkeypatch.chdir(tmp_path / "out")
+    again = plan.json("explain", "job.toml", *HERE)
+    settings = again["settings"]
+    assert settings["guard"] == "off"
+    assert settings["tiers"] == ["memory", "shared"]
+    assert settings["recovery"]["parity"] == 1
+    assert (settings["tensorize_form"], settings["tensorize_rank"]) == ("low_rank", 0.5)
+    assert settings["checkpoint_seconds"] == pytest.approx(600, rel=0.05)
+
+
+def test_a_source_without_mechanisms_gives_a_job_without_them(plan: Plan, tmp_path: Path) -> None:
+    asked = ("emit", "gpt2", "--cluster", "h100x8", *SMALL, "--target", "outlast")
+    assert plan(*asked, "--out", tmp_path)[0] == 0
+    written = load_job(tmp_path / "job.toml")
+    assert (written.guard.policy, written.recover.mode) == ("off", "off")
+
+
+def test_the_settings_of_a_ranking_have_its_mechanisms(plan: Plan, tmp_path: Path) -> None:
+    job = more_of_a_job(tmp_path)
+    found = plan.json(job, *HERE, "--guard", "linear", "--guard", "off", "--top", 1)
+    assert found["choices"][0]["settings"]["guard"] == "off"
+    assert "guard.policy=off" in found["settings"]
+
+
+def test_mechanisms_of_outlast_are_refused_for_others(plan: Plan, tmp_path: Path) -> None:
+    job, out = more_of_a_job(tmp_path), tmp_path / "out"
+    asked = ("emit", job, *HERE, "--target", "torchtitan", "--out", out)
+    for option, value, name in (
+        ("--guard", "full", "guard = full"),
+        ("--recover", "restart:1", "recovery = restart:1"),
+        ("--tier", "memory+shared", "tiers = memory+shared"),
+        ("--tensorize", "low_rank:0.5", "tensorize_form = low_rank"),
+    ):
+        said = plan.refused(*asked, option, value)
+        assert f"{name} cannot be expressed for torchtitan" in said
+        assert f"leave out {option}" in said
+    assert not out.exists()
+    said = plan.refused(
+        *("emit", job, *HERE, "--target", "outlast", "--out", out, "--tier", "peer+shared")
+    )
+    assert "tiers = peer+shared cannot be expressed for Outlast" in said
+
+
+def test_another_framework_is_predicted_without_the_mechanisms_of_the_job(
+    plan: Plan, tmp_path: Path
+) -> None:
+    job = more_of_a_job(tmp_path)
+    plan("emit", job, *HERE, "--target", "torchtitan", "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "torchtitan_run.py").read_text()
+    assert "Predicted: failures" in text
+    assert "guard" not in text.partition("from functools")[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-8b", "deepseek-v2-lite"])
+def test_a_published_model_is_written_as_itself(plan: Plan, tmp_path: Path, name: str) -> None:
+    asked = ("emit", name, *HERE, *SMALL, "--sequence", 512, "--target", "accelerate")
+    assert plan(*asked, "--out", tmp_path)[0] == 0
+    table = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert transformer_of(table).parameters == published(name).parameters
+
+
+def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path) -> None:
+    source = write_config(tmp_path / "mine")
+    best = plan.json(source, *HERE, "--framework", "deepspeed", "--top", 1)["choices"][0]
+    plan("emit", source, *HERE, "--target", "deepspeed", "--out", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
+    configuration = best["configuration"]
+    assert written["train_micro_batch_size_per_gpu"] == configuration["micro_batch"]
+    assert (
+        written.get("tensor_parallel", {"autotp_size": 1})["autotp_size"]
+        == (configuration["tensor"])
+    )
