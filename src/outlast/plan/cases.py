@@ -44,6 +44,7 @@ class Cases:
         peak_flop_per_s: Of the products' precision; the next fields are of `Cluster`.
         processor: 1 where devices are shares of a node's processors, whose threads compute and
             start kernels in turn.
+        cores: Of a node, for each device; at least 1.
         fp32_flop_per_s: Best fp32 product.
         newton_flop_per_s: Best bf16 product, in which Muon computes whatever the run's precision.
         devices: Accelerators of the run.
@@ -101,6 +102,7 @@ class Cases:
     fabric_bytes_per_s: Array
     fabric_latency_seconds: Array
     processor: Array
+    cores: Array
     fp32_flop_per_s: Array
     newton_flop_per_s: Array
 
@@ -193,6 +195,7 @@ def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, 
         "fabric_bytes_per_s": cluster.fabric_bytes_per_s,
         "fabric_latency_seconds": cluster.fabric_latency_seconds,
         "processor": cluster.processor,
+        "cores": max(cluster.host_cores / cluster.devices_per_node, 1.0),
         "fp32_flop_per_s": products.get("fp32", min(products.values())),
         "newton_flop_per_s": products.get("bf16", min(products.values())),
     }

@@ -16,6 +16,15 @@ AUTOCAST_KERNELS = 20.0
 """More of them on processors in bf16, where each cast is an operation of its own."""
 EAGER_PASSES = 3.5
 """Elementwise traffic where no compiler joins operations, over that of fused kernels."""
+EXPONENTIALS = 32.0
+"""Features of a head whose products take as long as the softmax of their scores (processors)."""
+HALF_ATTENTION = 2.0
+"""Rate of fused attention in bf16 over that in fp32 on processors, forward; neither comes near
+the rate of large products."""
+SCORE_KEYS = 512.0
+"""Keys that processors' fused attention takes at a time."""
+SCORE_KERNELS = 3.0
+"""Kernels of such a block in bf16, where each of its five products packs its operands anew."""
 PROCESSOR_SIDE = 0.1
 """Of `matmul_half_side`, for fp32 on processors: no kernel fills hundreds of units."""
 
@@ -113,7 +122,7 @@ def block(cases: Cases, constants: Constants) -> Block:
 
     bandwidth = cases.memory_bytes_per_s * constants.memory_efficiency
     score_flops = 4.0 * tokens * cases.sequence * cases.query_width / ranks
-    fused = score_flops / 2.0 / (cases.peak_flop_per_s / (1.0 + cases.quantized))
+    fused = score_flops / 2.0 / _fused_flop_per_s(cases)
     scores = tokens * cases.sequence * cases.heads / ranks
     unfused = score_flops / (cases.matmul_flop_per_s * constants.matmul_efficiency)
     moved = scores * cases.value_bytes * constants.score_passes
@@ -139,6 +148,35 @@ def block(cases: Cases, constants: Constants) -> Block:
     )
     elementwise = tokens * value_bytes * (values + casts) / bandwidth
     return Block(products, attention, elementwise, tokens)
+
+
+def _fused_flop_per_s(cases: Cases) -> Array:
+    """Of fused attention at an efficiency of 1: the peak, and on processors what softmax leaves."""
+    softmax = 1.0 + EXPONENTIALS * cases.heads / cases.query_width
+    processor = cases.fp32_flop_per_s * np.where(cases.half > 0.0, HALF_ATTENTION, 1.0) / softmax
+    accelerator = cases.peak_flop_per_s / (1.0 + cases.quantized)
+    return np.where(cases.processor > 0.0, processor, accelerator)
+
+
+def score_blocks_seconds(cases: Cases, constants: Constants) -> Array:
+    """What fused attention's backward pass on processors takes beside its products, in bf16.
+
+    Each thread takes its blocks of scores in turn, of one head after the other.
+
+    Args:
+        cases: (cases,).
+        constants: `kernel_seconds`.
+    """
+    if not cases.processor.any():
+        return np.zeros(1)
+    # As aten/native/cpu/FlashAttentionKernel.cpp divides them.
+    longer = np.where(cases.sequence < 768.0, 64.0, 256.0)
+    queries = np.where(cases.sequence < 192.0, 32.0, longer)
+    blocks = np.ceil(cases.sequence / SCORE_KEYS) * np.ceil(cases.sequence / queries)
+    heads = cases.micro_batch * cases.heads / cases.tensor / cases.cores
+    slow = cases.processor * cases.half * (cases.fused_attention > 0.0)
+    seconds: Array = slow * heads * blocks * SCORE_KERNELS * constants.kernel_seconds
+    return seconds
 
 
 def host_seconds(cases: Cases, constants: Constants) -> Array:

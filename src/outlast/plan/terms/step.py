@@ -8,7 +8,13 @@ import numpy as np
 
 from outlast.plan.cases import Array, Cases
 from outlast.plan.constants import Constants
-from outlast.plan.terms.block import Block, block, host_seconds, product_seconds
+from outlast.plan.terms.block import (
+    Block,
+    block,
+    host_seconds,
+    product_seconds,
+    score_blocks_seconds,
+)
 from outlast.plan.terms.links import (
     Group,
     all_reduce_seconds,
@@ -24,8 +30,8 @@ from outlast.plan.terms.texts import STEP
 
 OVERLAP_POWER = 4.0
 """Of the norm that joins device and host time: a sum would be 1, the larger one infinity."""
-CAST_BYTES = 10.0
-"""Per weight and pass, of its casts to bf16 and of its gradient's to fp32 (autocast)."""
+CAST_BYTES = 6.0
+"""Of a weight's cast to bf16, or of its gradient's to fp32 (autocast)."""
 PASS_KERNELS = 150.0
 """Of a pass outside of its blocks, both ways: embedding, masks, head, loss (on processors)."""
 UPDATE_KERNELS = 40.0
@@ -74,6 +80,7 @@ def layer(cases: Cases, constants: Constants) -> Layer:
     backward = np.where(cases.fused_attention > 0.0, 2.5, 2.0)
     products = forward.products * (3.0 + again)
     attention = forward.attention * (1.0 + backward + (cases.recompute > 0.0))
+    attention = attention + score_blocks_seconds(cases, constants)
     elementwise = forward.elementwise * (3.0 + again)
 
     one = np.ones(1)
@@ -218,11 +225,12 @@ def _optimizer_seconds(cases: Cases, constants: Constants, held: Held, split: St
 
 def _accumulation_seconds(cases: Cases, held: Held, bandwidth: Array) -> Array:
     """Of adding the gradients of all micro-batches up."""
+    # Forward, backward, and again where blocks are computed again.
+    casts: Array = (2.0 + (cases.recompute == 2.0)) * cases.processor * cases.half
     summed = np.where(cases.sharding > 1.0, owned(cases, held), held.all)
-    added = (
-        2.0 * cases.gradient_bytes + cases.value_bytes + CAST_BYTES * cases.processor * cases.half
-    )
-    return cases.micro_batches * summed * added / bandwidth
+    added = 2.0 * cases.gradient_bytes + cases.value_bytes + casts * CAST_BYTES
+    seconds: Array = cases.micro_batches * summed * added / bandwidth
+    return seconds
 
 
 def step_seconds(cases: Cases, constants: Constants) -> Array:

@@ -23,9 +23,11 @@ STEP: dict[str, Text] = {
         "roofline: Williams et al. 2009; recomputation: Chen et al. 2016 (1604.06174)",
     ),
     "attention": Text(
-        "batches * blocks * passes * 2 tokens * sequence * width / (F_peak * efficiency)",
-        ("attention_efficiency", "score_passes"),
-        "FlashAttention-2 (2307.08691), section 4",
+        "batches * blocks * passes * 2 tokens * sequence * width / (F_peak * efficiency); on "
+        "processors, of the fp32 rate (twice in bf16) as far as softmax leaves it, and in bf16 3 "
+        "kernels for each block of scores",
+        ("attention_efficiency", "score_passes", "kernel_seconds"),
+        "FlashAttention-2 (2307.08691), section 4; torch's FlashAttentionKernel.cpp",
     ),
     "memory-bound operations": Text(
         "batches * blocks * (3 + recomputed) * bytes / B (3.5 times the bytes on processors, which "
@@ -59,8 +61,8 @@ STEP: dict[str, Text] = {
         RATES,
     ),
     "gradient accumulation": Text(
-        "batches * parameters * (2 gradient bytes + weight bytes, and 10 of casts where processors "
-        "run in bf16) / B",
+        "batches * parameters * (2 gradient bytes + weight bytes, and of casts where processors "
+        "run in bf16 6 in each of 2 or 3 passes) / B",
         ("memory_efficiency",),
     ),
     "uneven stages": Text("batches * (slowest stage - mean stage)", RATES),
