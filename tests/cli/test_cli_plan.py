@@ -195,6 +195,17 @@ def test_a_deadline_gives_a_probability(plan: Plan) -> None:
     assert late["estimate"]["on_time"] > 0.99
 
 
+def test_the_probability_of_a_deadline_goes_with_the_interval(plan: Plan) -> None:
+    asked = ("llama-3-8b", "--cluster", "h100x64", *SMALL, "--top", 1)
+    [free] = plan.json(*asked)["choices"]
+    takes = free["estimate"]["finish_seconds"]
+    for end, share in (("low", 0.1), ("high", 0.9)):
+        deadline = f"{takes[end] / 3600} h"
+        found = plan.json("explain", *asked[:-2], "--choose", 1, "--deadline", deadline)
+        # The interval counts doubt in the failure rates, too, which is little here.
+        assert found["estimate"]["on_time"] == pytest.approx(share, abs=0.02)
+
+
 def test_a_queue_with_a_time_limit_adds_links_waits_and_restarts(plan: Plan) -> None:
     asked = ("llama-3-8b", "--cluster", "h100x64", "--tokens", "300B", *SMALL)
     document = plan.json(*asked, "--wall-time", "24h", "--queue-wait", "6h")

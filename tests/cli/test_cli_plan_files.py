@@ -55,6 +55,18 @@ def test_pareto_writes_a_page_and_files(plan: Plan, tmp_path: Path) -> None:
         [point["figures"]["hours"]["middle"] for point in found["points"]]
     )
     assert found["kind"] == "predicted"
+    # How a run goes on without a checkpoint is said as its option is.
+    assert {row["recovery"] for row in rows} == {"off"}
+    assert '"recovery":"off"' in text
+
+
+def test_pareto_is_ordered_by_what_is_asked_for(plan: Plan, tmp_path: Path) -> None:
+    table = tmp_path / "front.csv"
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--micro-batch", 1, "--price", 2)
+    assert plan("pareto", *asked, "--by", "headroom_bytes", "--csv", table)[0] == 0
+    free = [float(row["headroom_bytes"]) for row in csv.DictReader(table.open())]
+    assert free == sorted(free, reverse=True)
+    assert "not known" in plan.refused("pareto", *asked[:-2], "--by", "money")
 
 
 def test_pareto_page_with_a_budget(plan: Plan, tmp_path: Path) -> None:

@@ -102,3 +102,20 @@ def test_a_job_without_length_is_refused(seconds: float) -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(PlanError, match="share"):
         finish(run(8), DAY).quantile_seconds(share)
+
+
+@pytest.mark.parametrize("nodes", [8, 1_000, 16_000])
+@pytest.mark.parametrize("deviation", [0.02, 0.3])
+def test_an_error_of_the_time_itself_spreads_the_probability(nodes: int, deviation: float) -> None:
+    found = finish(run(nodes, repair_hours=2.0), 20 * DAY)
+    draws = np.random.default_rng(1)
+    shares = draws.uniform(1e-6, 1.0 - 1e-6, 4_000)
+    times = np.array([found.quantile_seconds(float(share))[0] for share in shares])
+    times = times * np.exp(deviation * draws.standard_normal(len(times)))
+    for share in (0.1, 0.5, 0.9):
+        deadline = float(np.quantile(times, share))
+        assert found.likely(deadline, deviation)[0] == pytest.approx(share, abs=0.06)
+    sure = found.likely(float(found.expected_seconds[0]) * 1.5, 1e-4)
+    assert sure[0] == pytest.approx(1.0, abs=1e-3)
+    with pytest.raises(PlanError, match="deadline_seconds"):
+        found.likely(0.0, deviation)

@@ -126,6 +126,11 @@ def judge(context: Context, block: Block) -> Judged:
     )
 
 
+def in_time(judged: Judged, deadline_seconds: float) -> Array:
+    """(candidates,) probability to finish by a deadline, the error of the step's time included."""
+    return judged.finish.likely(deadline_seconds, judged.step_half_widths / NORMAL_90)
+
+
 def memory_of(context: Context) -> MemoryConstants:
     """The memory model's constants, fitted or believed."""
     if context.memory is None:
@@ -147,7 +152,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
         judged = judge(context, block)
         missed: Array | Unavailable = Unavailable("no deadline was given")
         if context.deadline_seconds is not None:
-            missed = 1.0 - judged.finish.probability(context.deadline_seconds)
+            missed = 1.0 - in_time(judged, context.deadline_seconds)
         half, joules = judged.step_half_widths, judged.energy_half_widths
         money = half if judged.bill.rented else joules
         nats = (judged.quality.high - judged.quality.low) / 2.0

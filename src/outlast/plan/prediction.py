@@ -13,7 +13,7 @@ from outlast.plan.constants import PRIORS
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.legal import warnings
 from outlast.plan.memory_figures import memory_total, stages_held, why_unfit
-from outlast.plan.model import Judged, judge
+from outlast.plan.model import Judged, in_time, judge
 from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.space import Block
 from outlast.plan.reliability.finish import SMALLEST, finish
@@ -63,7 +63,8 @@ class Estimate:
             is that of the failure rates.
         finish_seconds: Wall time: low and high are its 10th and 90th percentile, middle its mean;
             in doubt are the step's time, the failure rates, and when failures strike.
-        on_time: Probability to finish by the deadline; None without one.
+        on_time: Probability to finish by the deadline, in doubt of the step's time and of when
+            failures strike; None without one.
         lost_work_seconds: Expected work that is done again.
         checkpoint_seconds: Between saves of the tier that saves most often.
         last_save_seconds: From a stop until a version is on shared storage.
@@ -311,7 +312,7 @@ def _joined(*spreads: float) -> float:
 def _on_time(context: Context, judged: Judged) -> float | None:
     if context.deadline_seconds is None:
         return None
-    return float(judged.finish.probability(context.deadline_seconds)[0])
+    return float(in_time(judged, context.deadline_seconds)[0])
 
 
 def _interval(

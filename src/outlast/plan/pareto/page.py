@@ -19,6 +19,7 @@ from outlast.plan.pareto.budget import limits as limits_of
 from outlast.plan.pareto.objectives import FIGURES, ends
 from outlast.plan.pareto.query import Wanted, best, kept, why_none
 from outlast.plan.pareto.result import Front, rounded
+from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.words import display, layout_words, settings_words
 
 SHOWN = 500
@@ -135,9 +136,14 @@ def _point(front: Front, point: int, names: tuple[str, ...]) -> dict[str, Any]:
         "layout": layout_words(candidate.configuration),
         "mechanisms": settings_words(candidate.settings),
         "configuration": asdict(candidate.configuration),
-        "settings": asdict(candidate.settings),
+        "settings": _settings(candidate.settings),
         "extrapolated": list(front.objectives.extrapolated(point) or ()),
     }
+
+
+def _settings(chosen: Settings) -> dict[str, Any]:
+    """Mechanisms as plain values; how a run goes on without a checkpoint as its user gives it."""
+    return {**asdict(chosen), "recovery": str(chosen.recovery)}
 
 
 def _facts(front: Front, shown: int, epsilon: float) -> str:

@@ -171,7 +171,9 @@ class Front:
             phrases = record["extrapolated"]
             line["extrapolated"] = "" if phrases is None else "; ".join(phrases) or "no"
             line |= record["configuration"]
-            line |= record["settings"] | {"tiers": "+".join(record["settings"]["tiers"])}
+            chosen = self.candidate(point).settings
+            words = {"tiers": "+".join(chosen.tiers), "recovery": str(chosen.recovery)}
+            line |= record["settings"] | words
             if writer is None:
                 writer = csv.DictWriter(out, list(line), lineterminator="\n")
                 writer.writeheader()

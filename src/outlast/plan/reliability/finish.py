@@ -74,6 +74,29 @@ class Finish:
         # The sums above round; a deadline at the very end of an undisturbed run is met by it.
         return np.where(delay >= -1e-9 * self.undisturbed_seconds, in_time, 0.0)
 
+    def likely(self, deadline_seconds: Number, log_deviation: Number) -> Array:
+        """As `probability`, where the time itself is predicted with an error.
+
+        All of the run's time is off by one log-normal factor. The delay by failures counts as
+        log-normal here, too, with its mean and variance.
+
+        Args:
+            deadline_seconds: After the start.
+            log_deviation: Of the logarithm of that factor, (cases,) or one.
+        """
+        from scipy.special import ndtr
+
+        require("deadline_seconds", deadline_seconds, 0.0, above=True)
+        deadline = np.log(column(deadline_seconds))
+        spread = np.maximum(column(log_deviation), 1e-9)
+        free = self.undisturbed_probability
+        mean = self.undisturbed_seconds + self.least_seconds + self.shape * self.scale_seconds
+        variance = np.log1p(self.shape * (self.scale_seconds / mean) ** 2)
+        at_ease = ndtr((deadline - np.log(self.undisturbed_seconds)) / spread)
+        delayed = ndtr((deadline - np.log(mean) + variance / 2.0) / np.sqrt(variance + spread**2))
+        in_time: Array = free * at_ease + (1.0 - free) * delayed
+        return in_time
+
 
 def finish(run: Goodput, productive_seconds: Number) -> Finish:
     """Distribution of the wall time of `productive_seconds` of progress.

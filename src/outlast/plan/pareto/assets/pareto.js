@@ -23,7 +23,7 @@
     for (const [mark, words, point] of found) {
       const before = seen.get(point);
       const lower = `${words[0].toLowerCase()}${words.slice(1)}`;
-      if (before && !before.words.endsWith(lower)) before.words += `; ${lower}`;
+      if (before && !before.words.includes(lower)) before.words += `; ${lower}`;
       if (before) before.mark += mark;
       else seen.set(point, { mark, words });
     }
