@@ -67,6 +67,12 @@ def test_a_cluster_object_that_contradicts_itself_is_refused():
         predict(TRAINING, replace(H100, memory_bytes=1.0))
 
 
+@pytest.mark.parametrize("rate", [math.nan, -1.0, math.inf])
+def test_storage_that_cannot_be_is_refused_and_not_taken_for_free(rate):
+    with pytest.raises(PlanError, match=r"storage\.shared_bytes_per_s = "):
+        predict(TRAINING, replace(SITE, storage=Storage(shared_bytes_per_s=rate)))
+
+
 @pytest.mark.parametrize("tokens", [math.inf, 0.0, -1.0])
 def test_tokens_without_end_are_refused(tokens):
     with pytest.raises(PlanError, match="tokens = "):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.energy.account.tariff import Band, Tariff
 from outlast.energy.cost import carbon_grams, money
 from outlast.errors import EnergyError, PlanError
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Prices
 from outlast.plan.estimate import Source
-from outlast.plan.money import bill, with_region, with_tariff
+from outlast.plan.money import bill, with_region
 
 OWN = Prices(currency="EUR", per_kwh=0.22, grams_per_kwh=380.0)
 UNKNOWN = Unavailable("what the devices draw is not known")
@@ -98,15 +96,6 @@ def test_a_region_fills_in_what_is_not_given_only():
     assert with_region(OWN, "FR").grams_per_kwh == 380.0
     with pytest.raises(EnergyError, match="not in the carbon table"):
         with_region(Prices(), "XX")
-
-
-def test_a_tariff_gives_the_mean_price_of_the_run():
-    night = Tariff("EUR", 0.30, bands=(Band(0.10, frozenset(("mon",)), 0, 12),))
-    monday = datetime(2026, 11, 23, tzinfo=UTC)
-    day = with_tariff(Prices(), night, monday, 86_400.0)
-    assert day.currency == "EUR"
-    assert day.per_kwh == pytest.approx(0.20)
-    assert with_tariff(Prices(), night, monday).per_kwh == pytest.approx(0.30 - 0.20 / 14)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,10 @@ from outlast.checkpoint.cost import (
     Failures,
     SaveCost,
     waste_fraction,
-    young_interval_seconds,
 )
-from outlast.coding.cost import CodingCost
 from outlast.errors import PlanError
-from outlast.guard.cost import GuardCost
 from outlast.plan.reliability.failures import FailureCause
 from outlast.plan.reliability.goodput import FORMULAS, goodput
-from outlast.plan.reliability.interval import best_interval_seconds, with_best_tiers
 from outlast.plan.reliability.rates import early_factor
 from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
 
@@ -175,8 +171,6 @@ def test_one_tier_is_the_checkpoints_own_formula(interval: float) -> None:
     failures = Failures(2048 * 0.004 / 86_400.0, 300.0, 30.0)
     waste = waste_fraction(interval + save.overhead_seconds, save, failures)
     assert ettr(run) == pytest.approx(1.0 - waste, rel=1e-12)
-    made = Tier.of("shared", save, restore_seconds=30.0, survives_nodes=math.inf)
-    assert ettr(replace(run, tiers=(made,))) == pytest.approx(1.0 - waste, rel=1e-12)
 
 
 @given(st.lists(runs(), min_size=1, max_size=1), st.integers(0, 2**32 - 1))
@@ -247,6 +241,20 @@ def test_a_peers_memory_survives_one_node_and_not_a_rack() -> None:
     assert goodput(replace(run, causes=(racks,))).terms["lost work"][0] > 8.0 * lost
 
 
+def test_a_run_within_one_rack_stops_whenever_it_does() -> None:
+    rack = FailureCause(name="rack", per_node_day=0.01, nodes_hit=16)
+    assert [float(rack.per_day(nodes)) for nodes in (1, 8, 16)] == [0.01] * 3
+    assert float(rack.per_day(64)) == pytest.approx(0.04)
+    run = Reliability(nodes=4, causes=(rack,), interval_seconds=600.0, tiers=(SHARED,))
+    assert ettr(run) == pytest.approx(ettr(replace(run, nodes=16)), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [0.0, 0.01, 100.0, math.nan, math.inf])
+def test_shapes_that_no_failure_has_are_refused(shape: float) -> None:
+    with pytest.raises(PlanError, match="shape = "):
+        replace(CRASH, shape=shape)
+
+
 def test_replica_groups_lose_no_more_than_their_share() -> None:
     node = FailureCause(name="node", per_node_day=0.01, detection_seconds=10.0, repair_hours=1.0)
     run = Reliability(
@@ -282,18 +290,13 @@ def test_a_guard_saves_what_late_discovery_costs() -> None:
     assert bare.ettr[0] == pytest.approx(1.0 / (1.0 + 0.1536 * 2.0), rel=0.01)
 
 
-def test_guard_and_code_take_their_figures_from_the_mechanisms() -> None:
-    cost = GuardCost("linear", 0.03, 0.9, None, 0.0)
-    guard = Guard.of(cost, step_seconds=12.0, correction_seconds=0.5)
-    assert (guard.coverage, guard.overhead, guard.latency_seconds) == (0.9, 0.03, 12.0)
-    coding = CodingCost(0.909, 0.01, 0.0, 0.0, 0.0)
-    pace = Pace.of(coding, straggler_factor=1.2)
+def test_a_code_is_faster_by_its_ratio_and_slower_by_its_claims() -> None:
+    pace = Pace(straggler_factor=1.2, coding_ratio=0.9, coding_overhead=0.01)
     run = Reliability(
         nodes=8, causes=(), interval_seconds=600.0, tiers=(Tier(name="shared"),), pace=pace
     )
     found = goodput(run)
-    # 1.2 x 0.909 of a punctual step, of which the code's own overhead is a hundredth.
-    assert found.ettr[0] == pytest.approx(1.0 / (1.2 * 0.909), rel=1e-12)
+    assert found.ettr[0] == pytest.approx(1.0 / (1.2 * 0.9 * 1.01), rel=1e-12)
     assert found.terms["coding"][0] == pytest.approx(0.01 / 1.01, rel=1e-12)
 
 
@@ -347,41 +350,3 @@ def test_bad_settings_are_refused(change: dict[str, object], words: str) -> None
 def test_bad_parts_are_refused(part: type, change: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=r"give|with this"):
         part(**change)
-
-
-def test_the_best_interval_is_youngs_and_no_other_is_much_better() -> None:
-    run = Reliability(nodes=2048, causes=(CRASH,), interval_seconds=600.0, tiers=(SHARED,))
-    best = best_interval_seconds(run)
-    rate = 2048 * 0.004 / 86_400.0
-    young = young_interval_seconds(float(SHARED.overhead_seconds[0]), 1.0 / rate)
-    assert best[0] == pytest.approx(young)
-    tried = best[0] * np.geomspace(0.2, 5.0, 41)
-    found = goodput(replace(run, interval_seconds=tried)).ettr
-    assert found[20] > found.max() - 1e-3
-    assert found[20] > found[0] + 0.01
-    slow = replace(SHARED, blocked_seconds=0.1, write_seconds=3000.0, slowdown=0.0)
-    assert best_interval_seconds(replace(run, interval_seconds=1e5, tiers=(slow,)))[
-        0
-    ] == pytest.approx(3000.0)
-
-
-def test_tiers_chosen_by_the_checkpoint_beat_one_tier() -> None:
-    node = FailureCause(name="node", per_node_day=0.0005, repair_hours=4.0)
-    run = Reliability(
-        nodes=4096,
-        causes=(CRASH, node),
-        interval_seconds=600.0,
-        tiers=(
-            Tier(name="memory", survives_nodes=0.0, blocked_seconds=0.5),
-            Tier(name="shared", blocked_seconds=20.0),
-        ),
-        restart=Restart(spares=64),
-    )
-    chosen = with_best_tiers(run)
-    assert chosen.tiers[0].every == 1
-    assert chosen.tiers[1].every > 5
-    alone = with_best_tiers(replace(run, tiers=run.tiers[1:]))
-    assert ettr(chosen) > ettr(alone) + 0.02
-    for factor in (0.5, 2.0):
-        other = replace(chosen, interval_seconds=chosen.interval_seconds * factor)
-        assert ettr(other) < ettr(chosen) + 1e-3

@@ -78,6 +78,7 @@ def test_a_file_becomes_a_scenario_that_can_be_played(tmp_path: Path) -> None:
         ("nodes = 64", "", "lacks nodes"),
         ("nodes = 64", 'nodes = "64"', "nodes = '64' .* give a number"),
         ("nodes = 64", "nodes = nan", "nodes .*= nan"),
+        ("nodes = 64", "nodes = 64.5", "nodes = 64.5 .* whole number"),
         ("trials = 10", "trials = 1.5", "trials = 1.5 .* whole number"),
         ("trials = 10", "trials = 0", "trials = 0"),
         ("productive_days = 2.0", "productive_days = 0", "productive_days = 0"),

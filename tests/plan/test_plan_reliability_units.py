@@ -64,6 +64,16 @@ def test_the_closed_form_agrees_within_a_point(name: str) -> None:
     assert ettr(made) == pytest.approx(simulated.ettr, abs=0.01)
 
 
+def test_widths_of_failure_share_one_stock_of_spares() -> None:
+    node = replace(NODE, per_node_day=0.15, repair_hours=4.0)
+    pair = replace(RACK, per_node_day=0.08, nodes_hit=2, repair_hours=1.5)
+    made = run(64, 512, 510, node, pair, spares=1)
+    scenario = Scenario(reliability=made, productive_days=80.0, limit_days=80.0, trials=30, seed=1)
+    simulated = simulate(scenario)
+    assert simulated.standard_error < 0.005
+    assert ettr(made) == pytest.approx(simulated.ettr, abs=0.012)
+
+
 def test_many_workers_on_each_node_of_a_large_code() -> None:
     made = run(512, 4096, 4095, replace(NODE, per_node_day=0.0065))
     # One absence at a time stops all: the share without any is that of 512 nodes, not of workers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from outlast.errors import HardwareError, PlanError
 from outlast.hardware import Device, Figure, Quantity, device
@@ -90,6 +90,13 @@ def _amounts(cluster: Cluster) -> Iterator[str]:
     for name, value in amounts.items():
         if not 0.0 < value < math.inf:
             yield f"{name} = {value:g}: give a finite number above 0"
+    for each in fields(cluster.storage):
+        rate = getattr(cluster.storage, each.name)
+        if not 0.0 <= rate < math.inf:
+            yield (
+                f"storage.{each.name} = {rate:g}: give a finite number of at least 0, a tier that "
+                "is not there has 0"
+            )
     if not 0.0 <= cluster.fabric_latency_seconds < math.inf:
         yield f"fabric_latency_seconds = {cluster.fabric_latency_seconds:g}: give at least 0"
     if _LATENCY_SECONDS < cluster.fabric_latency_seconds < math.inf:
@@ -158,13 +165,13 @@ def _power(cluster: Cluster) -> Iterator[str]:
     power = cluster.power
     if power is None:
         return
-    if not 0.0 <= power.idle_watts <= power.blocked_watts <= power.limit_watts:
+    if not 0.0 <= power.idle_watts <= power.blocked_watts <= power.limit_watts < math.inf:
         yield (
             f"power.idle_watts = {power.idle_watts:g}, blocked_watts = {power.blocked_watts:g} and "
-            f"limit_watts = {power.limit_watts:g}: give numbers of at least 0 in this order"
+            f"limit_watts = {power.limit_watts:g}: give finite numbers of at least 0 in this order"
         )
-    if power.node_watts < 0.0:
-        yield f"power.node_watts = {power.node_watts:g}: give at least 0"
+    if not 0.0 <= power.node_watts < math.inf:
+        yield f"power.node_watts = {power.node_watts:g}: give a finite number of at least 0"
     if not 1.0 <= power.pue <= _MOST_PUE:
         yield (
             f"power.pue = {power.pue:g}: give a ratio of at least 1, which is a building that "

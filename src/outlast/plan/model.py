@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outlast.energy.cost import JOULES_PER_KWH
 from outlast.hardware.figure import Unavailable
 from outlast.plan.energy import NORMAL_90, StepEnergy, step_energy
 from outlast.plan.loss import quality
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from outlast.plan.context import Context
     from outlast.plan.pareto.space import Block
     from outlast.plan.quality.difference import Differences
-
-JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

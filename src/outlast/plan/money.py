@@ -15,15 +15,11 @@ from outlast.plan.estimate import Interval, Source, Term, Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from datetime import datetime
 
     from numpy.typing import ArrayLike
 
-    from outlast.energy.account.tariff import Tariff
     from outlast.plan.cases import Array
     from outlast.plan.cluster import Prices
-
-WEEK_SECONDS = 7 * 86_400.0
 
 _GIVEN = "the cluster's [prices]"
 
@@ -159,24 +155,6 @@ def with_region(prices: Prices, region: str) -> Prices:
     if prices.grams_per_kwh is not None:
         return prices
     return replace(prices, grams_per_kwh=intensity(region).grams_per_kwh)
-
-
-def with_tariff(
-    prices: Prices, tariff: Tariff, begin: datetime, seconds: float = WEEK_SECONDS
-) -> Prices:
-    """Prices with a tariff's mean price over the time of a run.
-
-    Args:
-        prices: As they are.
-        tariff: Flat or by time of use.
-        begin: Of the run, with a time zone.
-        seconds: That the run takes; a week where it is not known.
-
-    Raises:
-        EnergyError: For a beginning without time zone.
-    """
-    price = tariff.cost(1.0, begin, seconds) / kwh(1.0)
-    return replace(prices, currency=tariff.currency, per_kwh=price)
 
 
 def _per_joule(

@@ -21,6 +21,8 @@ from outlast.plan.reliability.recovery import Number, column, require
 
 SMALLEST = 1e-30
 LARGEST_SECONDS = 1e290
+LARGEST_LOSS = 1e100
+"""Seconds of one loss, whose square is a float as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def finish(run: Goodput, productive_seconds: Number) -> Finish:
         count = count + number
         weight = weight + number / (1.0 + loss.clustering)
         mean = mean + number * loss.mean_seconds
-        square = loss.variance + (1.0 + loss.clustering) * loss.mean_seconds**2
+        each = np.minimum(loss.mean_seconds, LARGEST_LOSS)
+        square = loss.variance + (1.0 + loss.clustering) * each**2
         variance = variance + number * np.minimum(square, 1e250)
         least = np.where(number > 0.0, np.minimum(least, loss.least_seconds), least)
     mean = np.minimum(mean, expected - work)
@@ -133,7 +136,8 @@ def finish(run: Goodput, productive_seconds: Number) -> Finish:
     shares = run.terms["lost work"]
     every = np.broadcast_arrays(
         expected,
-        expected - mean,
+        # Of a hopeless run the difference is all rounding.
+        np.maximum(expected - mean, work),
         np.minimum(shares * expected, LARGEST_SECONDS),
         count,
         free,

@@ -77,7 +77,6 @@ def going_on(settings: Reliability, nodes: Array) -> Going:
             for number, hit, each, gone, repair in taken
         ],
         groups,
-        column(back.spares),
     )
     seldom = 1.0 / (1.0 + absent)
     last = seldom * rate_of_the_last(units, 1.0 - seldom, groups)
@@ -93,7 +92,7 @@ def going_on(settings: Reliability, nodes: Array) -> Going:
     enough = np.ones(1)
     if (fewest > 1.0).any():
         spare = np.where(fewest > 1.0, groups - fewest, 0.0)
-        enough = np.where(fewest > 1.0, outlasted(units, spare), 1.0)
+        enough = np.where(fewest > 1.0, outlasted(units, spare, column(back.spares)), 1.0)
     # A failure costs the absence, the pause, and the time in which too few groups are left.
     loss = (absent + pauses + 1.0 - enough) / np.maximum(rate, SMALLEST_RATE)
     return Going(up, up * enough, pauses * up, last, loss, rate)

@@ -6,6 +6,9 @@ computes, saves, restarts and restores, and not while a failure waits to be dete
 to be repaired. `renewal` gives the exposed time per interval, `waiting` the time without nodes, and
 this module shares both out to terms that add up to 1 with the progress.
 
+Shares are those of the long run. A run of a few repair times that begins with all nodes and spares
+whole does better, by up to the repair time over its length where it mostly waits for nodes.
+
 The effective training time ratio is that of Kokolis et al. 2025 (HPCA, arXiv 2410.21680, section
 II-D): productive time over wall time; here steps that are longer than those of punctual workers
 without guard and code count as partly lost, which the terms show.
@@ -13,7 +16,7 @@ without guard and code count as partly lost, which the terms show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +39,7 @@ from outlast.plan.reliability.renewal import (
     Strike,
     exposed_seconds,
 )
-from outlast.plan.reliability.stops import restart_shares, stops_of
+from outlast.plan.reliability.stops import Stop, restart_shares, stops_of
 from outlast.plan.reliability.waiting import waited
 
 FORMULAS: Mapping[str, tuple[str, str]] = {
@@ -100,6 +103,37 @@ class Goodput:
         return tuple(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exposure:
+    """What exposed time goes to, as shares of it, (candidates,) or (1,).
+
+    Attributes:
+        running: Work that is kept.
+        checkpoints: Saves.
+        kept: Keeping states in memory.
+        restart: Starting again.
+        restore: Loading a version.
+        lost: Work that is done again, with its saves.
+        strikes: The failures that throw the run back.
+        apart: Of each tier, exposed seconds from save to save.
+    """
+
+    running: Array
+    checkpoints: Array
+    kept: Array
+    restart: Array
+    restore: Array
+    lost: Array
+    strikes: tuple[Strike, ...]
+    apart: tuple[Array, ...]
+
+    @property
+    def computing(self) -> Array:
+        """All but the ways back."""
+        found: Array = np.maximum(1.0 - self.restart - self.restore, 0.0)
+        return found
+
+
 def goodput(settings: Reliability) -> Goodput:
     """ETTR and lost time of every candidate of `settings`; takes about a microsecond for each.
 
@@ -107,79 +141,43 @@ def goodput(settings: Reliability) -> Goodput:
         PlanError: More spares than can be counted, where several nodes fail at once.
     """
     nodes = column(settings.nodes)
-    pace = settings.pace
-    interval = column(settings.interval_seconds)
-    every = [column(tier.every) for tier in settings.tiers]
-    each_save = [
-        np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
-        for tier, apart in zip(settings.tiers, every, strict=True)
-    ]
-    by_kind = [
-        sum(
-            (s for s, tier in zip(each_save, settings.tiers, strict=True) if tier.kept is kept),
-            np.zeros(1),
-        )
-        for kept in (False, True)
-    ]
-    saves = by_kind[0] + by_kind[1]
     going = going_on(settings, nodes)
     stops = [stop for stop in stops_of(settings, nodes, going) if (stop.rate > 0.0).any()]
-    strikes = [Strike(s.rate, s.redone + s.restart + s.restore, s.tier) for s in stops]
-    exposed = exposed_seconds(interval + saves, every, strikes)
-    running, saved = every[-1] * interval / exposed, every[-1] * saves / exposed
-    kept = every[-1] * by_kind[1] / exposed
-    restart, restore = restart_shares(stops)
-    lost = np.maximum(1.0 - running - saved - restart - restore, 0.0)
+    share = _exposure(settings, stops)
     detection = sum((stop.rate * stop.detection for stop in stops), np.zeros(1))
-    computing = np.maximum(1.0 - restart - restore, 0.0)
     waiting, wait_seconds = _waiting(settings, nodes, detection)
     errors = _silent_rate(settings, nodes) * going.present
     # Errors in work that is thrown away anyway do no harm.
-    silent = errors * running
-    alarms = column(settings.guard.false_alarms_per_day) / DAY_SECONDS * computing
-    alarms = alarms * settings.guard.alarm_seconds
-    caught = errors * computing * settings.guard.coverage
-    caught = caught * (not settings.guard.rolls_back)
-    corrections = caught * (
-        column(settings.guard.latency_seconds) + settings.guard.correction_seconds
-    )
-    wall = 1.0 + detection + waiting + going.pauses + alarms + corrections
-    factor, back = _noticed(
-        settings, silent / wall, interval * every[-1], running * going.present / wall
-    )
+    silent = errors * share.running
+    checked = _checked(settings, errors, share.computing)
+    wall = 1.0 + detection + waiting + going.pauses + checked
+    between = column(settings.interval_seconds) * column(settings.tiers[-1].every)
+    factor, back = _noticed(settings, silent / wall, between, share.running * going.present / wall)
     terms = {
-        "checkpoint saves": every[-1] * by_kind[0] / exposed,
-        "keeping in memory": kept,
-        "lost work": lost,
+        "checkpoint saves": share.checkpoints,
+        "keeping in memory": share.kept,
+        "lost work": share.lost,
         "detection": detection,
-        "restart": restart,
-        "restore": restore,
+        "restart": share.restart,
+        "restore": share.restore,
         "waiting for nodes": waiting,
         "regrouping": going.pauses,
-        "guard": alarms + corrections,
+        "guard": checked,
     }
     # The exposed parts add up to 1 only as far as rounding lets them.
-    scale = factor / (running + sum(terms.values(), np.zeros(1)))
-    terms = {name: share * scale for name, share in terms.items()}
-    left = running * scale
+    scale = factor / (share.running + sum(terms.values(), np.zeros(1)))
+    terms = {name: each * scale for name, each in terms.items()}
     terms["silent errors"] = 1.0 - factor
-    for name, share in (
-        ("degraded running", 1.0 - going.up),
-        ("guard", _part(settings.guard.overhead)),
-        ("coding", _part(pace.coding_overhead)),
-        ("stragglers", _part(pace.straggling - 1.0)),
-    ):
-        terms[name] = terms.get(name, np.zeros(1)) + left * share
-        left = left * (1.0 - share)
+    left = _paced(settings, going.up, share.running * scale, terms)
     per_second = scale / np.maximum(left, SMALLEST_RATE)
     found = losses.of_stops(
         [
             (s.name, s.rate * per_second, s.detection, strike.offset_seconds, s.tier)
-            for s, strike in zip(stops, strikes, strict=True)
+            for s, strike in zip(stops, share.strikes, strict=True)
         ],
         [s.rate for s in stops],
-        [apart * (interval + saves) for apart in every],
-        excess=(lost + restart + restore + detection) * per_second,
+        share.apart,
+        excess=(share.lost + share.restart + share.restore + detection) * per_second,
     )
     found += losses.others(
         waiting=(waiting * per_second, wait_seconds),
@@ -195,6 +193,67 @@ def goodput(settings: Reliability) -> Goodput:
         np.broadcast_to(unseen * (1.0 - column(settings.guard.noticed)) * DAY_SECONDS, shape),
         found,
     )
+
+
+def _exposure(settings: Reliability, stops: Sequence[Stop]) -> _Exposure:
+    """How exposed time is shared out between work and what the stops cost."""
+    interval = column(settings.interval_seconds)
+    every = [column(tier.every) for tier in settings.tiers]
+    saves, kept = np.zeros(1), np.zeros(1)
+    for tier, apart in zip(settings.tiers, every, strict=True):
+        each = np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
+        saves, kept = (saves, kept + each) if tier.kept else (saves + each, kept)
+    whole = interval + saves + kept
+    strikes = tuple(Strike(s.rate, s.redone + s.restart + s.restore, s.tier) for s in stops)
+    per_interval = every[-1] / exposed_seconds(whole, every, strikes)
+    running = per_interval * interval
+    restart, restore = restart_shares(stops)
+    return _Exposure(
+        running=running,
+        checkpoints=per_interval * saves,
+        kept=per_interval * kept,
+        restart=restart,
+        restore=restore,
+        lost=np.maximum(1.0 - per_interval * whole - restart - restore, 0.0),
+        strikes=strikes,
+        apart=tuple(apart * whole for apart in every),
+    )
+
+
+def _checked(settings: Reliability, errors: Array, computing: Array) -> Array:
+    """Seconds of false alarms and of corrections in place, per exposed second.
+
+    Args:
+        settings: All.
+        errors: Silent errors per second of computing.
+        computing: Seconds of computing per exposed second.
+    """
+    guard = settings.guard
+    alarms = column(guard.false_alarms_per_day) / DAY_SECONDS * guard.alarm_seconds
+    caught = errors * guard.coverage * (not guard.rolls_back)
+    corrections = caught * (column(guard.latency_seconds) + guard.correction_seconds)
+    return (alarms + corrections) * computing
+
+
+def _paced(settings: Reliability, up: Array, left: Array, terms: dict[str, Array]) -> Array:
+    """What is left of the wall time when steps are slower than punctual ones; adds to the terms.
+
+    Args:
+        settings: All.
+        up: Share of the groups that get work done.
+        left: Share of the wall time in which the run goes on.
+        terms: Shares that are lost, by name.
+    """
+    pace = settings.pace
+    for name, share in (
+        ("degraded running", 1.0 - up),
+        ("guard", _part(settings.guard.overhead)),
+        ("coding", _part(pace.coding_overhead)),
+        ("stragglers", _part(pace.straggling - 1.0)),
+    ):
+        terms[name] = terms.get(name, np.zeros(1)) + left * share
+        left = left * (1.0 - share)
+    return left
 
 
 def _part(overhead: object) -> Array:

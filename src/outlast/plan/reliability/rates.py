@@ -26,7 +26,7 @@ def rate_of(settings: Reliability, cause: FailureCause, nodes: Array) -> Array:
     if cause.per_node_day == 0.0:
         return np.zeros(1)
     early = early_factor(cause.shape, 1.0 / cause.per_node_day, settings.days_from_new)
-    return nodes * (cause.per_node_day * early / cause.nodes_hit / DAY_SECONDS)
+    return cause.per_day(nodes) * (early / DAY_SECONDS)
 
 
 @lru_cache(maxsize=256)

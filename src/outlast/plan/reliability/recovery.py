@@ -7,18 +7,13 @@ one shape (candidates,). The simulator reads the same settings with one number e
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.cases import Array
 from outlast.plan.reliability.failures import FailureCause
-
-if TYPE_CHECKING:
-    from outlast.checkpoint.cost import SaveCost
-    from outlast.coding.cost import CodingCost
-    from outlast.guard.cost import GuardCost
 
 Number: TypeAlias = float | Array
 """One number, or one for each candidate."""
@@ -87,20 +82,6 @@ class Tier:
         if (every != np.floor(every)).any():
             wrong = every[every != np.floor(every)][0]
             raise PlanError(f"every = {wrong:g} of tier {self.name!r}: give a whole number")
-
-    @classmethod
-    def of(
-        cls, name: str, save: SaveCost, *, restore_seconds: float, survives_nodes: float
-    ) -> Tier:
-        """A tier whose saves cost what `outlast.checkpoint` says."""
-        return cls(
-            name=name,
-            survives_nodes=survives_nodes,
-            blocked_seconds=save.blocked_seconds,
-            write_seconds=save.write_seconds,
-            slowdown=save.slowdown,
-            restore_seconds=restore_seconds,
-        )
 
     @property
     def latency_seconds(self) -> Array:
@@ -209,16 +190,6 @@ class Guard:
                 high = 1.0 if field.name in ("coverage", "noticed") else np.inf
                 require(field.name, getattr(self, field.name), 0.0, high)
 
-    @classmethod
-    def of(cls, cost: GuardCost, *, step_seconds: float, correction_seconds: float) -> Guard:
-        """A guard that costs and finds what `outlast.guard` says, within a step."""
-        return cls(
-            coverage=cost.coverage,
-            overhead=cost.overhead,
-            latency_seconds=step_seconds,
-            correction_seconds=correction_seconds,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
@@ -239,15 +210,6 @@ class Pace:
         require("straggler_factor", self.straggler_factor, 1.0)
         require("coding_ratio", self.coding_ratio, 0.0)
         require("coding_overhead", self.coding_overhead, 0.0)
-
-    @classmethod
-    def of(cls, cost: CodingCost, *, straggler_factor: float) -> Pace:
-        """The pace with the code of `outlast.coding`, under the stragglers of its simulation."""
-        return cls(
-            straggler_factor=straggler_factor,
-            coding_ratio=cost.step_ratio / (1.0 + cost.overhead),
-            coding_overhead=cost.overhead,
-        )
 
     @property
     def straggling(self) -> Array:

@@ -84,6 +84,22 @@ class Scenario:
                 value = getattr(part, name)
                 if isinstance(value, np.ndarray) and value.size != 1:
                     raise PlanError(f"{name} has {value.size} values: a scenario takes one")
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        """What is counted one by one; the closed form takes numbers in between."""
+        run = self.reliability
+        counts = {
+            "nodes": run.nodes,
+            "spares": run.restart.spares,
+            "groups": run.replicas.groups,
+            "minimum": run.replicas.minimum,
+        }
+        for name, count in counts.items():
+            if not float(np.max(count)).is_integer():
+                raise PlanError(
+                    f"{name} = {float(np.max(count)):g} of a simulated run: give a whole number"
+                )
 
 
 RUN_KEYS = ("nodes", "interval_seconds", "productive_days", "limit_days", "trials", "seed")

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from outlast.plan.cases import Array
-from outlast.plan.reliability.recovery import lost_nodes
+from outlast.plan.reliability.recovery import DAY_SECONDS, HOUR_SECONDS, lost_nodes
 from outlast.plan.reliability.repairs import Repairs
 from outlast.plan.reliability.scenario import Scenario
 from outlast.plan.reliability.schedule import Schedule
 from outlast.plan.reliability.strikes import END, Indices, Strikes
 
-DAY = 86_400.0
-HOUR = 3_600.0
 LOSSES = (
     "checkpoint saves",
     "keeping in memory",
@@ -90,7 +88,7 @@ class _Trials:
         self.names = [*(cause.name for cause in run.causes), "false alarms"]
         self.lost_nodes = np.array([*(lost_nodes(cause) for cause in run.causes), 0])
         self.detection = np.array([*(c.detection_seconds for c in run.causes), 0.0])
-        self.repair = np.array([*(cause.repair_hours * HOUR for cause in run.causes), 0.0])
+        self.repair = np.array([*(cause.repair_hours * HOUR_SECONDS for cause in run.causes), 0.0])
         self.hit = np.array([*(cause.nodes_hit for cause in run.causes), 1])
         self.silent = np.array([*(cause.silent for cause in run.causes), False])
         self.groups = int(float(np.max(run.replicas.groups)))
@@ -99,8 +97,10 @@ class _Trials:
             * (1.0 + np.max(run.pace.coding_overhead))
             * np.max(run.pace.straggling)
         )
-        self.target = self.schedule.clock_of_work(scenario.productive_days * DAY * self.factor)
-        self.limit = scenario.limit_days * DAY
+        self.target = self.schedule.clock_of_work(
+            scenario.productive_days * DAY_SECONDS * self.factor
+        )
+        self.limit = scenario.limit_days * DAY_SECONDS
         self.wall, self.clock, self.exposure = np.zeros((3, count))
         self.pending, self.failures, self.unseen = np.zeros((3, count))
         self.pointer = np.zeros(count, dtype=np.int64)
@@ -211,7 +211,9 @@ class _Trials:
         clean = np.isinf(self.tainted[rows]) & late
         tainted = rows[clean]
         self.tainted[tainted] = self.schedule.position(self.clock[tainted])[1]
-        self.notice[tainted] = self.wall[tainted] + float(np.max(guard.noticed_hours)) * HOUR
+        self.notice[tainted] = (
+            self.wall[tainted] + float(np.max(guard.noticed_hours)) * HOUR_SECONDS
+        )
         self.blamed[tainted] = cause[clean]
 
     def _noticed(self, rows: Indices) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ def _restored(settings: Reliability, lost: int) -> tuple[Array, Array, Array]:
     return index, restore, latency
 
 
-def restart_shares(stops: list[Stop]) -> tuple[Array, Array]:
+def restart_shares(stops: Sequence[Stop]) -> tuple[Array, Array]:
     """Seconds of restart and of restore per exposed second; failures cut them short."""
     total = np.maximum(sum((stop.rate for stop in stops), np.zeros(1)), SMALLEST_RATE)
     restart = restore = np.zeros(1)

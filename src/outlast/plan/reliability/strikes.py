@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from outlast.plan.cases import Array
 from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.reliability.recovery import DAY_SECONDS
 from outlast.plan.reliability.scenario import Lemons, Scenario
 
 Indices = NDArray[np.int64]
-DAY = 86_400.0
 END = -1
 """Cause of the entry that ends a trial's events in a chunk."""
 EVENTS_PER_CHUNK = 1_000_000
@@ -52,7 +52,7 @@ class Strikes:
         self._sources: list[_Memoryless | _Renewed] = []
         per_second = 1e-12
         for cause in self._run.causes:
-            each = self._nodes * cause.per_node_day / cause.nodes_hit / DAY
+            each = float(cause.per_day(self._nodes)) / DAY_SECONDS
             per_second += each * scenario.lemons.mean_factor
             blocks = max(1, round(self._nodes / cause.nodes_hit))
             if cause.shape == 1.0 and scenario.lemons.share == 0.0:
@@ -60,10 +60,10 @@ class Strikes:
             else:
                 shape = (scenario.trials, blocks)
                 self._sources.append(_Renewed(cause, each, shape, scenario.lemons, generator))
-        alarms = float(np.max(self._run.guard.false_alarms_per_day)) / DAY
+        alarms = float(np.max(self._run.guard.false_alarms_per_day)) / DAY_SECONDS
         self._sources.append(_Memoryless(alarms, 1))
         expected = (per_second + alarms) * scenario.trials
-        self._length = min(EVENTS_PER_CHUNK / expected, scenario.limit_days * DAY)
+        self._length = min(EVENTS_PER_CHUNK / expected, scenario.limit_days * DAY_SECONDS)
         self._start = 0.0
 
     def next_chunk(self) -> Chunk:

@@ -4,11 +4,12 @@ A failure takes as many groups as its nodes hold: the eight workers of a gradien
 or the groups of a rack. So absences are independent not of group and group but of unit and unit, a
 unit being the groups that one failure takes. Each width of failure has units of its own. A unit is
 gone while it is on its way back, and before that while it waits for a repair as no spare is left.
+All widths take from one stock of spares: what one has in repair the others do without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,6 @@ from outlast.plan.cases import Array
 from outlast.plan.reliability.renewal import SMALLEST_RATE
 
 NEGLIGIBLE = 1e-13
-LARGE = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +46,62 @@ class Units:
     """Groups that fail together, all arrays (candidates,) or (1,).
 
     Attributes:
+        nodes: Nodes of each.
         number: How many units there are.
         hit: Groups of each.
         rate: Failures of all of them.
         down: Time in which one is on its way back, over time in which it is up.
         short: Time in which one waits for a repair, over time in which it is up.
         repairs: Mean units in repair, were all up.
-        spares: Units that stand by, those that other kinds take not counted.
     """
 
+    nodes: int
     number: Array
     hit: Array
     rate: Array
     down: Array
     short: Array
     repairs: Array
-    spares: Array
 
-    def at_most(self, absent: Array) -> Array:
-        """Probability that no more than `absent` are gone, beside one that is up."""
-        if not (self.repairs > 0.0).any():
-            return self._back(absent)
-        total, passed = np.zeros(1), np.zeros(1)
-        for count, chance in enumerate(self._waiting(int(absent.max()))):
-            inside = self._back(np.maximum(absent - count, 0.0))
-            total = total + np.where(count <= absent, chance * inside, 0.0)
-            passed = passed + chance
-            if (passed > 1.0 - NEGLIGIBLE).all():
-                break
-        return total
+    def states(self, spares: Array) -> Iterator[tuple[Array, Array, Array]]:
+        """What may be in repair, beside a unit that is up.
 
-    def _back(self, absent: Array) -> Array:
-        """The same of those on their way back alone.
+        Args:
+            spares: (candidates,) or (1,) nodes that stand by.
+
+        Yields:
+            Of 0, 1, ... units in repair: the probability, units that wait, and spares that are
+            left, each (candidates,) or (1,).
+        """
+        total = np.full(1, -np.inf)
+        for weight, _, _ in self._weights(spares):
+            total = np.logaddexp(total, weight)
+        for weight, waiting, left in self._weights(spares):
+            yield np.exp(weight - total), waiting, left
+
+    def _weights(self, spares: Array) -> Iterator[tuple[Array, Array, Array]]:
+        """Of a birth and death process: machine repair with spares (Feller 1968, 1, XVII.7).
+
+        Units in repair n have the weights `w(n + 1) = w(n) load up / (n + 1)`, up being the share
+        of the units that do not wait. As logarithms, since loads may be large.
+        """
+        weight, total, count = np.zeros(1), np.full(1, -np.inf), 0
+        while True:
+            taken = float(count * self.nodes)
+            waiting = np.ceil(np.maximum(taken - spares, 0.0) / self.nodes - 1e-9)
+            up = np.maximum(1.0 - waiting / self.number, 0.0)
+            with np.errstate(divide="ignore"):
+                # A certain unit is up with the share `up` of such times.
+                here = weight + np.log(up)
+                growth = np.log(self.repairs * up / (count + 1))
+            yield here, waiting, np.maximum(spares - taken, 0.0)
+            total = np.logaddexp(total, here)
+            weight, count = weight + growth, count + 1
+            if not ((growth > 0.0) | (weight > total + np.log(NEGLIGIBLE))).any():
+                return
+
+    def back(self, absent: Array) -> Array:
+        """Probability that no more than `absent` are on their way back, beside one that is up.
 
         Binomial, for whole and other numbers of units (Abramowitz and Stegun 26.5.24).
         """
@@ -89,71 +113,26 @@ class Units:
         found: Array = np.where(left <= 0.0, 1.0, inside)
         return found
 
-    def _waiting(self, most: int) -> Array:
-        """(most + 1, candidates) probabilities of 0, 1, ... units that wait, beside one that is up.
 
-        Between whole numbers of spares the probabilities are those in between.
-        """
-        less = np.floor(self.spares)
-        part = self.spares - less
-        found = (1.0 - part) * self._waiting_with(less, most)
-        if (part > 0.0).any():
-            found = found + part * self._waiting_with(less + 1.0, most)
-        return found
-
-    def _waiting_with(self, spares: Array, most: int) -> Array:
-        """Of a birth and death process: machine repair with spares (Feller 1968, 1, XVII.7).
-
-        Units in repair n have the weights `w(n + 1) = w(n) load up / (n + 1)`, up being the share
-        of the units that do not wait, `1 - max(0, n - spares) / number`.
-        """
-        shape = np.broadcast_shapes(self.number.shape, self.repairs.shape, spares.shape)
-        whole, rows = np.broadcast_to(spares, shape), np.arange(shape[0])
-        masses, total = np.zeros((most + 2, shape[0])), np.zeros(shape)
-        weight, count = np.ones(shape), 0
-        while True:
-            wait = np.maximum(count - whole, 0.0)
-            up = np.maximum(1.0 - wait / self.number, 0.0)
-            # A certain unit is up with the share `up` of such times.
-            masses[np.minimum(wait, most + 1.0).astype(np.intp), rows] += weight * up
-            total = total + weight * up
-            count += 1
-            growth = self.repairs * up / count
-            weight = weight * growth
-            if not ((growth > 1.0) | (weight > NEGLIGIBLE * total)).any():
-                break
-            # Only ratios count: keeps large loads from overflowing.
-            scale = np.where(total > LARGE, 1.0 / LARGE, 1.0)
-            if (scale < 1.0).any():
-                weight, total, masses = weight * scale, total * scale, masses * scale
-        found: Array = masses[: most + 1] / total
-        return found
-
-
-def units_of(taken: Sequence[Taken], groups: Array, spares: Array) -> list[Units]:
+def units_of(taken: Sequence[Taken], groups: Array) -> list[Units]:
     """The kinds of units, from the widest to the narrowest.
 
     Args:
         taken: What each cause takes.
         groups: All.
-        spares: Nodes that stand by, for all kinds.
     """
     found: list[Units] = []
-    broken = sum((each.repairs * each.nodes_hit for each in taken), np.zeros(1))
     for number in sorted({each.nodes_hit for each in taken}, reverse=True):
         same = [each for each in taken if each.nodes_hit == number]
         hit = np.minimum(same[0].hit, groups)
-        repairs = sum((each.repairs for each in same), np.zeros(1))
-        # Those of other kinds hold spares too; and a part of a unit is no unit.
-        free = np.maximum(spares - (broken - repairs * number), 0.0) / number
         kind = Units(
+            number,
             groups / hit,
             hit,
             sum((each.rate for each in same), np.zeros(1)),
             sum((each.down for each in same), np.zeros(1)),
             sum((each.short for each in same), np.zeros(1)),
-            repairs,
-            np.minimum(np.floor(spares / number), free),
+            sum((each.repairs for each in same), np.zeros(1)),
         )
         if found:
             # Racks may take no more groups than nodes do; then their units are the same.
@@ -192,20 +171,47 @@ def rate_of_the_last(units: Sequence[Units], absent: Array, groups: Array) -> Ar
     return rate
 
 
-def outlasted(units: Sequence[Units], absent: Array) -> Array:
+def outlasted(units: Sequence[Units], absent: Array, spares: Array) -> Array:
     """Probability that at most `absent` groups are gone, beside one that is up.
 
-    Kinds of units are independent of each other; the sum goes over the widest, which are fewest.
+    Kinds of units fail independently of each other, and share the spares: the widest first, so that
+    the sum goes over those which are fewest.
+
+    Args:
+        units: From the widest to the narrowest.
+        absent: (candidates,) or (1,) groups.
+        spares: (candidates,) or (1,) nodes that stand by.
     """
     first, *rest = units
     most = np.floor(absent / first.hit + 1e-9)
+    total = np.zeros(1)
     if not rest:
-        return first.at_most(most)
+        allowed = int(most.max())
+        table = [first.back(np.maximum(most - waiting, 0.0)) for waiting in range(allowed + 1)]
+        for chance, waiting, _ in first.states(np.floor(spares)):
+            inside = np.zeros(1)
+            for number in np.unique(waiting[waiting <= allowed]):
+                inside = np.where(waiting == number, table[int(number)], inside)
+            total = total + np.where(waiting <= most, chance * inside, 0.0)
+        return total
+    for chance, waiting, left in first.states(np.floor(spares)):
+        here = (waiting <= most) & (chance > NEGLIGIBLE)
+        if here.any():
+            inside = _with_the_rest(first, rest, absent, waiting, left)
+            total = total + np.where(here, chance * inside, 0.0)
+    return total
+
+
+def _with_the_rest(
+    first: Units, rest: Sequence[Units], absent: Array, waiting: Array, left: Array
+) -> Array:
+    """As `outlasted`, where so many units of the widest kind wait and so many spares are left."""
+    most = np.maximum(np.floor(absent / first.hit + 1e-9) - waiting, 0.0)
     total, before = np.zeros(1), np.zeros(1)
     for count in range(int(most.max()) + 1):
-        reached = first.at_most(np.minimum(float(count), most))
-        left = np.maximum(absent - count * first.hit, 0.0)
-        total = total + (reached - before) * outlasted(rest, left)
+        reached = first.back(np.minimum(float(count), most))
+        others = np.maximum(absent - (waiting + count) * first.hit, 0.0)
+        total = total + (reached - before) * outlasted(rest, others, left)
         before = reached
         if (reached > 1.0 - NEGLIGIBLE).all():
             break
