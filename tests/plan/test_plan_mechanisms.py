@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.coding.cost import CostModel, coding_cost
-from outlast.coding.simulate.delays import ShiftedExponential
+from outlast.coding.simulate.delays import FailStop, ShiftedExponential
+from outlast.errors import PlanError
 from outlast.plan.cases import cases
 from outlast.plan.cluster import Storage
 from outlast.plan.entry import Training, context_of, predict, search
@@ -138,6 +139,40 @@ def test_what_a_code_gains_is_what_its_simulation_says(micro_batch: int):
     exact = coding_cost(run.data, delays, costs, copies=2)
     assert found.coding_ratio[0] == pytest.approx(exact.step_ratio, rel=0.01)
     assert found.coding_overhead[0] == pytest.approx(exact.overhead, rel=1e-9)
+
+
+def test_late_workers_cost_time_and_a_code_takes_most_of_it_away():
+    delays = ShiftedExponential(scale=0.3)
+    coded = replace(TRAINING, settings=Settings(coding_copies=2))
+    punctual = predict(TRAINING, SITE)
+    plain, code = (predict(each, SITE, delays=delays) for each in (TRAINING, coded))
+    share = {
+        name: -next(t.value for t in each.ettr.terms if t.name == "lost to stragglers")
+        for name, each in (("punctual", punctual), ("plain", plain), ("code", code))
+    }
+    assert share["punctual"] == 0.0
+    # The latest of 32 takes 1 + 0.3 (1 + 1/2 + ... + 1/32) of a punctual one (Renyi).
+    latest = 1.0 + 0.3 * sum(1.0 / each for each in range(1, 33))
+    assert share["plain"] == pytest.approx(1.0 - 1.0 / latest, rel=0.05)
+    assert share["code"] < 0.7 * share["plain"]
+    assert code.finish_seconds.middle < 0.9 * plain.finish_seconds.middle
+    assert plain.finish_seconds.middle > 1.5 * punctual.finish_seconds.middle
+
+
+def test_delays_that_never_end_are_refused_in_a_sentence():
+    with pytest.raises(PlanError, match="a step without a code never ends"):
+        predict(TRAINING, SITE, delays=FailStop(0.5))
+
+
+def test_checks_take_as_long_whatever_the_rest_of_the_step_does():
+    chosen = replace(low_rank(0.05), guard="full", coding_copies=2)
+    slow = replace(SITE, device="own", fast_bytes_per_s=4e9, fabric_bytes_per_s=1e9)
+    fast, late = (
+        parts(predict(replace(TRAINING, settings=chosen), replace(site, device="own")))
+        for site in (SITE, slow)
+    )
+    for name in ("guard", "gradient coding"):
+        assert fast[name] == pytest.approx(late[name], rel=1e-9)
 
 
 def test_a_search_over_mechanisms_agrees_with_predictions():

@@ -236,6 +236,13 @@ def test_a_code_that_leaves_chunks_out_costs_quality_and_an_exact_one_does_not()
     losing = replace(exact, commits_without=True)
     difference = [predict(each, alone).loss_difference.figure.middle for each in (exact, losing)]
     assert difference[0] == 0.0 < difference[1]
+    # Wrong numbers take no chunk away, however many there are.
+    wrong = FailureCause(name="wrong sums", per_node_day=100.0, silent=True)
+    unhurt = predict(losing, replace(alone, failures=(wrong,)))
+    assert unhurt.loss_difference.figure.middle == 0.0
+    # Where every rank fails in every step the run is hopeless, and still no riddle.
+    doomed = replace(alone, failures=(replace(CRASH, per_node_day=1e9),))
+    assert predict(losing, doomed).loss_difference.figure.middle > difference[1]
 
 
 def test_no_input_of_a_term_is_infinite(estimate):

@@ -1,5 +1,6 @@
 """What runs survive by: tiers that a cluster has and lacks, and why a run cannot be."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,28 @@ def test_a_search_leaves_out_what_is_impossible():
     mechanisms = Mechanisms(tiers=(("shared",), ("peer", "shared")))
     front = search(TRAINING, SITE, mechanisms=mechanisms)
     assert {each.settings.tiers for each in front.candidates} == {("shared",)}
+
+
+@pytest.mark.parametrize("tiers", [("shared",), ("memory", "shared")])
+def test_no_other_interval_is_much_better_than_the_chosen_one(tiers: tuple[str, ...]):
+    busy = replace(SITE, failures=(replace(CRASH, per_node_day=0.5), replace(CRASH, name="soft")))
+
+    def found(seconds: float):
+        chosen = Settings(tiers=tiers, checkpoint_seconds=seconds)
+        return predict(replace(TRAINING, settings=chosen), busy)
+
+    best = found(0.0)
+    for factor in (0.3, 0.6, 1.7, 3.0):
+        other = found(factor * best.checkpoint_seconds)
+        assert other.ettr.figure.middle < best.ettr.figure.middle + 1e-3
+    assert found(10.0 * best.checkpoint_seconds).ettr.figure.middle < best.ettr.figure.middle - 1e-3
+
+
+def test_a_hopeless_run_has_figures_and_no_division_by_zero():
+    # Wrong numbers are noticed after two days, and there are thousands of them in an hour.
+    silent = FailureCause(name="wrong sums", per_node_day=1e4, silent=True)
+    found = predict(TRAINING, replace(SITE, failures=(silent,))).finish_seconds
+    assert 0.0 < found.low <= found.middle <= found.high < math.inf
 
 
 @pytest.mark.parametrize("rate", [5.0, 100.0, 1e4])

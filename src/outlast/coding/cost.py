@@ -252,6 +252,33 @@ def coding_cost(
     )
 
 
+def straggler_factor(
+    workers: int, model: DelayModel, costs: CostModel, *, draws: int = 50, seed: int = 0
+) -> float:
+    """Mean simulated step without a code, to one in which nobody is late; at least 1.
+
+    Infinite where a worker may never end its share.
+
+    Args:
+        workers: Ranks.
+        model: Their delays.
+        costs: What a step consists of.
+        draws: Steps to simulate.
+        seed: Of the simulation.
+
+    Raises:
+        CodingError: For settings out of range.
+    """
+    from outlast.coding.simulate.delays import sample
+    from outlast.coding.simulate.fixed import wait_all
+
+    delays = sample(model, draws, workers, seed=seed)
+    waited = float(wait_all(delays, costs.share_seconds).seconds.mean())
+    step = waited + costs.reduction_seconds
+    # Chunks may also be cheap, and a step of cheap ones is no gain to be had.
+    return max(step / (costs.share_seconds + costs.reduction_seconds), 1.0)
+
+
 def _counted(name: str, value: int) -> None:
     if value < 1:
         raise CodingError(f"{name} = {value} is below 1")

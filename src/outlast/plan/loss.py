@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from outlast.plan.pareto.space import Block
 
 
+MOST_MISSED = 0.99
+"""Of the steps that a rank misses: with more, hardly a step has a gradient and no run ends."""
+
+
 def quality(context: Context, block: Block, step: Step) -> Differences:
     """The loss of candidates less that of the baseline, on as many tokens.
 
@@ -73,9 +77,11 @@ def _gradient_error(context: Context, block: Block, step: Step) -> Array:
         np.broadcast_to(values, (count,))[block.layout]
         for values in (layouts.data, layouts.devices, layouts.micro_batches)
     )
-    per_second = sum(cause.per_node_day for cause in context.cluster.failures) / DAY_SECONDS
+    # Wrong numbers do not take a rank away.
+    loud = [cause for cause in context.cluster.failures if not cause.silent]
+    per_second = sum(cause.per_node_day for cause in loud) / DAY_SECONDS
     nodes = np.ceil(devices / data / context.cluster.devices_per_node)
-    missed = -np.expm1(-per_second * nodes * step.seconds)
+    missed = np.minimum(-np.expm1(-per_second * nodes * step.seconds), MOST_MISSED)
     coded = (copies > 1.0) & (missed > 0.0)
     if coded.any():
         held = np.minimum(copies, data)

@@ -6,13 +6,13 @@ arrays, and spread over the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from outlast.coding.cost import CostModel, coding_cost
+from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
 from outlast.hardware.figure import Unavailable
@@ -21,7 +21,6 @@ from outlast.plan.structured import form_of, time_ratios
 from outlast.plan.terms.part import Part
 
 if TYPE_CHECKING:
-    from outlast.coding.simulate.delays import DelayModel
     from outlast.guard.policy import Level
     from outlast.plan.cases import Array, Cases
     from outlast.plan.context import Context
@@ -33,7 +32,7 @@ CHECK_SHARE = 0.6
 BELOW_LIMIT = 0.98
 """Of its power limit that a busy device draws at most: at the limit it runs below its clock."""
 CHUNKS_PER_DECADE = 8.0
-"""Seconds of a chunk for which codes are simulated."""
+"""Seconds of a chunk, or of a step, for which late workers are simulated."""
 BUSY = (
     "matrix products",
     "attention",
@@ -58,8 +57,11 @@ class Step:
         clocks: Factors of the clocks on busy seconds and busy watts; None for top clocks.
         guard_overhead: Share that the guard adds.
         guard_coverage: Share of wrong numbers that it finds.
-        coding_ratio: Mean step with a code to one that waits for stragglers.
+        coding_ratio: Mean step with a code, its overhead included, to one that waits for
+            stragglers.
         coding_overhead: Share that the code adds when nobody straggles.
+        straggler_factor: Mean step that waits for stragglers, to one in which there are none, which
+            is that of `seconds`.
         parameters: Of the whole model, factors in place of matrices.
     """
 
@@ -71,6 +73,7 @@ class Step:
     guard_coverage: Array
     coding_ratio: Array
     coding_overhead: Array
+    straggler_factor: Array
     parameters: Array
 
 
@@ -96,12 +99,13 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
         structured = products[block.layout] * (ratios[block.layout, setting] - 1.0)
     base = _sum(spread, len(block))
 
-    overhead, coverage = _guard(layouts, settings, whole)
-    overhead, coverage = overhead[block.layout, setting], coverage[block.layout, setting]
-    guarded = (base + structured) * overhead
+    checks, coverage = _guard(layouts, settings)
+    checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]
+    light = block.by_setting([LIGHT_SHARE if each.guard == "light" else 0.0 for each in settings])
+    guarded = checks + light * (base + structured)
 
-    coding_ratio, coding_overhead = _coding(context, block, whole)
-    coded = (base + structured + guarded) * coding_overhead
+    computed = base + structured + guarded
+    coding_ratio, claims = _coding(context, block, computed)
 
     busy = _named(spread, BUSY, len(block)) + structured + guarded
     clocks = _clocks(context, settings, (products / whole)[block.layout], block)
@@ -116,8 +120,15 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
             ("matmul_half_side",),
             "outlast.tensorize.cost",
         ),
-        Part("guard", guarded, "step * share of the checks", {}, (), "outlast.guard.cost"),
-        Part("gradient coding", coded, "step * share of the claims", {}, (), "outlast.coding.cost"),
+        Part(
+            "guard",
+            guarded,
+            "micro-batches * checks of its products, or a share of the step where they are few",
+            {},
+            (),
+            "outlast.guard.cost",
+        ),
+        Part("gradient coding", claims, "micro-batches * a claim", {}, (), "outlast.coding.cost"),
         Part("lower clocks", slowed, "busy seconds * (factor - 1)", {}, (), "outlast.energy.cost"),
     ]
     parts = (*spread, *(part for part in extra if part.values.any()))
@@ -126,10 +137,11 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
         seconds=_sum(parts, len(block)),
         busy_seconds=busy,
         clocks=clocks,
-        guard_overhead=overhead,
+        guard_overhead=guarded / (base + structured),
         guard_coverage=coverage,
         coding_ratio=coding_ratio,
-        coding_overhead=coding_overhead,
+        coding_overhead=claims / computed,
+        straggler_factor=_straggling(context, block, computed),
         parameters=kept,
     )
 
@@ -155,8 +167,11 @@ def _fewer_parameters(plain: Sequence[Part], block: Block, ratio: Array) -> tupl
     return tuple(found)
 
 
-def _guard(layouts: Cases, settings: Sequence[Settings], whole: Array) -> tuple[Array, Array]:
-    """(layouts, settings): overhead and coverage of the guard."""
+def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
+    """(layouts, settings): seconds of checking products in a step, and coverage of the guard.
+
+    A structured layer counts as the dense one, whose checks are the dearer ones.
+    """
     count = len(layouts)
     tokens = layouts.micro_batch * layouts.sequence / layouts.context
     blocks = layouts.layers / layouts.pipeline
@@ -185,8 +200,7 @@ def _guard(layouts: Cases, settings: Sequence[Settings], whole: Array) -> tuple[
                     rate,
                     microbatches=cast("int", layouts.micro_batches),
                 )
-            )
-            / whole,
+            ),
             (count,),
         )
         for level, those in (
@@ -196,14 +210,14 @@ def _guard(layouts: Cases, settings: Sequence[Settings], whole: Array) -> tuple[
     }
     linear = sum(np.asarray(shape.flop) for shape in shapes)
     attention = 12.0 * tokens * layouts.sequence * layouts.query_width / layouts.tensor * blocks
-    overheads, coverages = np.zeros((count, len(settings))), np.zeros((count, len(settings)))
+    seconds, coverages = np.zeros((count, len(settings))), np.zeros((count, len(settings)))
     for column, each in enumerate(settings):
         level = cast("Level", each.guard)
         if level not in ("off", "light", "linear", "full"):
             raise PlanError(f"guard = {level!r} is none of off, light, linear, full")
-        overheads[:, column] = checked.get(level, LIGHT_SHARE if level == "light" else 0.0)
+        seconds[:, column] = checked.get(level, 0.0)
         coverages[:, column] = covered_share(level, cast("float", linear), cast("float", attention))
-    return overheads, coverages
+    return seconds, coverages
 
 
 def _shape(tokens: Array, inputs: Array, outputs: Array, count: Array) -> LinearShape:
@@ -217,49 +231,83 @@ def _per_rank(shape: LinearShape, ranks: Array) -> LinearShape:
     return LinearShape(shape.tokens, shape.inputs, outputs, shape.count)
 
 
-def _coding(context: Context, block: Block, whole: Array) -> tuple[Array, Array]:
-    """(candidates,): ratio and overhead of gradient coding."""
-    ratio, overhead = np.ones(len(block)), np.zeros(len(block))
+def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Array]:
+    """(candidates,): ratio of gradient coding, and seconds of its claims in a step.
+
+    Args:
+        context: What the candidates share.
+        block: The candidates.
+        computed: (candidates,) seconds of a step without a code.
+    """
+    ratio, claims = np.ones(len(block)), np.zeros(len(block))
     copies = np.array([each.coding_copies for each in block.settings])[block.setting]
     if copies.max() == 1:
-        return ratio, overhead
+        return ratio, claims
     count = len(block.layouts)
     data = np.broadcast_to(block.layouts.data, (count,))[block.layout]
     batches = np.broadcast_to(block.layouts.micro_batches, (count,))[block.layout]
     sharded = np.broadcast_to(block.layouts.sharding > 0.0, (count,))[block.layout]
     # Sharded states go with no code (`unfit` says so), and simulating one takes a millisecond.
     coded = np.flatnonzero((copies > 1) & ~sharded)
-    held = np.minimum(copies[coded], data[coded])
-    chunk = whole[block.layout[coded]] / batches[coded]
-    # A claim takes as long whatever the chunk does.
-    overhead[coded] = CostModel(chunk_seconds=1.0).claims_overhead / chunk
+    claims[coded] = (
+        batches[coded] * CostModel(chunk_seconds=1.0, chunks_per_worker=1).claims_seconds
+    )
     if context.delays is not None:
-        ratio[coded] = _ratios(context.delays, held, data[coded], batches[coded], chunk)
-    return ratio, overhead
+        delays = context.delays
+
+        def step_ratio(holders: int, workers: int, parts: int, seconds: float) -> float:
+            costs = CostModel(chunk_seconds=seconds, chunks_per_worker=parts)
+            return coding_cost(workers, delays, costs, copies=holders).step_ratio
+
+        held = np.minimum(copies[coded], data[coded])
+        chunk = computed[coded] / batches[coded]
+        ratio[coded] = _interpolated(step_ratio, (held, data[coded], batches[coded]), chunk)
+    return ratio, claims
 
 
-def _ratios(
-    delays: DelayModel, held: Array, workers: Array, chunks: Array, seconds: Array
-) -> Array:
-    """(rows,) step with a code over one without, none of which depends on the other rows.
+def _straggling(context: Context, block: Block, computed: Array) -> Array:
+    """(candidates,) mean step that waits for the latest replica, to one in which none is late.
 
-    The ratio is smooth in the seconds of a chunk, so it is simulated at `CHUNKS_PER_DECADE` of them
-    and interpolated between.
+    The delays are those of `_coding`, whose ratio is to such a step.
+
+    Args:
+        context: What the candidates share.
+        block: The candidates.
+        computed: (candidates,) seconds of a step in which none is late.
+
+    Raises:
+        PlanError: For delays with which a step may never end.
+    """
+    delays = context.delays
+    if delays is None:
+        return np.ones(len(block))
+
+    def factor(workers: int, seconds: float) -> float:
+        found = straggler_factor(workers, delays, CostModel(seconds, chunks_per_worker=1))
+        if not np.isfinite(found):
+            raise PlanError(
+                f"delays = {delays}: a step without a code never ends with workers that never "
+                "begin; give workers that are late, and those that fail as failures of the cluster"
+            )
+        return found
+
+    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
+    return _interpolated(factor, (data,), computed)
+
+
+def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds: Array) -> Array:
+    """(rows,) of a function of counts and seconds, where no row depends on the others.
+
+    It is smooth in the seconds, so it is simulated at `CHUNKS_PER_DECADE` of them and interpolated
+    between.
     """
     place = np.log10(seconds) * CHUNKS_PER_DECADE
     below = np.floor(place)
-    keys = [np.column_stack([held, workers, chunks, step]) for step in (below, below + 1.0)]
+    keys = [np.column_stack([*counts, step]) for step in (below, below + 1.0)]
     different, inverse = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
     values = [
-        coding_cost(
-            int(ranks),
-            delays,
-            CostModel(
-                chunk_seconds=10.0 ** (number / CHUNKS_PER_DECADE), chunks_per_worker=int(parts)
-            ),
-            copies=int(copies),
-        ).step_ratio
-        for copies, ranks, parts, number in different
+        value(*(int(each) for each in row[:-1]), 10.0 ** (row[-1] / CHUNKS_PER_DECADE))
+        for row in different
     ]
     low, high = np.array(values)[inverse.ravel()].reshape(2, -1)
     found: Array = low + (place - below) * (high - low)

@@ -53,6 +53,9 @@ SURVIVES = {"memory": 0.0, "local": 0.0, "peer": 1.0, "shared": np.inf}
 """Nodes lost at once that a tier outlives; the order is that of the tiers."""
 MOST_KEPT = 100_000.0
 """States kept in memory between two checkpoints, however seldom anything fails."""
+NOTICED = 0.5
+"""Own prior: of the wrong numbers that no guard finds, the share that people notice, as a loss that
+rises; the others stay in the model."""
 LEAST_RATE = 1e-12
 LEAST_OVERHEAD_SECONDS = 1e-3
 
@@ -140,9 +143,14 @@ def survival(context: Context, block: Block, step: Step) -> Survival:
             overhead=step.guard_overhead,
             latency_seconds=step.seconds,
             correction_seconds=step.seconds,
-            noticed=0.5,
+            noticed=NOTICED,
         ),
-        pace=Pace(coding_ratio=step.coding_ratio, coding_overhead=step.coding_overhead),
+        pace=Pace(
+            straggler_factor=step.straggler_factor,
+            # A simulated step has the claims in it, which are a term of their own.
+            coding_ratio=step.coding_ratio / (1.0 + step.coding_overhead),
+            coding_overhead=step.coding_overhead,
+        ),
     )
     return Survival(run, goodput(run), interval)
 
@@ -243,7 +251,7 @@ def _rates(cluster: Cluster, used: list[str], nodes: float, outlives: float) -> 
         if lost_nodes(cause) <= outlives and not cause.silent:
             continue
         place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
-        rates[place] += nodes * cause.per_node_day / cause.nodes_hit / DAY_SECONDS
+        rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
     return rates
 
 
