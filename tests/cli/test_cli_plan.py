@@ -342,6 +342,29 @@ def test_more_devices_than_were_ever_measured_are_flagged(plan: Plan) -> None:
     assert "extrapolated" in out
 
 
+def test_figures_that_are_beyond_alone_say_so(plan: Plan) -> None:
+    asked = (
+        "llama-3-8b",
+        "--cluster",
+        "h100x64",
+        *SMALL,
+        "--top",
+        1,
+        "--tensorize",
+        "low_rank:0.5",
+    )
+    [found] = plan.json(*asked, "--tokens", "1B")["choices"]
+    said = {" ".join(line.split()) for line in plan(*asked, "--tokens", "1B")[1].splitlines()}
+    estimate = found["estimate"]
+    shared = estimate["finish_seconds"]["extrapolated"]
+    figures = {"loss": estimate["loss_difference"]["figure"], "energy": estimate["run_joules"]}
+    for name, figure in figures.items():
+        alone = [each for each in figure["extrapolated"] if each not in shared]
+        assert alone
+        for phrase in alone:
+            assert any(f"extrapolated {name}: {phrase}"[:60] in line for line in said)
+
+
 def test_one_device(plan: Plan) -> None:
     [found] = plan.json("gpt2", "--cluster", "h100x1", *SMALL, "--top", 1)["choices"]
     assert found["configuration"]["data"] == 1

@@ -92,6 +92,7 @@ def test_check_answers_by_exit_code(plan: Plan, tmp_path: Path) -> None:
     code, out, _ = plan(*asked, "--budget", "100 h")
     assert code == 0
     assert out.startswith("yes: ")
+    assert "extrapolated: no run of outlast on h100-sxm was calibrated" in out
     code, out, _ = plan(*asked, "--budget", "1 h", "--budget", "1 kWh")
     assert code == 1
     assert "time to finish is" in out

@@ -227,7 +227,7 @@ def _print(
 def _part(value: float, unit: str) -> str:
     from outlast.cli.plan_words import seconds_words
 
-    return seconds_words(value) if unit == "s" else f"{100 * value:.3g} %"
+    return seconds_words(value) if unit == "s" else f"{100 * value:.3f} %"
 
 
 def _document(

@@ -102,10 +102,12 @@ def check(
     Example: outlast plan check job.toml --cluster h100x64 --budget "40 h"
     --budget "3 MWh"
 
-    --json: {"holds", "reasons", "layout", "configuration", "limits", "figures"}.
+    --json: {"holds", "reasons", "layout", "configuration", "limits", "figures",
+    "extrapolated"}.
     """
     from outlast.cli.figures import print_json
     from outlast.cli.plan_choice import chosen
+    from outlast.cli.plan_rank import beyond
     from outlast.cli.plan_source import planned
     from outlast.cli.plan_words import plain
     from outlast.plan.pareto.words import layout_words
@@ -134,11 +136,14 @@ def check(
                 "configuration": plain(found.run),
                 "limits": bounds,
                 "figures": figures,
+                "extrapolated": list(beyond(found.estimate)),
             }
         )
     elif not quiet:
         words = f"{layout_words(found.run)} ({found.origin})"
         print(f"no: {'; '.join(reasons)} [{words}]" if reasons else f"yes: {words}")
+        for each in beyond(found.estimate):
+            print(f"extrapolated: {each}")
     raise typer.Exit(EXIT_CRASHED if reasons else 0)
 
 

@@ -177,8 +177,28 @@ def answers(found: Estimate, currency: str = "") -> list[tuple[str, str]]:
         answered.append(("loss", words))
     if found.on_time is not None:
         answered.append(("in time", f"with probability {found.on_time:.2f}"))
-    answered += [("extrapolated", each) for each in found.finish_seconds.extrapolated]
+    answered += [("extrapolated", each) for each in beyond(found)]
     return answered
+
+
+def beyond(found: Estimate) -> tuple[str, ...]:
+    """Why figures are beyond what was measured: of all of them first, then of one by its name."""
+    from outlast.hardware.figure import Unavailable
+
+    shared = found.finish_seconds.extrapolated
+    single = {
+        "memory": found.memory.figure,
+        "energy": found.run_joules,
+        "loss": found.loss_difference.figure,
+    }
+    alone = [
+        f"{name}: {phrase}"
+        for name, figure in single.items()
+        if not isinstance(figure, Unavailable)
+        for phrase in figure.extrapolated
+        if phrase not in shared
+    ]
+    return (*shared, *alone)
 
 
 def _print_choices(console: Console, found: Ranking) -> None:
