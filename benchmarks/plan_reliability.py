@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from harness import Bar, at_most
+from plan_coded import coded
 
 from outlast.plan.reliability.failures import FailureCause
 from outlast.plan.reliability.finish import finish
@@ -41,6 +42,7 @@ def rows(quick: bool) -> list[dict[str, Any]]:
     """All bars of the area's reliability part, in the format of `harness.publish`."""
     found = [
         *agreement(quick),
+        *coded(quick),
         *finishing(quick),
         *broken_assumptions(quick),
         *published(),
