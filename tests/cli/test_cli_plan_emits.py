@@ -162,3 +162,21 @@ def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path) -> None:
         written.get("tensor_parallel", {"autotp_size": 1})["autotp_size"]
         == (configuration["tensor"])
     )
+
+
+def test_what_a_framework_is_not_told_of_a_model_is_said(plan: Plan, tmp_path: Path) -> None:
+    for name, phrase in (
+        ("gpt2", "parameters of biases, learned positions"),
+        ("deepseek-v2-lite", ""),
+        ("llama-3-8b", ""),
+        ("qwen3-8b", "9,216 parameters of biases"),
+    ):
+        asked = ("emit", name, *HERE, *SMALL, "--target", "megatron", "--out", tmp_path / name)
+        code, _, said = plan(*asked)
+        if name == "deepseek-v2-lite":
+            assert "attention with other matrices" in said
+            continue
+        assert code == 0, said
+        head = (tmp_path / name / "megatron.sh").read_text().partition("set -euo")[0]
+        told = " ".join(head.replace("#", " ").split())
+        assert (phrase in told) if phrase else ("Not written" not in told)

@@ -63,15 +63,33 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+INTERLEAVED = {
+    **SMALL,
+    "head_dim": 16,
+    "intermediate_size_mlp": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "use_qk_norm": True,
+}
+SHARED = {key: value for key, value in LATENT.items() if "lora" not in key}
 VARIANTS = {
     "bloom": [PLAIN],
     "codegen": [{**PLAIN, "rotary_dim": 16, "n_inner": 96}],
     "deepseek_v2": [{**LATENT, "q_lora_rank": 24}],
     "deepseek_v3": [{**LATENT, "q_lora_rank": None}],
+    "dots1": [SHARED],
+    "ernie4_5": [{**SMALL, "head_dim": 16}, {**SMALL, "use_bias": True}],
+    "exaone4": [{**SMALL, "head_dim": 16}],
     "falcon": [
         {**PLAIN, "bias": True},
         {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 128},
         {**PLAIN, "multi_query": False, "parallel_attn": False},
+    ],
+    "glm": [{**SMALL, "head_dim": 16}, {**SMALL, "attention_bias": False}],
+    "glm4": [{**SMALL, "head_dim": 16}],
+    "glm4_moe": [
+        {**SHARED, "head_dim": 16, "attention_bias": True},
+        {**SHARED, "use_qk_norm": True},
     ],
     "gpt2": [{**PLAIN, "n_positions": 128}, {**PLAIN, "n_positions": 128, "n_inner": 96}],
     "gpt_bigcode": [
@@ -82,6 +100,11 @@ VARIANTS = {
     "gpt_neox": [{**PLAIN, "intermediate_size": 96, "attention_bias": False}],
     "gpt_oss": [{**SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}],
     "gptj": [{**PLAIN, "rotary_dim": 16}],
+    "granitemoe": [{**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}],
+    "llama4_text": [
+        {**INTERLEAVED, "interleave_moe_layer_step": 2},
+        {**INTERLEAVED, "attention_bias": True},
+    ],
     "llama": [
         {**SMALL, "attention_bias": True, "mlp_bias": True},
         {**SMALL, "tie_word_embeddings": True, "head_dim": 32},
@@ -99,6 +122,17 @@ VARIANTS = {
             "enable_bias": False,
         },
     ],
+    "phimoe": [
+        {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            **SMALL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ],
+    "seed_oss": [{**SMALL, "head_dim": 16}, {**SMALL, "attention_out_bias": True}],
     "phi": [{**SMALL, "qk_layernorm": True}, SMALL],
     "qwen2_moe": [
         {**MIXTURE, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
@@ -272,3 +306,43 @@ def test_experts_of_a_type_without_them_are_refused(key: str) -> None:
     with pytest.raises(PlanError, match=f"{key} = 8 of llama: model_type = 'llama' has no experts"):
         transformer_of({**LLAMA_3_8B, key: 8})
     assert transformer_of({**LLAMA_3_8B, key: None}) == transformer_of(LLAMA_3_8B)
+
+
+def test_models_as_large_as_their_authors_say() -> None:
+    scout = {
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+            "tie_word_embeddings": False,
+        },
+    }
+    # "17 billion active parameters with 16 experts ... 109 billion": with what sees pictures.
+    found = transformer_of(scout)
+    assert found.parameters == pytest.approx(108e9, rel=0.01)
+    # Our own count of what is in use has no embedding, of which a token reads one row.
+    assert found.active_parameters + found.embedding_parameters == pytest.approx(17e9, rel=0.02)
+    kimi = {
+        **MODELS["deepseek-v3"].config,
+        "model_type": "kimi_k2",
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163840,
+    }
+    # "32 billion activated parameters and 1 trillion total parameters".
+    found = transformer_of(kimi)
+    assert found.parameters == pytest.approx(1.03e12, rel=0.01)
+    assert found.active_parameters == pytest.approx(32e9, rel=0.05)

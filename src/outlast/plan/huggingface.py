@@ -18,6 +18,7 @@ from outlast.errors import PlanError
 from outlast.plan.huggingface_families import (
     BIAS_DEFAULTS,
     FAMILIES,
+    SAME_AS,
     SYNONYMS,
     Bias,
     Family,
@@ -25,7 +26,7 @@ from outlast.plan.huggingface_families import (
 from outlast.plan.huggingface_notes import notes_of, refuse_experts
 from outlast.plan.transformer import Transformer
 
-_TEXT_PART = {"gemma3": "gemma3_text"}
+_TEXT_PART = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 """Types with a text model inside, and the type of that."""
 
 
@@ -100,7 +101,7 @@ def transformer_of(config: Mapping[str, Any] | Path | str, name: str = "") -> Tr
     else:
         raise PlanError(f"config = {config!r} is neither a Path nor what a config.json holds")
     read = _recognised(table, name)
-    attention = _latent_attention(read) if read.family.mixture == "deepseek" else _attention(read)
+    attention = _latent_attention(read) if read.family.latent else _attention(read)
     sizes = attention | _feed_forward(read)
     bare = Transformer(
         name=read.name,
@@ -147,8 +148,9 @@ def _recognised(table: Mapping[str, Any], name: str) -> _Config:
         raise PlanError(
             f"{label} has an encoder and a decoder, and only decoder-only models can be planned"
         )
+    kind = SAME_AS.get(kind, kind)
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(kind, FAMILIES, n=1)
+        near = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlanError(
             f"model_type = {kind!r} of {label} is not known: {hint}it is not recorded which "
@@ -224,6 +226,8 @@ def _feed_forward(read: _Config) -> dict[str, int]:
             "experts_per_token": chosen,
             "expert_intermediate": _intermediate(read),
         }
+    if kind == "llama4":
+        return _interleaved(read)
     width = read.size("moe_intermediate_size")
     if kind == "deepseek":
         shared, dense = read.size("n_shared_experts", default=0, least=0) * width, _first(read)
@@ -238,6 +242,23 @@ def _feed_forward(read: _Config) -> dict[str, int]:
         "expert_intermediate": width,
         "shared_intermediate": shared,
         "dense_layers": dense,
+    }
+
+
+def _interleaved(read: _Config) -> dict[str, int]:
+    """Llama 4: mixtures with one expert for all tokens in every n-th block, or in those named."""
+    layers, width = read.size("num_hidden_layers"), read.size("intermediate_size")
+    every, named = read.size("interleave_moe_layer_step", default=1), read.table.get("moe_layers")
+    if not isinstance(named or [], list):
+        raise PlanError(f"moe_layers = {named!r} of {read.name}: give a list of numbers")
+    mixtures = len(set(named)) if named else layers // every
+    return {
+        "intermediate": read.size("intermediate_size_mlp") if mixtures < layers else 0,
+        "experts": read.size("experts"),
+        "experts_per_token": read.size("experts_per_token"),
+        "expert_intermediate": width,
+        "shared_intermediate": width,
+        "dense_layers": layers - mixtures,
     }
 
 
@@ -280,17 +301,19 @@ def _norms(read: _Config, model: Transformer) -> int:
     final = 0 if read.kind == "opt" and not read.flag("do_layer_norm_before", True) else 1
     each = (family.norm_weight + family.norm_bias) * model.hidden
     total = (model.layers * norms + final + family.extra_norms) * each
-    if family.query_norm == "head":
+    # Of the same name: norms of one head here, of all heads in Cohere, without weights in Llama 4.
+    asked = read.flag("use_qk_norm", False)
+    if family.query_norm == "head" or (read.kind == "glm4_moe" and asked):
         total += model.layers * 2 * model.head_width
     elif (
         family.query_norm == "width"
-        or read.flag("use_qk_norm", False)
+        or (read.kind == "cohere" and asked)
         or (read.kind == "stablelm" and read.flag("qk_layernorm", False))
     ):
         total += model.layers * (model.query_width + model.kv_width)
     elif read.kind == "phi" and read.flag("qk_layernorm", False):
         total += model.layers * 4 * model.head_width
-    if family.mixture == "deepseek":
+    if family.latent:
         squeezed = read.size("q_lora_rank", default=0)
         total += model.layers * (squeezed + read.size("kv_lora_rank"))
     return total - (2 * model.layers + 1) * model.hidden
@@ -313,7 +336,7 @@ def _biases(read: _Config, model: Transformer) -> int:
         total += model.plain_layers * (narrow * model.intermediate + model.hidden)
         expert = narrow * model.expert_intermediate + model.hidden
         total += model.mixture_layers * model.experts * expert
-    if family.head_bias:
+    if read.bias(family.head_bias):
         total += model.vocabulary
     if read.kind == "gpt_oss":
         # A router's biases, and one learned sink of the attention per head.

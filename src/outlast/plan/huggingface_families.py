@@ -36,6 +36,7 @@ class Family:
         query_norm: Norms of queries and keys: none, over one head, or over all heads.
         positions: Learned positions: how many beyond the longest sequence; None: none are learned.
         mixture: Which keys say that experts are there and how large they are.
+        latent: Keys and values of all heads come from one narrow vector (DeepSeek-V2).
     """
 
     gated: bool = True
@@ -50,10 +51,11 @@ class Family:
     query_bias: Bias = False
     output_bias: Bias = False
     inner_bias: Bias = False
-    head_bias: bool = False
+    head_bias: Bias = False
     query_norm: Literal["none", "head", "width"] = "none"
     positions: int | None = None
-    mixture: Literal["none", "all", "sparse", "deepseek"] = "none"
+    mixture: Literal["none", "all", "sparse", "deepseek", "llama4"] = "none"
+    latent: bool = False
 
 
 _LLAMA = Family(query_bias="attention_bias", output_bias="attention_bias", inner_bias="mlp_bias")
@@ -67,6 +69,7 @@ _GPT = Family(
     inner_bias=True,
 )
 _GPTJ = replace(_GPT, tied=False, norms=1, query_bias=False, output_bias=False, head_bias=True)
+_COHERE = Family(tied=True, norms=1, query_bias="attention_bias", output_bias="attention_bias")
 _GEMMA = Family(
     states_kv_heads=True,
     tied=True,
@@ -77,14 +80,37 @@ _GEMMA = Family(
 
 FAMILIES: dict[str, Family] = {
     "bloom": replace(_GPT, extra_norms=1),
+    "arcee": replace(_LLAMA, gated=False),
     "codegen": _GPTJ,
-    "cohere": Family(tied=True, norms=1, query_bias="attention_bias", output_bias="attention_bias"),
-    "deepseek_v2": Family(mixture="deepseek"),
-    "deepseek_v3": Family(mixture="deepseek"),
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "deepseek_v2": Family(mixture="deepseek", latent=True),
+    "deepseek_v3": Family(mixture="deepseek", latent=True),
+    "dots1": Family(
+        states_kv_heads=True,
+        query_norm="head",
+        query_bias="attention_bias",
+        output_bias="attention_bias",
+        mixture="deepseek",
+    ),
+    "ernie4_5": Family(
+        tied=True,
+        states_kv_heads=True,
+        fixed_head_width=128,
+        query_bias="use_bias",
+        output_bias="use_bias",
+        inner_bias="use_bias",
+    ),
+    "exaone4": Family(states_kv_heads=True, query_norm="head"),
     "falcon": replace(_GPT, query_bias="bias", output_bias="bias", inner_bias="bias"),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, norms=4),
     "gemma3_text": replace(_GEMMA, norms=4, query_norm="head"),
+    "glm": Family(states_kv_heads=True, fixed_head_width=128, query_bias="attention_bias"),
+    "glm4": Family(
+        states_kv_heads=True, fixed_head_width=128, norms=4, query_bias="attention_bias"
+    ),
+    "glm4_moe": Family(states_kv_heads=True, query_bias="attention_bias", mixture="deepseek"),
     "gpt2": replace(_GPT, positions=0),
     "gpt_bigcode": replace(_GPT, positions=0),
     "gpt_neo": replace(_GPT, positions=0, query_bias=False),
@@ -96,7 +122,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "gptj": _GPTJ,
     "granite": _LLAMA,
+    "granitemoe": Family(query_bias="attention_bias", output_bias="attention_bias", mixture="all"),
     "llama": _LLAMA,
+    "llama4_text": Family(
+        states_kv_heads=True,
+        query_bias="attention_bias",
+        output_bias="attention_bias",
+        mixture="llama4",
+    ),
     "mistral": Family(states_kv_heads=True),
     "mixtral": Family(states_kv_heads=True, mixture="all"),
     "mpt": Family(gated=False, tied=True, width_factor=4),
@@ -127,6 +160,14 @@ FAMILIES: dict[str, Family] = {
         head_bias=True,
     ),
     "phi3": Family(),
+    "phimoe": Family(
+        states_kv_heads=True,
+        norm_bias=True,
+        query_bias="attention_bias",
+        output_bias="attention_bias",
+        head_bias="lm_head_bias",
+        mixture="all",
+    ),
     "qwen2": Family(states_kv_heads=True, query_bias=True),
     "qwen2_moe": Family(states_kv_heads=True, query_bias="qkv_bias", mixture="sparse"),
     "qwen3": Family(
@@ -143,6 +184,13 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         mixture="sparse",
     ),
+    "seed_oss": Family(
+        states_kv_heads=True,
+        fixed_head_width=128,
+        query_bias="attention_bias",
+        output_bias="attention_out_bias",
+        inner_bias="mlp_bias",
+    ),
     "smollm3": replace(_LLAMA, tied=True, states_kv_heads=True),
     "stablelm": Family(states_kv_heads=True, norm_bias=True, query_bias="use_qkv_bias"),
     "starcoder2": Family(
@@ -156,7 +204,13 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types whose blocks are those of another one, as their authors' own code says."""
+
 BIAS_DEFAULTS = {
+    ("glm", "attention_bias"): True,
+    ("glm4", "attention_bias"): True,
+    ("seed_oss", "attention_bias"): True,
     ("gpt_neox", "attention_bias"): True,
     ("opt", "enable_bias"): True,
     ("qwen2_moe", "qkv_bias"): True,

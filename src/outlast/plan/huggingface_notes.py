@@ -8,7 +8,15 @@ from typing import Any
 from outlast.errors import PlanError
 from outlast.plan.huggingface_families import FAMILIES
 
-_WINDOWS = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128, "mistral": 4096, "olmo3": 4096}
+_WINDOWS = {
+    "cohere2": 4096,
+    "exaone4": 4096,
+    "gemma2": 4096,
+    "gemma3_text": 4096,
+    "gpt_oss": 128,
+    "mistral": 4096,
+    "olmo3": 4096,
+}
 """By type, the tokens of a window where the config does not say (transformers 5)."""
 
 _SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.plan.emit.launch import argument_lines, nodes_of, script, torchrun
-from outlast.plan.emit.settings import commented, head, yaml_text
+from outlast.plan.emit.settings import commented, head, unsaid, yaml_text
 from outlast.plan.emit.stages import blocks_per_stage, is_even
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def megatron_files(
         "Overrides for a recipe of Megatron-Bridge (NeMo), with the groups of its ConfigContainer."
     )
     return {
-        "megatron.sh": script(model, run, settings, body),
-        "megatron_bridge.yaml": commented(head(model, run, settings, bridge_note))
+        "megatron.sh": script(model, run, settings, body, *unsaid(model)),
+        "megatron_bridge.yaml": commented(head(model, run, settings, bridge_note, *unsaid(model)))
         + yaml_text(_bridge(model, run, settings)),
     }
 

@@ -131,6 +131,22 @@ def head(model: Transformer, run: Configuration, settings: Settings, *notes: str
     return [part for line in lines for part in textwrap.wrap(_printable(line), _WIDTH)]
 
 
+def unsaid(model: Transformer) -> list[str]:
+    """What of a model is not in the numbers from which a framework's own model is made."""
+    notes = []
+    if model.further_parameters > 0:
+        notes.append(
+            f"Not written: {model.further_parameters:,} parameters of biases, learned positions or "
+            "further norms of the model's own config."
+        )
+    if model.dense_layers:
+        notes.append(
+            f"Its {model.dense_layers} blocks without experts stand first: check that they do in "
+            "the model's own config."
+        )
+    return notes
+
+
 def _printable(text: str) -> str:
     """Without characters that could end a comment."""
     return "".join(character if character.isprintable() else " " for character in text)

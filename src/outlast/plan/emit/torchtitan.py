@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outlast.plan.emit.launch import nodes_of, script, torchrun
-from outlast.plan.emit.settings import commented, head
+from outlast.plan.emit.settings import commented, head, unsaid
 from outlast.plan.emit.stages import blocks_per_stage
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def torchtitan_files(
     )
     text = "".join(
         (
-            commented(head(model, run, settings, note)),
+            commented(head(model, run, settings, note, *unsaid(model))),
             _IMPORTS,
             _MIXTURE_IMPORTS if model.experts else _DENSE_IMPORTS,
             _model_text(model, run, settings),
