@@ -13,6 +13,7 @@ clock plans. The one that stands uses the whole profile.
 
 from __future__ import annotations
 
+import collections
 import csv
 import statistics
 from dataclasses import dataclass, replace
@@ -86,6 +87,30 @@ def activity(gpu: str, data: Path) -> float:
     return statistics.fmean(found)
 
 
+@cache
+def governed(gpu: str, data: Path) -> float:
+    """Share of busy time that the clock governs, in the same profile at the same clocks.
+
+    Time of all forwards and backwards together is `a + b / clock`, by least squares on relative
+    errors; the share is that of the second part at the highest clock.
+    """
+    device = DEVICES[gpu]
+    seconds: dict[float, float] = collections.defaultdict(float)
+    held_back = set()
+    with (data / "stage_profile" / PROFILES[gpu]).open(newline="") as file:
+        for row in csv.DictReader(file):
+            clock = float(row["frequency"])
+            seconds[clock] += float(row["time"])
+            if float(row["energy"]) / float(row["time"]) >= 0.9 * device.power_limit_watts:
+                held_back.add(clock)
+    clocks = np.array(sorted(set(seconds) - held_back))
+    times = np.array([seconds[clock] for clock in clocks])
+    design = np.stack([np.ones(clocks.size), 1.0 / clocks], axis=1) / times[:, None]
+    whole, inverse = np.linalg.lstsq(design, np.ones(clocks.size), rcond=None)[0]
+    at_top = inverse / clocks[-1]
+    return float(np.clip(at_top / (whole + at_top), 0.0, 1.0))
+
+
 def stages_energy(
     pipeline: Pipeline, schedule: Schedule, step: ExecutedStep, clocks: Factors | None = None
 ) -> tuple[StepEnergy, list[int]]:
@@ -152,7 +177,8 @@ def cap_errors(pipeline: Pipeline, data: Path, *, times_known: bool) -> Errors:
     sweep = _sweep(pipeline, data)
     whole = sweep[max(sweep)].seconds
     caps = np.array([cap for cap in sorted(sweep) if cap < max(sweep)])
-    factors = cap_factors(constants_of(pipeline.gpu), activity(pipeline.gpu, data), caps)
+    watts, share = activity(pipeline.gpu, data), governed(pipeline.gpu, data)
+    factors = cap_factors(constants_of(pipeline.gpu), watts, caps, share)
     if isinstance(factors, Unavailable):
         raise TypeError(factors.reason)
     ran = np.array([sweep[cap].seconds for cap in caps])

@@ -25,6 +25,7 @@ from outlast.plan.memory.limits import (
 )
 from outlast.plan.memory.parts import memory_parts, stage_parts
 from outlast.plan.memory.texts import MEMORY
+from outlast.plan.terms.held import last_blocks, most_blocks
 from outlast.plan.transformer import Transformer
 
 GIB = 2**30
@@ -294,3 +295,24 @@ def test_all_cases_come_back_also_where_they_agree() -> None:
 
 def _value(parts: tuple[object, ...], name: str) -> float:
     return next(float(np.max(each.values)) for each in parts if each.name == name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "stages", "first", "last"),
+    [
+        (28, 3.56, 2, 16, 12),
+        (32, 2.21, 2, 18, 14),
+        (32, 2.21, 4, 9, 6),
+        (80, 1.1, 4, 21, 19),
+        (80, 1.1, 8, 11, 9),
+        (126, 0.58, 2, 64, 62),
+        (126, 0.58, 8, 16, 15),
+    ],
+)
+def test_stages_by_cost_are_cut_where_nanotron_cuts_them(
+    layers: int, head: float, stages: int, first: int, last: int
+) -> None:
+    # By hand with its rule: blocks go to a stage until the cost so far exceeds the stages' share.
+    of = one(replace(LLAMA_8B, layers=layers), pipeline=stages, balance="cost")
+    assert most_blocks(of, np.full(1, head)) == first
+    assert last_blocks(of, np.full(1, head)) == last

@@ -131,6 +131,17 @@ def test_failed_runs_alone_lower_the_limit(runs: MemoryRuns) -> None:
     assert after.values["usable_share"] < before.values["usable_share"]
 
 
+def test_what_was_reserved_could_be_had(runs: MemoryRuns) -> None:
+    fitting = np.flatnonzero(~runs.out_of_memory)
+    usual = runs.taken(fitting)
+    fullest = int(np.argmax(usual.reserved_bytes))
+    reserved = usual.reserved_bytes.copy()
+    reserved[fullest] = 0.985 * 80 * 2**30
+    told = replace(usual, reserved_bytes=reserved)
+    before, after = (fit_memory(each).values["usable_share"] for each in (usual, told))
+    assert before + 0.003 < after < 0.985
+
+
 def test_programs_differ_where_they_may(runs: MemoryRuns) -> None:
     quiet = sweep(memory_constants({**TRUE, "buffers_ahead": 1.0}), "theirs")
     both = MemoryRuns(

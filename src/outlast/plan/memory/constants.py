@@ -118,17 +118,19 @@ MEMORY_PRIORS: dict[str, Prior] = {
         "1",
         0.6,
         0.25,
-        {},
+        {"framework": 0.5},
         1.0,
-        "part of the fragments that the allocator cannot give back when memory runs out",
+        "part of the fragments that the allocator cannot give back when memory runs out: nearly "
+        "none with expandable segments, most of them without, which is the program's setting",
     ),
     "usable_share": Prior(
         "1",
         0.972,
         0.008,
-        {},
+        {"framework": 0.008},
         1.0,
-        "memory that the allocator can get over the device's: context and NCCL need the rest",
+        "memory that the allocator can get over the device's: the context and NCCL's buffers of "
+        "the program's communicators need the rest",
     ),
 }
 

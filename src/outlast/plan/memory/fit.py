@@ -168,7 +168,10 @@ class _Problem:
 
     @cached_property
     def deviations(self) -> Array:
-        """(columns,) of the priors, on the scale of `unbounded`."""
+        """(columns,) of the priors, on the scale of `unbounded`.
+
+        Of one program alone, the common values are its own, and may be as far off.
+        """
         found = []
         for name, program in self.columns:
             prior = MEMORY_PRIORS[name]
@@ -176,6 +179,8 @@ class _Problem:
                 found.append(np.hypot(self.before.deviations[name], RELEASE_DEVIATION))
                 continue
             wide = prior.spreads["framework"] if program else prior.log_deviation
+            if len(set(self.runs.software)) == 1:
+                wide = float(np.hypot(wide, prior.spreads.get("framework", 0.0)))
             found.append(wide / (1.0 - prior.median / prior.most))
         return np.array(found)
 
@@ -204,7 +209,7 @@ class _Problem:
         return replace(blank, log_deviation=max(spread, LIMIT_NOISE))
 
     def residuals(self, distances: Array) -> Array:
-        """(4 runs + columns,) or fewer, where figures are not known."""
+        """(5 runs + columns,) or fewer, where figures are not known."""
         values: dict[str, float | Array] = {}
         positions = {name: np.zeros(1) for name in MEMORY_NAMES}
         for (name, program), distance in zip(self.columns, distances, strict=True):
@@ -221,9 +226,18 @@ class _Problem:
                 _soft(peak / PEAK_NOISE),
                 _soft(reserved / RESERVED_NOISE),
                 _soft(np.maximum(wrong, 0.0) / LIMIT_NOISE),
+                # What a run has reserved could be had.
+                _soft(np.maximum(self._over(constants), 0.0) / ALLOCATED_NOISE),
                 distances / self.deviations,
             ]
         )
+
+    def _over(self, constants: MemoryConstants) -> Array:
+        """(runs whose reserved memory is known,) log of that over what the model says is usable."""
+        known = np.isfinite(self.runs.reserved_bytes)
+        usable = np.broadcast_to(constants.usable_share * self.runs.cases.memory_bytes, known.shape)
+        found: Array = np.log(self.runs.reserved_bytes[known] / usable[known])
+        return found
 
     @cached_property
     def _members(self) -> dict[str, Array]:

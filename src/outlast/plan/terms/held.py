@@ -6,6 +6,9 @@ import numpy as np
 
 from outlast.plan.cases import Array, Cases
 
+_WHOLE = 0.05
+"""Share of a block that is not moved to another stage."""
+
 
 def block_parameters(cases: Cases) -> Array:
     """Of an average block, all its experts counted, on all ranks together."""
@@ -36,17 +39,24 @@ def most_blocks(cases: Cases, head_blocks: Array) -> Array:
             leave room for it.
     """
     even = np.ceil(cases.layers / cases.pipeline)
-    # 5 % of a block is not moved to another stage.
-    fair = np.ceil((cases.layers + head_blocks) / cases.pipeline - 0.05)
+    fair = np.ceil((cases.layers + head_blocks) / cases.pipeline - _WHOLE)
     return np.where(cases.by_cost > 0.0, np.minimum(fair, cases.layers), even)
 
 
 def last_blocks(cases: Cases, head_blocks: Array) -> Array:
-    """Blocks of the stage that has the head."""
+    """Blocks of the stage that has the head.
+
+    A stage that is balanced by cost begins with the block after the one at which the cost of all
+    before reaches its share of the whole, embedding and norms for nothing (nanotron's
+    `build_model`).
+
+    Args:
+        cases: (cases,).
+        head_blocks: As of `most_blocks`.
+    """
     even = np.floor(cases.layers / cases.pipeline)
-    fair = (cases.layers + head_blocks) / cases.pipeline - head_blocks
-    # Half a block on average: where the cut falls depends on the framework's rounding.
-    by_cost = np.where(cases.pipeline > 1.0, np.maximum(np.rint(fair), 0.0), cases.layers)
+    before = (cases.layers + head_blocks) * (cases.pipeline - 1.0) / cases.pipeline
+    by_cost = np.maximum(cases.layers - np.ceil(before - _WHOLE), 0.0)
     return np.where(cases.by_cost > 0.0, by_cost, even)
 
 
