@@ -102,6 +102,10 @@ class PlanError(OutlastError):
     """A run cannot be predicted, searched, calibrated or written out as asked."""
 
 
+class NothingAllowedError(PlanError):
+    """No configuration fits or keeps to a budget: an answer of a search, and no wrong input."""
+
+
 class ClusterError(OutlastError):
     """A chain of jobs, a queue, a schedule or a transfer cannot be made as asked."""
 

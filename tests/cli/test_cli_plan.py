@@ -90,6 +90,17 @@ def test_tables_stay_within_80_columns(
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
+def test_layouts_stay_in_a_narrow_table_of_large_numbers(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--micro-batch", 1, "--tokens", "1e30")
+    _, out, _ = plan(*asked, "--top", 2)
+    assert max(len(line) for line in out.splitlines()) <= 80
+    head = next(line for line in out.splitlines() if line.lstrip().startswith("#"))
+    assert "layout" in head.split()
+
+
 def test_source_may_come_behind_the_options(plan: Plan) -> None:
     first = plan.json("gpt2", "--cluster", "h100x8", *SMALL)
     second = plan.json("--cluster", "h100x8", *SMALL, "gpt2")

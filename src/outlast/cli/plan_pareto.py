@@ -11,7 +11,7 @@ import typer
 from outlast.cli.asks import asks
 from outlast.cli.plan_asked import Asked, Layout
 from outlast.cli.plan_rank import AsJson
-from outlast.errors import EXIT_CRASHED, PlanError
+from outlast.errors import EXIT_CRASHED, NothingAllowedError, PlanError
 
 if TYPE_CHECKING:
     from outlast.cli.plan_choice import Chosen
@@ -116,9 +116,7 @@ def check(
     bounds = _bounds(read, headroom)
     try:
         found = chosen(read, layout)
-    except PlanError as error:
-        if not _nothing(str(error)):
-            raise
+    except NothingAllowedError as error:
         reasons = [str(error)]
         if json:
             print_json({"holds": False, "reasons": reasons, "limits": bounds})
@@ -145,11 +143,6 @@ def check(
         for each in beyond(found.estimate):
             print(f"extrapolated: {each}")
     raise typer.Exit(EXIT_CRASHED if reasons else 0)
-
-
-def _nothing(text: str) -> bool:
-    """Whether a search found nothing that fits or keeps to the budget: an answer, and no error."""
-    return text.startswith(("nothing fits", "nothing keeps", "each limit can be kept alone"))
 
 
 def _bounds(planned: Planned, headroom: str | None) -> dict[str, float]:

@@ -217,11 +217,11 @@ def _print_choices(console: Console, found: Ranking) -> None:
         row[1] = layout
     columns = [
         Column("#"),
-        Column("layout", number=False, optional=1, least=24),
+        Column("layout", number=False, least=24),
         Column("takes"),
         Column("interval", optional=3),
         Column("energy"),
-        Column("memory", number=False),
+        Column("memory", number=False, optional=1),
         Column("MFU"),
         Column("ETTR", optional=2),
         Column("limited by", number=False, optional=4, least=12),

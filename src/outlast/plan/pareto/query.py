@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from outlast.errors import PlanError
+from outlast.errors import NothingAllowedError, PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.pareto.budget import limits as limits_of
 from outlast.plan.pareto.front import Mask
@@ -57,13 +57,15 @@ def best(
         surely: The limits hold at the unfavourable end of the intervals, not only at the middle.
 
     Raises:
-        PlanError: Nothing keeps to the limits: the text says what the least is; or a figure is
-            unknown.
+        NothingAllowedError: Nothing keeps to the limits: the text says what the least is.
+        PlanError: A figure is unknown.
     """
     bounds = limits_of(within, start=start, currency=front.currency)
     inside = kept(front.objectives, bounds, surely=surely)
     if not inside.any():
-        raise PlanError(why_none(front.objectives, bounds, surely=surely, currency=front.currency))
+        raise NothingAllowedError(
+            why_none(front.objectives, bounds, surely=surely, currency=front.currency)
+        )
     names = [minimise, *(name for name in front.axes if name != minimise)]
     keys = [_signed(front.objectives, name, "middle")[inside] for name in names]
     point = int(np.flatnonzero(inside)[np.lexsort(keys[::-1])[0]])
@@ -173,7 +175,8 @@ def limited(objectives: Objectives, bounds: Mapping[str, float], currency: str =
     """(candidates,) within all limits.
 
     Raises:
-        PlanError: None is; the text says what the least is. Or a limited figure is unavailable.
+        NothingAllowedError: None is; the text says what the least is.
+        PlanError: A limited figure is unavailable.
     """
     for name in bounds:
         column = objectives.column(name)
@@ -184,5 +187,5 @@ def limited(objectives: Objectives, bounds: Mapping[str, float], currency: str =
             )
     inside = kept(objectives, bounds)
     if not inside.any():
-        raise PlanError(why_none(objectives, bounds, currency=currency))
+        raise NothingAllowedError(why_none(objectives, bounds, currency=currency))
     return inside
