@@ -18,8 +18,10 @@ from harness import Bar
 from outlast.plan.calibration.clean import clean
 from outlast.plan.calibration.conformal import conformal
 from outlast.plan.calibration.csv_rows import read_rows
-from outlast.plan.calibration.fit import Fit
+from outlast.plan.calibration.fit import NOISE, Fit, believed
 from outlast.plan.calibration.groups import folds, interval_groups
+from outlast.plan.calibration.probes import Budget, choose_probes
+from outlast.plan.calibration.probing import MISSED, directions
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import (
     StepModel,
@@ -130,18 +132,16 @@ def _interval_bars(rows: Sequence[Row], held) -> Iterator[Bar]:  # type: ignore[
 def _transfer_bars(rows: Sequence[Row], draws: int) -> Iterator[Bar]:
     """Fitted on one source and four runs of another, on which the rest is predicted."""
     rng = np.random.default_rng(0)
-    ours, theirs = [], []
+    ours, theirs, chosen_well = [], [], []
     for known, wanted in TRANSFERS:
         base = [row for row in rows if row.source == known]
         there = [row for row, own in zip(rows, _scored(rows, wanted), strict=True) if own]
         found, constant = [], []
         for _ in range(draws):
             chosen = set(rng.permutation(len(there))[:PROBES].tolist())
-            probes = [there[index] for index in sorted(chosen)]
-            rest = [row for index, row in enumerate(there) if index not in chosen]
-            constants, residual = fitted([*base, *probes])
-            found.append(_errors(_model(constants, residual), rest))
-            constant.append(_constant(probes, rest))
+            errors, baseline = _transferred(base, there, chosen)
+            found.append(errors)
+            constant.append(baseline)
         mine, base_line = np.abs(np.concatenate(found)), np.abs(np.concatenate(constant))
         ours.append(np.median(mine))
         theirs.append(np.median(base_line))
@@ -149,9 +149,46 @@ def _transfer_bars(rows: Sequence[Row], draws: int) -> Iterator[Bar]:
         name = f"transfer, {known} + {PROBES} random runs of {wanted}: median error"
         peer = f"constant MFU from the same runs {100.0 * np.median(base_line):.1f}; "
         yield _below(name, three[0], 6.0, f"{peer}ours mean {three[1]:.1f}, p90 {three[2]:.1f}")
+        errors, baseline = _transferred(base, there, _informative(base, there))
+        chosen_well.append((known, wanted, _three(errors), _three(baseline)))
+    for known, wanted, three, constant_three in chosen_well:
+        name = f"transfer, {known} + {PROBES} D-optimal runs of {wanted}: median error"
+        peer = f"constant MFU from the same runs {constant_three[0]:.1f}; "
+        yield _below(name, three[0], None, f"{peer}ours mean {three[1]:.1f}, p90 {three[2]:.1f}")
     worse = sum(mine > theirs_ for mine, theirs_ in zip(ours, theirs, strict=True))
     name = "transfers in which constant MFU is better"
     yield Bar(name, int(worse), "", "<= 0", worse == 0, f"{len(TRANSFERS)} transfers", "predicted")
+
+
+def _transferred(
+    base: Sequence[Row], there: Sequence[Row], chosen: set[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors of all but the chosen runs, and those of one utilisation, from the same runs."""
+    probes = [there[index] for index in sorted(chosen)]
+    rest = [row for index, row in enumerate(there) if index not in chosen]
+    return _errors(_model(*fitted([*base, *probes])), rest), _constant(probes, rest)
+
+
+def _informative(base: Sequence[Row], there: Sequence[Row]) -> set[int]:
+    """The runs that `outlast plan calibrate` would choose of these, knowing nothing of their times.
+
+    As there (`Probing._design`): what is unknown are the constants, and a straight line in each
+    direction for what the formulas miss.
+    """
+    constants, _ = fitted(base)
+    whose = [belonging(row) for row in there]
+    before = believed(whose, constants)
+    numbers = cases([(row.model, row.run, row.cluster) for row in there])
+    design = np.concatenate(
+        [
+            before.log_gradient(numbers, whose) @ np.linalg.cholesky(before.covariance),
+            MISSED * directions(numbers),
+        ],
+        axis=1,
+    )
+    budget = Budget(seconds=float(PROBES), fewest=PROBES, most=PROBES)
+    costs = np.ones(len(there))
+    return set(choose_probes(design, np.ones(design.shape[1]), costs, budget, NOISE).rows.tolist())
 
 
 def _unmeasured_bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -7,7 +7,7 @@ import pytest
 from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.fit import Belonging, fit
+from outlast.plan.calibration.fit import Belonging, believed, fit
 from outlast.plan.calibration.residual import fit_residual
 from outlast.plan.cases import cases
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded
@@ -52,6 +52,20 @@ def test_constants_are_found_in_spite_of_outliers(fitted):
     values = found.constants([HERE])
     for name, value in truth.items():
         assert float(getattr(values, name)[0]) == pytest.approx(value, rel=0.2)
+
+
+def test_what_is_known_of_a_chip_holds_until_its_runs_say_otherwise():
+    hopper, ampere = Belonging("h100-sxm", "", ""), Belonging("a100-sxm-80", "", "")
+    before = [believed().constants([whose]) for whose in (hopper, ampere)]
+    ratio = before[0].attention_efficiency / before[1].attention_efficiency
+    assert ratio[0] == pytest.approx(0.35 / 0.6)
+    assert before[1].attention_efficiency[0] == pytest.approx(0.45)
+    assert before[0].matmul_efficiency == before[1].matmul_efficiency
+
+    numbers = replace(sweep(), sequence=np.array([65536.0]))
+    seconds = step_seconds(numbers, constants({"attention_efficiency": 0.7}))
+    found = fit(numbers, seconds, [hopper] * len(numbers)).constants([hopper])
+    assert found.attention_efficiency[0] == pytest.approx(0.7, rel=0.2)
 
 
 def test_the_fit_predicts_better_than_the_priors(fitted):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from outlast.errors import PlanError
 from outlast.plan.cases import Array, Cases
 from outlast.plan.constants import (
+    KNOWN_OF_CHIPS,
     LEVELS,
     NAMES,
     PRIORS,
@@ -69,18 +70,30 @@ class Column:
         log_deviation = prior.log_deviation if self.level is None else prior.spreads[self.level]
         return unbounded_deviation(self.constant, log_deviation)
 
+    @property
+    def mean(self) -> float:
+        """Prior mean, on the unbounded scale: 0, or what is known of a chip."""
+        if self.level != "chip":
+            return 0.0
+        median = PRIORS[self.constant].median
+        known = median * KNOWN_OF_CHIPS.get((self.constant, self.group), 1.0)
+        return float(
+            unbounded(self.constant, np.array(known)) - unbounded(self.constant, np.array(median))
+        )
+
     def counts_for(self, whose: Belonging) -> bool:
         """Whether a run's constant contains it."""
         return self.level is None or whose.of(self.level) == self.group
 
 
 def columns_of(whose: Sequence[Belonging]) -> tuple[Column, ...]:
-    """All numbers that the constants of some runs are made of."""
+    """All numbers that the constants of some runs are made of, and of chips that are known."""
     found = [Column(name) for name in NAMES]
+    found += [Column(name, "chip", chip) for name, chip in KNOWN_OF_CHIPS]
     for level in LEVELS:
         for group in sorted({each.of(level) for each in whose}):
             found += [Column(name, level, group) for name in NAMES if level in PRIORS[name].spreads]
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ def fit(
     measured = np.asarray(seconds, dtype=np.float64)
     if not measured.size or not (np.isfinite(measured) & (measured > 0.0)).all():
         raise PlanError("step_seconds of every run must be a number above 0: leave others out")
-    blank = _before(whose, prior)
+    blank = believed(whose, prior)
     columns, means = blank.columns, blank.values
     deviations = np.sqrt(np.diag(blank.covariance))
     whitening = np.linalg.cholesky(np.linalg.inv(blank.covariance)).T
@@ -226,13 +239,19 @@ def fit(
     return Fit(columns, found.x, covariance)
 
 
-def _before(whose: Sequence[Belonging], prior: Fit | None) -> Fit:
-    """What is believed of all numbers before the runs are looked at."""
+def believed(whose: Sequence[Belonging] = (), prior: Fit | None = None) -> Fit:
+    """What is believed of all numbers before the runs are looked at.
+
+    Args:
+        whose: Of each run.
+        prior: What other runs have taught; None for the priors.
+    """
     columns = columns_of(whose)
     if prior is not None:
         columns = (*prior.columns, *(each for each in columns if each not in set(prior.columns)))
     deviations = np.array([column.deviation for column in columns])
-    values, covariance = np.zeros(len(columns)), np.diag(deviations**2)
+    values = np.array([column.mean for column in columns])
+    covariance = np.diag(deviations**2)
     if prior is not None:
         known = len(prior.columns)
         values[:known] = prior.values

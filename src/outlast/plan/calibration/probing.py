@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.fit import NOISE, Belonging, Fit, columns_of, fit
+from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed, fit
 from outlast.plan.calibration.here import divided
 from outlast.plan.calibration.probe_runs import Probe, kept_probe, run_probe, steps_for
 from outlast.plan.calibration.probes import FEWEST, MOST, Budget, choose_probes
@@ -136,9 +136,7 @@ class Probing:
 
     def _fit(self) -> Fit:
         if not self.probes:
-            columns = columns_of([self._whose])
-            deviations = np.array([column.deviation for column in columns])
-            return Fit(columns, np.zeros(len(columns)), np.diag(deviations**2))
+            return believed([self._whose])
         rows = [probe.row for probe in self.probes]
         numbers = cases([(row.model, row.run, row.cluster) for row in rows])
         seconds = np.array([row.step_seconds for row in rows], dtype=np.float64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from outlast.plan.calibration.conformal import Conformal, conformal
-from outlast.plan.calibration.fit import Belonging, Fit, columns_of, fit
+from outlast.plan.calibration.fit import Belonging, Fit, believed, fit
 from outlast.plan.calibration.groups import OTHERS, folds, interval_group, interval_groups
 from outlast.plan.calibration.residual import Residual, fit_residual
 from outlast.plan.calibration.rows import Row
@@ -276,11 +276,8 @@ def _joined(one: Support, other: Support) -> Support:
 
 def uncalibrated() -> StepModel:
     """The priors: what is believed before any run was measured."""
-    columns = columns_of(())
-    deviations = np.array([column.deviation for column in columns])
-    blank = Fit(columns, np.zeros(len(columns)), np.diag(deviations**2))
     # 90 % of a normal error, on top of which the formulas themselves are off by about 10 %.
-    return StepModel(blank, None, Conformal(quantiles={OTHERS: 1.645}, floor=0.1), Support({}))
+    return StepModel(believed(), None, Conformal(quantiles={OTHERS: 1.645}, floor=0.1), Support({}))
 
 
 def _groups_of(cases: Cases, whose: Belonging) -> list[str]:
