@@ -338,6 +338,20 @@ def test_explain_wraps_on_a_terminal(plan: Plan, monkeypatch: pytest.MonkeyPatch
     assert max(len(line) for line in plain.splitlines()) <= 80
 
 
+@pytest.mark.parametrize("more", [(), ("--tensorize", "low_rank:0.25"), ("--precision", "fp8")])
+def test_no_interval_reaches_beyond_the_peak(plan: Plan, more: tuple[str, ...]) -> None:
+    layout = ("--tensor", 8, "--pipeline", 8, "--schedule", "zero_bubble", "--shard", 1)
+    asked = ("llama-3-8b", "--cluster", "h100x64", *layout, "--sequence", 2048, *more)
+    found = plan.json("explain", *asked)["estimate"]
+    step = found["step_seconds"]["figure"]
+    assert step["high"] > 4.0 * step["middle"], "a wide interval, else nothing is tested"
+    # Low ranks compute less than the FLOPs that count for the dense model.
+    assert found["utilisation"]["high"] <= (1.1 if "--tensorize" not in more else 3.0)
+    assert found["utilisation"]["high"] > found["utilisation"]["middle"]
+    takes = found["finish_seconds"]
+    assert takes["low"] / takes["middle"] >= 0.99 * step["low"] / step["middle"]
+
+
 def test_data_ranks_are_what_is_left_over(plan: Plan) -> None:
     found = plan.json("explain", "llama-3-8b", "--cluster", "h100x64", "--tensor", 8, *SMALL)
     assert found["configuration"]["data"] == 8

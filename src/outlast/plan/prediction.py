@@ -18,7 +18,7 @@ from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.space import Block
 from outlast.plan.reliability.finish import SMALLEST, finish
 from outlast.plan.reliability.goodput import goodput
-from outlast.plan.structured import form_of
+from outlast.plan.structured import form_of, operations_ratio
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
@@ -46,7 +46,8 @@ class Estimate:
     """What is predicted of one run.
 
     Attributes:
-        step_seconds: Of one optimizer step, with its terms.
+        step_seconds: Of one optimizer step, with its terms; its interval ends where the devices
+            compute at their peak.
         tokens_per_s: Of all devices.
         utilisation: Model FLOPs per second over the peak (MFU), no recomputation counted.
         memory: Of the fullest device, reserved, with its terms.
@@ -126,7 +127,7 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     block = Block(numbers, (settings or Settings(),), one, one)
     judged = judge(context, block)
     outside = _outside(context, block)
-    step = _step_total(context, judged, outside)
+    step = _step_total(context, judged, _least_seconds(context, run, block.settings[0]), outside)
     seconds = step.figure
     rate = Interval(*_inverse(seconds, run.tokens), seconds.coverage, outside)
     flops = context.model.flops_per_token(run.sequence) / run.devices
@@ -190,14 +191,28 @@ def _outside(context: Context, block: Block) -> tuple[str, ...]:
     return context.step.outside(block.layouts, context.whose)
 
 
-def _step_total(context: Context, judged: Judged, outside: tuple[str, ...]) -> Total:
+def _least_seconds(context: Context, run: Configuration, settings: Settings) -> float:
+    """Of a step that computes at the peak and does nothing else.
+
+    Scores are computed on one side of the diagonal alone, as causal attention can.
+    """
+    model = context.model
+    whole = model.flops_per_token(run.sequence)
+    scores = 6.0 * model.layers * model.query_width * run.sequence
+    flops = whole * operations_ratio(model, settings, whole) - scores
+    return flops * run.tokens / (run.devices * context.cluster.peak_flop_per_s[run.precision])
+
+
+def _step_total(
+    context: Context, judged: Judged, least_seconds: float, outside: tuple[str, ...]
+) -> Total:
+    """With an interval that ends where the devices' peak does."""
     terms = tuple(_term(context, part) for part in judged.step.parts)
     middle = sum(term.value for term in terms)
     half = float(np.exp(judged.step_half_widths[0]))
     widths = context.step.widths
-    return Total(
-        "s", Interval(middle / half, middle, middle * half, widths.coverage, outside), terms
-    )
+    low = max(middle / half, min(least_seconds, middle))
+    return Total("s", Interval(low, middle, middle * half, widths.coverage, outside), terms)
 
 
 def _term(context: Context, part: Part) -> Term:
@@ -299,7 +314,8 @@ def _finish(
     fast, slow = (float(finish(each, productive).expected_seconds[0]) for each in ends)
     # 10th and 90th percentile of the step from its 5th and 95th, as of a normal error.
     step = np.log(seconds.high / seconds.middle) * 1.2816 / 1.6449
-    low = _joined(step, np.log(mean / min(early, mean)), np.log(mean / min(fast, mean)))
+    short = min(step, np.log(seconds.middle / seconds.low))
+    low = _joined(short, np.log(mean / min(early, mean)), np.log(mean / min(fast, mean)))
     high = _joined(step, np.log(max(late, mean) / mean), np.log(max(slow, mean) / mean))
     likely = mean * float(np.exp(-low)), mean, mean * float(np.exp(high))
     return Interval(*likely, 0.8, beyond)
