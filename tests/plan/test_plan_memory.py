@@ -12,6 +12,7 @@ from outlast.errors import PlanError
 from outlast.plan.cases import Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
+from outlast.plan.known_models import published
 from outlast.plan.memory.constants import MEMORY_NAMES, MEMORY_PRIORS, memory_constants
 from outlast.plan.memory.limits import (
     allocated_bytes,
@@ -316,3 +317,32 @@ def test_stages_by_cost_are_cut_where_nanotron_cuts_them(
     of = one(replace(LLAMA_8B, layers=layers), pipeline=stages, balance="cost")
     assert most_blocks(of, np.full(1, head)) == first
     assert last_blocks(of, np.full(1, head)) == last
+
+
+# torchtitan's own table of December 2024 (benchmarks/llama3_h100_202412_torchtitan.md): H100 with
+# 96 GB, float8, full recomputation, GiB that the fullest rank reserves.
+TITAN = [
+    (0.05, "llama-3-8b", 83.9, {"data": 8, "sequence": 32768, "micro_batch": 1}),
+    (0.05, "llama-3-8b", 84.2, {"data": 4, "context": 2, "sequence": 65536, "micro_batch": 1}),
+    (0.05, "llama-3-8b", 84.5, {"context": 8, "sequence": 262144, "micro_batch": 1}),
+    (0.15, "llama-3-70b", 71.9, {"data": 32, "tensor": 8, "sequence": 8192, "micro_batch": 16}),
+    (
+        0.15,
+        "llama-3.1-405b",
+        82.5,
+        {"data": 8, "tensor": 8, "pipeline": 8, "sequence": 8192, "micro_batch": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("within", "model", "measured", "layout"), TITAN)
+def test_priors_alone_say_what_torchtitan_measured(
+    within: float, model: str, measured: float, layout: dict[str, int]
+) -> None:
+    rounds = layout.get("data", 1) * layout["micro_batch"] * layout.get("pipeline", 1)
+    run = Configuration(
+        **layout, batch=rounds, sharding="parameters", recompute="full", precision="fp8"
+    )
+    numbers = cases([(published(model), run, h100(run.devices, 94.0))])
+    found = float(reserved_bytes(numbers, memory_constants())[0]) / GIB
+    assert found == pytest.approx(measured, rel=within)

@@ -34,8 +34,9 @@ class States:
         gradients: Summed over micro-batches.
         optimizer: fp32 weights and moments.
         buckets: Copies of gradients for their sum among replicas, while passes run.
-        passing: Gradients of one block, and of the tables, on their way into the sum.
-        gathered: Weights of fully sharded blocks that a pass needs at once.
+        passing: Gradients of one block, and of the tables, on their way into the sum; of all
+            blocks where ranks scatter them after the last micro-batch only.
+        gathered: Weights of fully sharded blocks that a pass needs at once, or that stay gathered.
         after_step: Copies that exist after the optimizer's step and not while passes run.
         step_copies: Buffers that exist only during the optimizer's step.
         saved: What an optimizer that replicas share saves against one that they do not.
@@ -62,7 +63,9 @@ def states(cases: Cases, constants: MemoryConstants, stage: Stage) -> States:
     """States of one rank of a stage (ZeRO: Rajbhandari et al. 2019, 1910.02054, section 5).
 
     Fully sharded parameters have no low-precision shard: FSDP2 casts the fp32 one as it gathers.
-    Experts are sharded among the ranks that hold the same ones.
+    Experts are sharded among the ranks that hold the same ones. In a pipeline weights stay gathered
+    and gradients whole until the last micro-batch, since both would else travel in every pass
+    (torchtitan's `reshard_after_forward`; the stages of torch.distributed.pipelining).
 
     Args:
         cases: (cases,).
@@ -100,9 +103,12 @@ def states(cases: Cases, constants: MemoryConstants, stage: Stage) -> States:
     table = embedding_parameters(cases) / cases.tensor
     piece = np.minimum(stage.blocks, 1.0) * whole_block + np.minimum(stage.ends, 1.0) * table
     cast = np.where(cases.gradient_bytes > cases.value_bytes, cases.value_bytes, 0.0)
-    scattered = np.where(cases.sharding > 1.0, np.minimum(piece, parameters - divided), 0.0)
+    once = (cases.pipeline > 1.0) & (cases.micro_batches > 1.0)
+    whole = np.where(once, parameters, piece)
+    scattered = np.where(cases.sharding > 1.0, np.minimum(whole, parameters - divided), 0.0)
     # The next block's weights arrive while one computes; the tables stay for a whole pass.
     needed = np.minimum(stage.blocks, 2.0) * whole_block + stage.ends * table
+    needed = np.where(once, parameters, needed)
     gathered = np.where(full, np.minimum(needed, parameters - held), 0.0)
     return States(
         parameters=parameters,

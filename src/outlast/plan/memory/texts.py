@@ -17,10 +17,12 @@ MEMORY: dict[str, Text] = {
         "parameters per rank * bucket_bytes, with replicas and no sharding", ("bucket_bytes",)
     ),
     "gradients on their way": Text(
-        "(block + tables) * bytes of a value, and gradient bytes where they are scattered"
+        "(block + tables) * bytes of a value, and gradient bytes where they are scattered: of all "
+        "parameters in a pipeline"
     ),
     "gathered weights": Text(
-        "(min(blocks, 2) * block + tables) * bytes of a value, with sharded parameters",
+        "(min(blocks, 2) * block + tables) * bytes of a value, with sharded parameters; all of a "
+        "pipeline's stage",
         (),
         "ZeRO (1910.02054), section 7.2; two blocks at a time: FSDP (2304.11277), section 3.3",
     ),
