@@ -130,3 +130,18 @@ def test_plan_conformal_support_refuses():
         support_of({"devices": np.array([-1.0])})
     with pytest.raises(PlanError, match="support of layers"):
         Support({"layers": (5.0, 2.0)})
+
+
+def test_one_probe_of_few_that_strays_does_not_widen_all_intervals():
+    residuals = np.array([0.1, -0.1, 0.12, -0.08, 0.1, -0.1, 0.09, -0.12, 0.1, 0.11, -0.9])
+    found = conformal(residuals, np.zeros(11), ["mine"] * 11)
+    width = found.half_widths(np.zeros(1), ["mine"], np.zeros(1))[0]
+    # Student's quantile at 15 degrees is 1.753, and the rows' own scale 1.4826 * 0.1.
+    assert width == pytest.approx(1.753 * np.sqrt((4 * 0.1**2 + 11 * 0.14826**2) / 15), rel=1e-3)
+    other = found.half_widths(np.zeros(1), ["yours"], np.zeros(1))[0]
+    assert other == pytest.approx(np.sqrt(2.0) * width)
+
+
+def test_three_rows_that_lie_close_say_too_little_for_a_narrow_interval():
+    found = conformal(np.array([0.001, -0.002, 0.001]), np.zeros(3), ["mine"] * 3)
+    assert 0.1 < found.half_widths(np.zeros(1), ["mine"], np.zeros(1))[0] < 0.2

@@ -32,6 +32,12 @@ from outlast.plan.estimate import Interval
 _MEAN_ROWS = 3.0
 _QUANTILE_ROWS = 15.0
 _LEAST_FLOOR = 0.005
+FEW = 19
+"""Rows below which the quantile of one group's scores would be the largest of them."""
+_EXPECTED = 0.1
+"""Log error that is expected of the formulas before any row is seen."""
+_EXPECTED_ROWS = 4.0
+"""Rows that this counts for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +138,8 @@ def conformal(
     if not 0.0 < coverage < 1.0:
         raise PlanError(f"coverage = {coverage:g} is not between 0 and 1")
     floor = max(1.4826 * float(np.median(np.abs(residuals))), _LEAST_FLOOR)
+    if residuals.size < FEW and len(set(groups)) == 1:
+        return _of_few(floor, residuals.size, groups[0], coverage)
     scores = np.abs(residuals) / _scales(floor, deviations, away)
     names = np.array(groups)
     factors = _factors(scores, names)
@@ -145,6 +153,23 @@ def conformal(
         quantiles[str(group)] = factor * _quantile(normalised, weights, coverage)
     quantiles[OTHERS] = _elsewhere(scores, names, coverage)
     return Conformal(quantiles=quantiles, floor=floor, coverage=coverage)
+
+
+def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
+    """Student's quantile of a scale that few rows and what is expected give together.
+
+    Probes lie at the ends of their ranges, where a fit without them is worst, and one of them may
+    stray: their largest error is no quantile. Of three rows that happen to lie close, the error
+    says too little. (Conjugate prior of a variance: Gelman et al., Bayesian Data Analysis,
+    section 2.6.)
+    """
+    from scipy.special import stdtrit
+
+    known = _EXPECTED_ROWS + rows
+    scale = math.sqrt((_EXPECTED_ROWS * _EXPECTED**2 + rows * floor**2) / known)
+    quantile = float(stdtrit(known, 0.5 + coverage / 2.0))
+    others = quantile * math.sqrt(2.0)
+    return Conformal(quantiles={group: quantile, OTHERS: others}, floor=scale, coverage=coverage)
 
 
 def _scales(floor: float, deviations: Array, distances: Array) -> Array:
