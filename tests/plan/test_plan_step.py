@@ -138,3 +138,21 @@ def test_the_head_is_seen_by_stages_that_are_balanced_by_cost():
     piped = configuration(data=1, pipeline=8, batch=64)
     equal = seconds(wide, piped, H100)
     assert seconds(wide, replace(piped, balance="cost"), H100) < equal
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "parameters"])
+def test_a_pipeline_of_sharded_replicas_gathers_once_in_a_step(sharding):
+    def gathering(**changes):
+        numbers = cases([(LLAMA_8B, configuration(sharding=sharding, **changes), H100)])
+        [part] = [
+            each
+            for each in step_parts(numbers, constants({"gather_exposed": 0.9}))
+            if each.name == "gathering of weights"
+        ]
+        return float(np.ravel(part.values)[0])
+
+    piped = {"data": 8, "pipeline": 8}
+    few, many = (gathering(**piped, batch=batch) for batch in (64, 512))
+    assert many <= few * (1.0 + 1e-9)
+    # Without stages, each pass gathers again.
+    assert gathering(batch=512) > 4.0 * gathering(batch=64) > 0.0

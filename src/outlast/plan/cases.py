@@ -115,6 +115,16 @@ class Cases:
         shards: Array = self.sharding_ranks * self.context
         return shards
 
+    @property
+    def gathers_once(self) -> NDArray[np.bool_]:
+        """Where sharded weights stay gathered, and gradients whole, for all passes of a step.
+
+        A pipeline would otherwise gather its stage again for every micro-batch (torchtitan, whose
+        default is `reshard_after_forward = "default"`).
+        """
+        once: NDArray[np.bool_] = (self.pipeline > 1.0) & (self.micro_batches > 1.0)
+        return once
+
     def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Cases:
         """The cases of some rows.
 

@@ -103,12 +103,11 @@ def states(cases: Cases, constants: MemoryConstants, stage: Stage) -> States:
     table = embedding_parameters(cases) / cases.tensor
     piece = np.minimum(stage.blocks, 1.0) * whole_block + np.minimum(stage.ends, 1.0) * table
     cast = np.where(cases.gradient_bytes > cases.value_bytes, cases.value_bytes, 0.0)
-    once = (cases.pipeline > 1.0) & (cases.micro_batches > 1.0)
-    whole = np.where(once, parameters, piece)
+    whole = np.where(cases.gathers_once, parameters, piece)
     scattered = np.where(cases.sharding > 1.0, np.minimum(whole, parameters - divided), 0.0)
     # The next block's weights arrive while one computes; the tables stay for a whole pass.
     needed = np.minimum(stage.blocks, 2.0) * whole_block + stage.ends * table
-    needed = np.where(once, parameters, needed)
+    needed = np.where(cases.gathers_once, parameters, needed)
     gathered = np.where(full, np.minimum(needed, parameters - held), 0.0)
     return States(
         parameters=parameters,

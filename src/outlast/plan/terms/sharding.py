@@ -14,7 +14,8 @@ from outlast.plan.terms.links import all_gather_seconds, all_reduce_seconds, gro
 HIDDEN_SHARE = 0.9
 """Of the computing time, behind which gathering and scattering can hide at most."""
 GATHERS = 2.0
-"""Of a block's weights in a pass of fully sharded parameters: forward and backward."""
+"""Of a block's weights in a pass of fully sharded parameters: forward and backward, where they do
+not stay (`Cases.gathers_once`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +98,19 @@ def _kind(
         cases.sharding == 0.0, all_reduce_seconds(everyone, gradient_bytes), scatter + gather
     )
     # Sharded gradients are scattered after every pass; all but the last hide behind the next one.
-    again = np.where(cases.sharding == 2.0, cases.micro_batches - 1.0, 0.0) * scatter
+    passes = np.where(cases.gathers_once, 1.0, cases.micro_batches)
+    again = np.where(cases.sharding == 2.0, passes - 1.0, 0.0) * scatter
     full = cases.sharding == 3.0
     among = all_reduce_seconds(others, gradient_bytes / shards)
     gradients = constants.gradient_exposed * np.where(full, among, whole)
 
     weights = all_gather_seconds(shard, weight_bytes)
     # Outlast, the only framework here that trains on processors, scatters gradients once per step.
-    scatters = np.where(cases.processor > 0.0, 1.0, cases.micro_batches)
+    scatters = np.where(cases.processor > 0.0, 1.0, passes)
+    gathers = np.where(cases.gathers_once, 1.0, GATHERS * passes)
     # Each block is gathered by itself, so that a pass waits for the latency as often.
     latency = np.maximum(blocks - 1.0, 0.0) * shard.latency_seconds * (shards > 1.0)
-    moved = GATHERS * cases.micro_batches * (weights + latency) + scatters * (
+    moved = gathers * (weights + latency) + scatters * (
         all_gather_seconds(shard, gradient_bytes) + latency
     )
     moved = np.where(full, moved, again)

@@ -227,7 +227,8 @@ def _accumulation_seconds(cases: Cases, held: Held, bandwidth: Array) -> Array:
     """Of adding the gradients of all micro-batches up."""
     # Forward, backward, and again where blocks are computed again.
     casts: Array = (2.0 + (cases.recompute == 2.0)) * cases.processor * cases.half
-    summed = np.where(cases.sharding > 1.0, owned(cases, held), held.all)
+    divided = (cases.sharding > 1.0) & ~cases.gathers_once
+    summed = np.where(divided, owned(cases, held), held.all)
     added = 2.0 * cases.gradient_bytes + cases.value_bytes + casts * CAST_BYTES
     seconds: Array = cases.micro_batches * summed * added / bandwidth
     return seconds

@@ -82,7 +82,8 @@ STEP: dict[str, Text] = {
         "ring all-reduce: Thakur et al. 2005; sharded: ZeRO (1910.02054), section 7",
     ),
     "gathering of weights": Text(
-        "gathered - hidden + exposed * hidden, hidden = min(gathered, 0.9 computing)",
+        "gathered - hidden + exposed * hidden, hidden = min(gathered, 0.9 computing); gathered and "
+        "scattered once in a step by pipelines, else in every pass",
         ("gather_exposed", *NETWORK),
         "ZeRO (1910.02054), section 7.2",
     ),
