@@ -42,7 +42,8 @@ __all__ = [
     "write_calibration",
 ]
 
-FORMAT = 1
+FORMAT = 2
+"""One more where the constants of older files would mean something else."""
 
 _HEAD = """\
 # Calibration of the efficiency model of Outlast: constants with their errors, and how wide the

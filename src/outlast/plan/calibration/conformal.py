@@ -168,6 +168,7 @@ def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
     known = _EXPECTED_ROWS + rows
     scale = math.sqrt((_EXPECTED_ROWS * _EXPECTED**2 + rows * floor**2) / known)
     quantile = float(stdtrit(known, 0.5 + coverage / 2.0))
+    # As in `_elsewhere`: another group differs as much again.
     others = quantile * math.sqrt(2.0)
     return Conformal(quantiles={group: quantile, OTHERS: others}, floor=scale, coverage=coverage)
 

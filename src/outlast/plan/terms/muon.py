@@ -14,7 +14,9 @@ ITERATIONS = 5.0
 KERNELS = 15.0
 """Of the update of one matrix."""
 SHARDED_KERNELS = 700.0
-"""In kernel starts: what dispatching and collectives on a sharded matrix cost the host."""
+"""In kernel starts: what dispatching and collectives on a sharded matrix cost the host.
+
+Own prior: 14 ms for a small matrix of two gloo ranks on two cores, 0.4 ms for a whole one."""
 _BYTES = 2.0
 
 

@@ -31,7 +31,7 @@ from outlast.plan.terms.texts import STEP
 OVERLAP_POWER = 4.0
 """Of the norm that joins device and host time: a sum would be 1, the larger one infinity."""
 CAST_BYTES = 6.0
-"""Of a weight's cast to bf16, or of its gradient's to fp32 (autocast)."""
+"""Of a weight's cast to bf16, or of its gradient's to fp32 (autocast): 4 and 2 are moved."""
 PASS_KERNELS = 150.0
 """Of a pass outside of its blocks, both ways: embedding, masks, head, loss (on processors)."""
 UPDATE_KERNELS = 40.0
