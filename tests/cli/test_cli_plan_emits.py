@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from plan_commands import SMALL, Plan, write_config, write_job
 
+from outlast.cli.plan_paths import with_whole_paths
 from outlast.job import load_job
 from outlast.plan.huggingface import transformer_of
 from outlast.plan.known_models import published
@@ -72,6 +73,51 @@ def test_a_job_keeps_the_folder_of_its_weights(
     assert code == 0, said
     written = load_job(tmp_path / "out" / "job.toml").model
     assert (written.directory, written.config) == (str(tmp_path / "model"), None)
+
+
+def test_all_files_of_a_job_are_written_by_their_whole_paths(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    job = write_job(tmp_path)
+    here = (
+        ("data.source", "text", "text"),
+        ("data.train", "['~/texts/*.txt', 'more.txt']", ["/home/me/texts/*.txt", "{}/more.txt"]),
+        ("data.tokenizer", "~/tokenizer.json", "/home/me/tokenizer.json"),
+        ("checkpoint.turns", "turns", "{}/turns"),
+        ("checkpoint.fast", "~/fast", "/home/me/fast"),
+        ("checkpoint.mirror", "mirror", "{}/mirror"),
+        ("checkpoint.transfer_plan", "transfers.toml", "{}/transfers.toml"),
+        ("recover.memory", "memory", "{}/memory"),
+        ("energy.tariff", "tariff.toml", "{}/tariff.toml"),
+        ("energy.sources", "['gpu', 'file:joules']", ["gpu", "file:{}/joules"]),
+        ("log.mlflow_experiment", "mine", "mine"),
+        ("log.mlflow_uri", "sqlite:///mlflow.db", "sqlite:///{}/mlflow.db"),
+    )
+    said = [f"{name}={value}" for name, value, _ in here]
+    asked = ("emit", job, *said, *HERE, "--own", "--target", "outlast", "--out", tmp_path / "out")
+    code, _, why = plan(*asked)
+    assert code == 0, why
+    written = load_job(tmp_path / "out" / "job.toml").model_dump()
+    for name, _, whole in here:
+        section, key = name.split(".")
+        wanted = json.loads(json.dumps(whole).replace("{}", str(tmp_path)))
+        assert written[section][key] == wanted, name
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("checkpoint", "mirror", "s3://bucket/runs"),
+        ("staging", "directory", "$SLURM_TMPDIR/data"),
+        ("data", "tokenizer", "byte"),
+        ("checkpoint", "turns", ""),
+        ("log", "mlflow_uri", "http://tracking:5000"),
+    ],
+)
+def test_what_is_no_path_of_this_machine_stays(section: str, key: str, value: str) -> None:
+    assert with_whole_paths({section: {key: value}}) == {section: {key: value}}
 
 
 def test_mechanisms_that_were_chosen_are_written(

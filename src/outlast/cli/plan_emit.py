@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from outlast.cli.plan_choice import Chosen
     from outlast.cli.plan_source import Planned
 
-_PATHS = {
-    "model": ("directory",),
-    "data": ("train", "validation", "tokenizer"),
-    "energy": ("tariff",),
-}
-"""Settings of a job that name files, relative to where it was planned."""
-
 
 @asks
 def emit(
@@ -174,6 +167,8 @@ def _every_steps(planned: Planned, found: Chosen) -> int:
 
 def _of_job(planned: Planned) -> dict[str, Any]:
     """What a job says beside its plan."""
+    from outlast.cli.plan_paths import whole_path
+
     job = planned.job
     if job is None:
         return {}
@@ -185,9 +180,9 @@ def _of_job(planned: Planned) -> dict[str, Any]:
         "keep": job.checkpoint.keep,
     }
     if job.data.source == "text":
-        found["train"] = tuple(job.data.train)
+        found["train"] = tuple(map(whole_path, job.data.train))
     if job.data.tokenizer != "byte":
-        found["tokenizer"] = job.data.tokenizer
+        found["tokenizer"] = whole_path(job.data.tokenizer)
     return found
 
 
@@ -215,21 +210,12 @@ def _model_config(planned: Planned) -> dict[str, Any]:
 
 def _tables(planned: Planned, found: Chosen) -> dict[str, dict[str, Any]]:
     """What a job says, with its files by their whole paths: it is written to another folder."""
+    from outlast.cli.plan_paths import with_whole_paths
+
     job = planned.job
     if job is None:
         return {}
-    tables: dict[str, dict[str, Any]] = job.model_dump(exclude_unset=True, exclude_none=True)
-    for section, names in _PATHS.items():
-        for name in names:
-            if name in tables.get(section, {}):
-                tables[section][name] = _whole_path(tables[section][name])
+    tables = with_whole_paths(job.model_dump(exclude_unset=True, exclude_none=True))
     if planned.asked.checkpoint_seconds:
         tables.setdefault("checkpoint", {})["every_steps"] = _every_steps(planned, found)
     return tables
-
-
-def _whole_path(value: str | list[str]) -> str | list[str]:
-    if isinstance(value, list):
-        return [str(_whole_path(each)) for each in value]
-    said_otherwise = not value or value == "byte" or "://" in value
-    return value if said_otherwise else str(Path(value).absolute())
