@@ -5,6 +5,7 @@ import json
 import subprocess
 
 import pytest
+import yaml
 from plan_emit_runs import (
     CLUSTER,
     DENSE,
@@ -19,6 +20,7 @@ from plan_emit_runs import (
 from outlast.errors import PlanError
 from outlast.plan.emit import Settings, emit, emitted
 from outlast.plan.emit.stages import blocks_per_stage
+from outlast.plan.huggingface import transformer_of
 
 
 def written(target, tmp_path, **values):
@@ -159,6 +161,24 @@ def test_given_blocks_must_add_up():
         emitted("megatron", DENSE, run, CLUSTER, settings)
     text = emitted("megatron", DENSE, run, CLUSTER, Settings(blocks_per_stage=(9, 5)))
     assert "--pipeline-model-parallel-layout 'Ettttttttt|tttttL'" in text["megatron.sh"]
+
+
+PLACED = dataclasses.replace(MIXTURE, dense_layers=2, dense_blocks=(0, 2))
+
+
+def test_blocks_without_experts_are_written_where_they_are():
+    run = configured(data=2, sharding="gradients")
+    files = emitted("megatron", PLACED, run, CLUSTER)
+    assert "--moe-layer-freq '[0,1,0,1]'" in files["megatron.sh"]
+    bridge = yaml.safe_load(files["megatron_bridge.yaml"])
+    assert bridge["model"]["moe_layer_freq"] == [0, 1, 0, 1]
+    assert (
+        "if layer in (0, 2) else"
+        in emitted("torchtitan", PLACED, run, CLUSTER)["torchtitan_run.py"]
+    )
+    table = json.loads(emitted("accelerate", PLACED, run, CLUSTER)["model/config.json"])
+    assert table["mlp_only_layers"] == [0, 2]
+    assert transformer_of(table).dense_blocks == PLACED.dense_blocks
 
 
 def test_a_mixture_is_not_mistaken_for_a_dense_model():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,55 @@ def test_other_parts_that_are_ignored_are_said() -> None:
     assert quantised == transformer_of(LLAMA_3_8B)
     assert len({quantised, transformer_of(LLAMA_3_8B)}) == 1
     assert transformer_of(LLAMA_3_8B).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "dense"),
+    [
+        ("llama4_text", {**INTERLEAVED, "interleave_moe_layer_step": 2}, (0, 2)),
+        ("llama4_text", {**INTERLEAVED, "moe_layers": [0]}, (1, 2)),
+        ("deepseek_v3", {**LATENT, "first_k_dense_replace": 0, "moe_layer_freq": 2}, (1,)),
+        ("qwen3_moe", {**MIXTURE, "decoder_sparse_step": 2}, (0, 2)),
+        ("qwen3_moe", {**MIXTURE, "mlp_only_layers": [2]}, (2,)),
+        # The first ones, which goes without saying.
+        ("qwen3_moe", {**MIXTURE, "mlp_only_layers": [0, 1]}, ()),
+        ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}, ()),
+    ],
+)
+def test_blocks_without_experts_keep_their_places(
+    kind: str, changes: dict, dense: tuple[int, ...]
+) -> None:
+    model = transformer_of({**changes, "model_type": kind})
+    assert model.dense_blocks == dense
+    wanted = dense or range(model.dense_layers)
+    assert [block for block, has in enumerate(model.has_experts) if not has] == [*wanted]
+    assert sum(model.has_experts) == model.mixture_layers < model.layers
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [((2, 1), "rising numbers"), ((1, 3), "below 3"), ((1,), "are 1, and dense_layers = 2")],
+)
+def test_places_of_dense_blocks_are_checked(blocks: tuple[int, ...], said: str) -> None:
+    model = transformer_of({**MIXTURE, "model_type": "qwen3_moe", "mlp_only_layers": [0, 2]})
+    with pytest.raises(PlanError, match=said):
+        replace(model, dense_blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunk"),
+    [
+        ({}, 8192),
+        ({"attention_chunk_size": 4096}, 4096),
+        ({"attention_chunk_size": None}, 0),
+        ({"layer_types": ["full_attention"] * 3}, 0),
+        ({"layer_types": ["chunked_attention"] * 3}, 8192),
+    ],
+)
+def test_chunks_of_attention_that_are_ignored_are_said(changes: dict, chunk: int) -> None:
+    model = transformer_of({**INTERLEAVED, "model_type": "llama4_text", **changes})
+    said = [f"its attention chunks of {chunk:,} tokens are ignored"] if chunk else []
+    assert [note.partition(":")[0] for note in model.notes] == said
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "n_routed_experts", "moe_intermediate_size"])

@@ -214,7 +214,7 @@ def _latent_attention(read: _Config) -> dict[str, int]:
     }
 
 
-def _feed_forward(read: _Config) -> dict[str, int]:
+def _feed_forward(read: _Config) -> dict[str, Any]:
     kind = read.family.mixture
     if kind == "none":
         return {"intermediate": _intermediate(read)}
@@ -241,24 +241,30 @@ def _feed_forward(read: _Config) -> dict[str, int]:
         "experts_per_token": chosen,
         "expert_intermediate": width,
         "shared_intermediate": shared,
-        "dense_layers": dense,
+        **_placed(dense),
     }
 
 
-def _interleaved(read: _Config) -> dict[str, int]:
+def _placed(dense: list[int]) -> dict[str, Any]:
+    first = dense == list(range(len(dense)))
+    return {"dense_layers": len(dense), "dense_blocks": () if first else tuple(dense)}
+
+
+def _interleaved(read: _Config) -> dict[str, Any]:
     """Llama 4: mixtures with one expert for all tokens in every n-th block, or in those named."""
     layers, width = read.size("num_hidden_layers"), read.size("intermediate_size")
     every, named = read.size("interleave_moe_layer_step", default=1), read.table.get("moe_layers")
     if not isinstance(named or [], list):
         raise PlanError(f"moe_layers = {named!r} of {read.name}: give a list of numbers")
-    mixtures = len(set(named)) if named else layers // every
+    mixtures = set(named or range(every - 1, layers, every))
+    dense = [block for block in range(layers) if block not in mixtures]
     return {
-        "intermediate": read.size("intermediate_size_mlp") if mixtures < layers else 0,
+        "intermediate": read.size("intermediate_size_mlp") if dense else 0,
         "experts": read.size("experts"),
         "experts_per_token": read.size("experts_per_token"),
         "expert_intermediate": width,
         "shared_intermediate": width,
-        "dense_layers": layers - mixtures,
+        **_placed(dense),
     }
 
 
@@ -274,20 +280,20 @@ def _intermediate(read: _Config) -> int:
     )
 
 
-def _first(read: _Config) -> int:
+def _first(read: _Config) -> list[int]:
     """Dense blocks of a DeepSeek model: the first ones, and those between every n-th."""
     layers, first = read.size("num_hidden_layers"), read.size("first_k_dense_replace", least=0)
     every = read.size("moe_layer_freq", default=1)
-    return sum(index < first or index % every != 0 for index in range(layers))
+    return [index for index in range(layers) if index < first or index % every != 0]
 
 
-def _skipped(read: _Config) -> int:
+def _skipped(read: _Config) -> list[int]:
     """Dense blocks of a Qwen mixture: those that are named, and those between every n-th."""
     layers = read.size("num_hidden_layers")
     every, named = read.size("decoder_sparse_step", default=1), read.table.get("mlp_only_layers")
     if not isinstance(named or [], list):
         raise PlanError(f"mlp_only_layers = {named!r} of {read.name}: give a list of numbers")
-    return sum(index in (named or []) or (index + 1) % every != 0 for index in range(layers))
+    return [index for index in range(layers) if index in (named or []) or (index + 1) % every != 0]
 
 
 def _norms(read: _Config, model: Transformer) -> int:

@@ -19,6 +19,9 @@ _WINDOWS = {
 }
 """By type, the tokens of a window where the config does not say (transformers 5)."""
 
+_CHUNKED = {"llama4_text": 8192}
+"""By type, the tokens of a chunk that its blocks with rotated positions do not see beyond."""
+
 _SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Types whose windows are off unless `use_sliding_window` is true."""
 
@@ -38,8 +41,9 @@ def notes_of(table: Mapping[str, Any], kind: str) -> tuple[str, ...]:
     """
     notes = []
     if window := _window(table, kind):
+        what = "chunks" if kind in _CHUNKED else "windows"
         notes.append(
-            f"its attention windows of {window:,} tokens are ignored: attention is counted in "
+            f"its attention {what} of {window:,} tokens are ignored: attention is counted in "
             "full, which is too much time and memory for longer sequences"
         )
     if table.get("quantization_config"):
@@ -62,9 +66,12 @@ def _window(table: Mapping[str, Any], kind: str) -> int:
         return int(table.get("window_size") or 256) if local else 0
     if kind in _SWITCHED and not table.get("use_sliding_window"):
         return 0
-    window = table.get("sliding_window", _WINDOWS.get(kind))
+    if kind in _CHUNKED:
+        window, limited = table.get("attention_chunk_size", _CHUNKED[kind]), "chunked_attention"
+    else:
+        window, limited = table.get("sliding_window", _WINDOWS.get(kind)), "sliding_attention"
     kinds = table.get("layer_types")
-    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+    if isinstance(kinds, list) and limited not in kinds:
         return 0
     whole = isinstance(window, int) and not isinstance(window, bool)
     return window if whole and window > 0 else 0

@@ -27,6 +27,8 @@ class Transformer:
         expert_intermediate: Width inside a routed expert.
         shared_intermediate: Width inside the experts that every token goes through, together.
         dense_layers: Of a mixture model, the blocks without experts.
+        dense_blocks: Which these are, from 0 on and rising; empty where they are the first ones. No
+            figure depends on it. Not compared.
         projection_parameters: Of one block's attention, where they are not four plain matrices
             (the low-rank factors of multi-head latent attention); 0 where they are.
         further_parameters: Of the whole model, held but in no matrix product: biases, learned
@@ -50,6 +52,7 @@ class Transformer:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     dense_layers: int = 0
+    dense_blocks: tuple[int, ...] = field(default=(), compare=False)
     projection_parameters: int = 0
     further_parameters: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -76,6 +79,17 @@ class Transformer:
             raise PlanError(
                 f"dense_layers = {self.dense_layers} of {self.name} is not in 0 to {self.layers}"
             )
+        blocks = self.dense_blocks
+        if blocks and [*blocks] != sorted(set(blocks) & {*range(self.layers)}):
+            raise PlanError(
+                f"dense_blocks = {[*blocks]} of {self.name}: give rising numbers from 0 to below "
+                f"{self.layers}"
+            )
+        if blocks and len(blocks) != self.dense_layers:
+            raise PlanError(
+                f"dense_blocks = {[*blocks]} of {self.name} are {len(blocks)}, and dense_layers = "
+                f"{self.dense_layers}: give one for each, or none for the first ones"
+            )
         if self.intermediate < 1 and self.plain_layers:
             raise PlanError(
                 f"intermediate = {self.intermediate} of {self.name}: its {self.plain_layers} dense "
@@ -91,6 +105,12 @@ class Transformer:
     def plain_layers(self) -> int:
         """Blocks with one feed-forward part for all tokens."""
         return self.layers - self.mixture_layers
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Of every block, whether it has routed experts."""
+        dense = self.dense_blocks or range(self.plain_layers)
+        return tuple(self.experts > 0 and block not in dense for block in range(self.layers))
 
     @property
     def matrices(self) -> int:

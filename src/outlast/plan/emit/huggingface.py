@@ -82,7 +82,7 @@ def _mixture(model: Transformer) -> dict[str, Any]:
         "moe_intermediate_size": model.expert_intermediate,
         # A width must be given, also where no block is dense.
         "intermediate_size": model.intermediate or model.expert_intermediate,
-        "mlp_only_layers": list(range(model.dense_layers)),
+        "mlp_only_layers": [block for block, has in enumerate(model.has_experts) if not has],
     }
     if model.shared_intermediate:
         numbers |= {

@@ -97,6 +97,9 @@ def _experts(model: Transformer, run: Configuration) -> Arguments:
     ]
     if model.dense_layers:
         frequency = f"([0]*{model.dense_layers}+[1]*{model.mixture_layers})"
+        if model.dense_blocks:
+            # Megatron reads an expression without spaces.
+            frequency = f"[{','.join(str(int(has)) for has in model.has_experts)}]"
         arguments.append(("--moe-layer-freq", frequency))
     if model.shared_intermediate:
         arguments.append(("--moe-shared-expert-intermediate-size", model.shared_intermediate))
@@ -244,7 +247,7 @@ def _bridge(model: Transformer, run: Configuration, settings: Settings) -> dict[
             "moe_router_topk": model.experts_per_token,
             "moe_ffn_hidden_size": model.expert_intermediate,
             "moe_shared_expert_intermediate_size": model.shared_intermediate or None,
-            "moe_layer_freq": [0] * model.dense_layers + [1] * model.mixture_layers,
+            "moe_layer_freq": list(map(int, model.has_experts)),
         }
     replicas = run.data // (run.sharding_ranks or run.data) if run.sharding != "none" else 1
     return {

@@ -139,11 +139,6 @@ def unsaid(model: Transformer) -> list[str]:
             f"Not written: {model.further_parameters:,} parameters of biases, learned positions or "
             "further norms of the model's own config."
         )
-    if model.dense_layers:
-        notes.append(
-            f"Its {model.dense_layers} blocks without experts stand first: check that they do in "
-            "the model's own config."
-        )
     return notes
 
 

@@ -250,7 +250,8 @@ def _model_text(model: Transformer, run: Configuration, settings: Settings) -> s
     feed_forward = f"feed_forward=feed_forward({model.intermediate})"
     if model.experts and model.dense_layers:
         dense = f'{{"feed_forward": feed_forward({model.intermediate})}}'
-        feed_forward = f'**({dense} if layer < {model.dense_layers} else {{"moe": mixture()}})'
+        where = f"in {model.dense_blocks}" if model.dense_blocks else f"< {model.dense_layers}"
+        feed_forward = f'**({dense} if layer {where} else {{"moe": mixture()}})'
     elif model.experts:
         feed_forward = "moe=mixture()"
     return _MODEL.format(

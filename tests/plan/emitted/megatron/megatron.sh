@@ -6,7 +6,6 @@
 # Assumed, and not set here: the loss keeps 4 bytes per logit.
 # On several nodes, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say which node this is and
 # where the first one is.
-# Its 1 blocks without experts stand first: check that they do in the model's own config.
 set -euo pipefail
 cd "$(dirname "$0")"
 export CUDA_DEVICE_MAX_CONNECTIONS=1
