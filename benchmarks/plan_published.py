@@ -1,45 +1,83 @@
-"""The constants that the planner ships: fitted to the published step times, and written as TOML.
+"""The constants that the planner ships: fitted to published runs, and written as TOML.
 
-    python benchmarks/plan_published.py --data DIR [--out FILE]
+    python benchmarks/plan_published.py --data DIR [--out FOLDER]
 
-DIR holds `throughput.csv`, the published table that docs/plan.md names. Constants of clusters and
-the points of single runs are left out of the file: what is left is what another site can use.
+DIR holds `throughput.csv`, the published table that docs/plan.md names. `published.toml` has the
+constants of step times, without those of clusters and the points of single runs: what is left is
+what another site can use. `published_memory.toml` has the memory constants of the framework whose
+published runs say how much they held, failed runs included.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from plan_time import fitting_rows
+import numpy as np
+from plan_time import SWEEP, fitting_rows
 
 import outlast.plan.calibration
-from outlast.plan.calibration.calibrated import Provenance
+from outlast.plan.calibration.calibrated import Calibration, Provenance
 from outlast.plan.calibration.calibration_file import write_calibration
+from outlast.plan.calibration.clean import clean
+from outlast.plan.calibration.csv_rows import read_rows
+from outlast.plan.calibration.device_memory import constants_of, fit_device_memory, usable
+from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import step_model
 from outlast.plan.calibration.stored import calibration_of, shared
+from outlast.plan.entry import PUBLISHED, PUBLISHED_MEMORY
 from outlast.version import __version__
 
-SHIPPED = Path(outlast.plan.calibration.__file__).with_name("published.toml")
+SHIPPED = Path(outlast.plan.calibration.__file__).parent
+CREDIT = "sources and licences are named in NOTICE and docs/plan.md."
+
+
+def times(data: Path) -> Calibration:
+    """Constants of step times."""
+    rows = fitting_rows(data)
+    text = f"Published step times; {CREDIT}"
+    return calibration_of(shared(step_model(rows)), provenance(rows, text))
+
+
+def memory(data: Path) -> Calibration:
+    """Constants of memory; nothing in it is of time."""
+    rows = usable([row for row in clean(read_rows(data)[0]) if row.source == SWEEP])
+    fits = {name: each.fit for name, each in fit_device_memory(rows).items()}
+    text = f"Published memory and out-of-memory outcomes of {SWEEP}'s sweep; {CREDIT}"
+    return Calibration(
+        constants=constants_of(fits),
+        order=(),
+        correlation=np.zeros((0, 0)),
+        quantiles={},
+        floor=0.0,
+        support={},
+        provenance=provenance(rows, text),
+    )
+
+
+def provenance(rows: Sequence[Row], text: str) -> Provenance:
+    """Of constants that were fitted to rows."""
+    return Provenance(
+        date=datetime.now(UTC).date().isoformat(),
+        version=__version__,
+        rows=tuple(row.name for row in rows),
+        sources=tuple(sorted({row.source for row in rows})),
+        text=text,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="published table")
     parser.add_argument(
-        "--out", type=Path, default=SHIPPED, metavar="FILE", help="default: shipped"
+        "--out", type=Path, default=SHIPPED, metavar="FOLDER", help="default: shipped"
     )
     options = parser.parse_args()
-    rows = fitting_rows(options.data / "throughput.csv")
-    provenance = Provenance(
-        date=datetime.now(UTC).date().isoformat(),
-        version=__version__,
-        rows=tuple(row.name for row in rows),
-        sources=tuple(sorted({row.source for row in rows})),
-        text="Published step times; sources and licences are named in NOTICE and docs/plan.md.",
-    )
-    write_calibration(calibration_of(shared(step_model(rows)), provenance), options.out)
+    table = options.data / "throughput.csv"
+    write_calibration(memory(table), options.out / PUBLISHED_MEMORY)
+    write_calibration(times(table), options.out / PUBLISHED)
 
 
 if __name__ == "__main__":
