@@ -201,3 +201,21 @@ def test_plan_rows_of_logs_a_run_that_ran_out_of_memory(tmp_path):
         row_of(tmp_path, OUT_OF_MEMORY)
     with pytest.raises(PlanError, match="no line"):
         row_of(tmp_path, "nothing", settings)
+
+
+def test_plan_rows_of_logs_a_run_that_went_on_after_a_warning_did_fit(tmp_path):
+    steps = MEGATRON.splitlines()
+    warned = "\n".join([*steps[:1], OUT_OF_MEMORY, *steps[1:]])
+    row, plain = row_of(tmp_path, warned), row_of(tmp_path, MEGATRON)
+    assert not row.out_of_memory
+    assert row.reserved_bytes == plain.reserved_bytes
+    assert row.reserved_bytes is not None
+    assert row_of(tmp_path, warned + "\n" + OUT_OF_MEMORY).out_of_memory
+
+
+def test_plan_rows_of_logs_a_bar_that_is_closed_is_no_step(tmp_path):
+    bar = " 10%|#         | 100/1000 [02:03<18:27,  1.23s/it]"
+    closed = bar.replace("02:03", "02:05")
+    ended = f"{bar}\n{OUT_OF_MEMORY}{closed}\n"
+    assert row_of(tmp_path, ended).out_of_memory
+    assert not row_of(tmp_path, ended + bar.replace("100/1000", "101/1000")).out_of_memory

@@ -17,7 +17,8 @@ where train.toml says what no log does:
     batch = 256
 
 A log that ends for want of memory says so in words of torch, and gives a row of a run that did not
-fit. If it timed no step, the settings must name the `framework`.
+fit; where a step follows these words, the run went on and did. If it timed no step, the settings
+must name the `framework`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from outlast.plan.transformer import Transformer
 _TOP = {"name": str, "framework": str, "version": str, "cluster": str, "model": dict, "run": dict}
 
 _OUT_OF_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory")
+_BAR = re.compile(r"\b(\d+/\d+) \[")
 _CALIBRATED_AS = {"DeepSpeed": "Megatron-DeepSpeed", "HF Trainer": "accelerate"}
 """Name under which runs of a framework are calibrated, where its log has another."""
 
@@ -63,7 +65,7 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
     """
     table = _settings(Path(settings))
     text, where = _text(Path(log)), str(settings)
-    failed = _OUT_OF_MEMORY.search(text) is not None
+    failed = _ran_out(text, table.get("framework", ""))
     figures = _figures(text, table.get("framework", ""), failed, where)
     model, run = _model(table["model"], Path(settings)), _run(table["run"], where)
     if cluster is None:
@@ -91,6 +93,21 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         assumptions=assumptions,
         flags=_flags(name, figures, run),
     )
+
+
+def _ran_out(text: str, framework: str) -> bool:
+    """Whether no step follows the last word that memory ran out."""
+    words = list(_OUT_OF_MEMORY.finditer(text))
+    if not words:
+        return False
+    # A progress bar that is closed as the program ends is printed once more: no further step.
+    before = set(_BAR.findall(text, 0, words[-1].start()))
+    after = _BAR.sub(lambda bar: "" if bar[1] in before else bar[0], text[words[-1].end() :])
+    try:
+        read_lines(after, framework)
+    except PlanError:
+        return True
+    return False
 
 
 def _figures(text: str, framework: str, failed: bool, settings: str) -> LogFigures:
