@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from plan_commands import SMALL, Plan, write_config, write_job
 
 from outlast.cli.plan_paths import with_whole_paths
 from outlast.job import load_job
+from outlast.plan.configuration import Configuration
+from outlast.plan.emit import problem
 from outlast.plan.huggingface import transformer_of
 from outlast.plan.known_models import published
 
@@ -160,6 +163,14 @@ def test_the_settings_of_a_ranking_have_its_mechanisms(plan: Plan, tmp_path: Pat
     assert "guard.policy=off" in found["settings"]
 
 
+def test_settings_say_all_but_where_checkpoints_shall_go(plan: Plan, tmp_path: Path) -> None:
+    job = more_of_a_job(tmp_path)
+    found = plan.json(job, *HERE, "--guard", "off", "--tier", "peer+shared", "--top", 1)
+    assert "guard.policy=off" in found["settings"]
+    assert not any(each.startswith("checkpoint.") for each in found["settings"])
+    assert "tiers shared -> peer+shared" in found["advice"]
+
+
 def test_mechanisms_of_outlast_are_refused_for_others(plan: Plan, tmp_path: Path) -> None:
     job, out = more_of_a_job(tmp_path), tmp_path / "out"
     asked = ("emit", job, *HERE, "--target", "torchtitan", "--out", out)
@@ -197,17 +208,77 @@ def test_a_published_model_is_written_as_itself(plan: Plan, tmp_path: Path, name
     assert transformer_of(table).parameters == published(name).parameters
 
 
-def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path) -> None:
+SAID = {
+    "torchtitan": (
+        "torchtitan_run.py",
+        {
+            "local_batch_size=": "micro_batch",
+            "data_parallel_shard_degree=": "data",
+            "tensor_parallel_degree=": "tensor",
+        },
+    ),
+    "megatron": (
+        "megatron.sh",
+        {
+            "--micro-batch-size ": "micro_batch",
+            "--tensor-model-parallel-size ": "tensor",
+            "--pipeline-model-parallel-size ": "pipeline",
+        },
+    ),
+    "deepspeed": ("ds_config.json", {'"train_micro_batch_size_per_gpu": ': "micro_batch"}),
+    "outlast": ("job.toml", {"micro_batch_size = ": "micro_batch", "tensor = ": "tensor"}),
+}
+"""By target, a file and what of the plan's sizes stands in it."""
+
+
+def sizes_in(folder: Path, target: str) -> dict[str, int]:
+    """What a file says, by the names of `Configuration`."""
+    name, said = SAID[target]
+    text = (folder / name).read_text()
+    found = {field: re.search(f"{re.escape(key)}([0-9]+)", text) for key, field in said.items()}
+    return {field: int(match.group(1)) for field, match in found.items() if match}
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "torchtitan", "megatron"])
+def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path, target: str) -> None:
     source = write_config(tmp_path / "mine")
-    best = plan.json(source, *HERE, "--framework", "deepspeed", "--top", 1)["choices"][0]
-    plan("emit", source, *HERE, "--target", "deepspeed", "--out", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
-    configuration = best["configuration"]
-    assert written["train_micro_batch_size_per_gpu"] == configuration["micro_batch"]
-    assert (
-        written.get("tensor_parallel", {"autotp_size": 1})["autotp_size"]
-        == (configuration["tensor"])
+    [best] = plan.json(source, *HERE, "--framework", target, "--top", 1)["choices"]
+    code, _, said = plan("emit", source, *HERE, "--target", target, "--out", tmp_path / "out")
+    assert code == 0, said
+    written = sizes_in(tmp_path / "out", target)
+    assert set(written) == set(SAID[target][1].values())
+    assert written == {name: best["configuration"][name] for name in written}
+
+
+@pytest.mark.parametrize(
+    ("framework", "target"),
+    [("torchtitan", "deepspeed"), ("any", "outlast"), ("nemo", "megatron")],
+)
+def test_the_best_row_that_another_target_can_express_is_taken(
+    plan: Plan, tmp_path: Path, framework: str, target: str
+) -> None:
+    source = write_config(tmp_path / "mine")
+    asked = ("emit", source, *HERE, "--framework", framework, "--target", target)
+    code, _, said = plan(*asked, "--out", tmp_path / "out")
+    assert code == 0, said
+    written = sizes_in(tmp_path / "out", target)
+    rows = plan.json(source, *HERE, "--framework", framework, "--top", 40)["choices"]
+    able = next(
+        each["configuration"]
+        for each in sorted(rows, key=lambda row: row["estimate"]["finish_seconds"]["middle"])
+        if problem(target, transformer_of(source), Configuration(**each["configuration"])) is None
     )
+    assert written == {name: able[name] for name in written}
+
+
+def test_a_row_that_is_chosen_is_the_one_of_the_ranking(plan: Plan, tmp_path: Path) -> None:
+    source = write_config(tmp_path / "mine")
+    asked = ("--framework", "torchtitan", *HERE)
+    [first] = plan.json(source, *asked, "--top", 1)["choices"]
+    assert first["configuration"]["precision"] == "fp8", "else DeepSpeed can say it"
+    out = ("--target", "deepspeed", "--out", tmp_path / "out")
+    said = plan.refused("emit", source, *asked, "--choose", 1, *out)
+    assert 'precision = "fp8" cannot be expressed for DeepSpeed' in said
 
 
 def test_what_a_framework_is_not_told_of_a_model_is_said(plan: Plan, tmp_path: Path) -> None:

@@ -98,11 +98,13 @@ def job_settings(planned: Planned, best: Choice) -> tuple[str, ...]:
     wanted = _of_job(best.run)
     own = {} if planned.own is None else _of_job(planned.own)
     changed = [(name, value) for name, value in wanted.items() if own.get(name, "") != value]
+    model, name, before = training.model, job.run.name, training.settings
     try:
-        tables = mechanism_tables(training.model, best.settings, job.run.name, training.settings)
+        tables = mechanism_tables(model, best.settings, name, before)
     except PlanError:
         # Where its checkpoints should go is for its user to say.
-        tables = {}
+        elsewhere = replace(best.settings, tiers=before.tiers)
+        tables = mechanism_tables(model, elsewhere, name, before)
     changed += [
         (f"{section}.{key}", str(value))
         for section, values in tables.items()

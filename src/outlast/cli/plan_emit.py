@@ -48,9 +48,10 @@ def emit(
 ) -> None:
     """Write a plan out as a framework's files, the prediction in their head.
 
-    The search keeps to what the target can do, and without --choose the best of
-    it is taken. What it cannot express is refused in one sentence, and nothing is
-    written. Of a job, the target outlast keeps all that the plan does not change.
+    Without --choose or a layout, the best that the target can express is taken,
+    also where --framework names another one. What it cannot express is refused in
+    one sentence, and nothing is written. Of a job, the target outlast keeps all
+    that the plan does not change.
 
     Example: outlast plan emit llama-3-8b --cluster h100x64 --target torchtitan
     --out run/
@@ -72,6 +73,7 @@ def emit(
     read = planned(asked) if trains == "outlast" else _without_mechanisms(planned(asked))
     if not own and all(getattr(layout, each.name) is None for each in fields(layout)):
         layout = with_fields(layout, choose=1)
+        read = with_fields(read, target=trains)
     found = chosen(read, layout)
     settings = Settings(
         **_of_job(read),

@@ -140,6 +140,7 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
         planned.axes,
         planned.mechanisms,
         framework=training.framework,
+        target=planned.target,
     )
     refuse_impossible(
         planned.cluster,

@@ -38,6 +38,8 @@ class Planned:
         job: The job, where the source is one.
         assumed: What nobody said, a phrase each.
         load_of_others: Share of the shared file system's bandwidth that other jobs ask for.
+        target: What all that is found can be written for; empty where it is the framework itself,
+            or nothing is written.
     """
 
     asked: Asked
@@ -49,6 +51,7 @@ class Planned:
     job: Job | None
     assumed: tuple[str, ...]
     load_of_others: float = 0.0
+    target: str = ""
 
     @property
     def axes(self) -> Axes:

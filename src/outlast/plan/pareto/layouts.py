@@ -153,6 +153,7 @@ def runnable(
     table: Table,
     *,
     framework: str = "any",
+    target: str = "",
 ) -> tuple[Table, Cases]:
     """The layouts that can run, and, in a framework that `emit` writes for, be written out.
 
@@ -162,6 +163,7 @@ def runnable(
         cluster: On what.
         table: (layouts,) of each varied field, at least one.
         framework: See `outlast.plan.frameworks`.
+        target: What they are written for, where that is another one.
 
     Returns:
         The rows that stay, as a table and as cases; there may be none.
@@ -173,22 +175,36 @@ def runnable(
     shape = table["data"].shape
     stays = np.broadcast_to(legal(layouts, devices=cluster.devices, framework=framework), shape)
     table, layouts = kept(table, stays), layouts.taken(stays)
-    if framework not in TARGETS or not len(table["data"]):
-        return table, layouts
+    for each in dict.fromkeys((framework, target)):
+        if each in TARGETS and len(table["data"]):
+            able = _written(each, model, base, cluster, table=table, layouts=layouts)
+            table, layouts = kept(table, able), layouts.taken(able)
+    return table, layouts
+
+
+def _written(
+    target: str,
+    model: Transformer,
+    base: Configuration,
+    cluster: Cluster,
+    *,
+    table: Table,
+    layouts: Cases,
+) -> Mask:
+    """(layouts,) which of them `emit` can write for a target."""
     fp16 = _is(table, "precision", "fp16") > 0.0
-    able = np.broadcast_to(can_express(framework, layouts, fp16=fp16), table["data"].shape)
-    if unsaid := unwritten(framework, model):
+    able = np.broadcast_to(can_express(target, layouts, fp16=fp16), table["data"].shape)
+    if unsaid := unwritten(target, model):
         raise PlanError(unsaid)
     if not able.any():
-        first = problem(framework, model, configuration_of(base, table, 0))
+        first = problem(target, model, configuration_of(base, table, 0))
         raise PlanError(
-            f"none of {len(able):,} layouts of {model.name} can be written for {framework}: for "
+            f"none of {len(able):,} layouts of {model.name} can be written for {target}: for "
             f"example, {first}"
         )
     # Launchers start equally many processes on every node.
     devices, node = np.broadcast_to(layouts.devices, able.shape), cluster.devices_per_node
-    able = able & ((devices <= node) | (devices % node == 0.0))
-    return kept(table, able), layouts.taken(able)
+    return np.asarray(able & ((devices <= node) | (devices % node == 0.0)))
 
 
 def as_cases(model: Transformer, base: Configuration, cluster: Cluster, table: Table) -> Cases:

@@ -132,6 +132,7 @@ def space(
     mechanisms: Mechanisms = _DEFAULTS,
     *,
     framework: str = "any",
+    target: str = "",
 ) -> Space:
     """All legal candidates.
 
@@ -144,6 +145,7 @@ def space(
             many copies only where there are as many replicas).
         framework: Whose limits to keep to, see `outlast.plan.frameworks`; of one that `emit` writes
             for, only what can be written.
+        target: What they are to be written for, where that is another one.
 
     Raises:
         PlanError: No configuration is legal, or none can be written for the framework; an option is
@@ -152,7 +154,7 @@ def space(
     axes = usual(axes or Axes(), model, base, cluster, framework)
     table = layouts_of(model, base, axes)
     if len(table["data"]):
-        table, layouts = runnable(model, base, cluster, table, framework=framework)
+        table, layouts = runnable(model, base, cluster, table, framework=framework, target=target)
     count = len(table["data"])
     if not count:
         raise PlanError(
