@@ -17,16 +17,22 @@ from outlast.plan.calibration.calibration_file import (
     write_calibration,
 )
 from outlast.plan.calibration.device_memory import (
-    PRIOR_RUNS,
     constants_of,
     device_memory_of,
     fit_device_memory,
 )
+from outlast.plan.calibration.known import Known
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.stored import calibration_of
 from outlast.plan.cases import cases
 from outlast.plan.configuration import Configuration
-from outlast.plan.entry import Training, predict, published_constants, published_memory
+from outlast.plan.entry import (
+    Training,
+    context_of,
+    predict,
+    published_constants,
+    published_memory,
+)
 from outlast.plan.memory.constants import memory_constants
 from outlast.plan.memory.demand import demand
 from outlast.plan.memory.limits import LOG_DEVIATION, reserved_bytes
@@ -90,7 +96,15 @@ def test_one_run_leaves_the_spread_that_was_believed() -> None:
     learned = fit_device_memory(measured(RUNS[0]))["torchtitan"]
     assert learned.unseen.size == 0
     assert learned.fit.log_deviation == pytest.approx(LOG_DEVIATION)
-    assert PRIOR_RUNS > 1
+
+
+def test_a_few_runs_that_agree_leave_some_of_the_spread_that_was_believed() -> None:
+    learned = fit_device_memory(measured(*RUNS))["torchtitan"]
+    close = float(np.sqrt((learned.unseen**2).mean()))
+    assert 1.3 * close < learned.fit.log_deviation < LOG_DEVIATION
+    again = [replace(each, name=f"again {each.name}") for each in measured(*RUNS)]
+    more = fit_device_memory([*measured(*RUNS), *again])["torchtitan"]
+    assert more.fit.log_deviation < learned.fit.log_deviation
 
 
 def test_each_framework_learns_from_its_own_runs() -> None:
@@ -169,6 +183,34 @@ def test_memory_of_published_runs_is_known_and_can_be_refined() -> None:
     values, before = refined.fit.values, known["nanotron"].values
     assert values["bucket_bytes"] == pytest.approx(before["bucket_bytes"], rel=0.2)
     assert np.median(np.abs(refined.before)) > np.median(np.abs(refined.unseen))
+
+
+def test_published_memory_counts_beside_every_calibration_that_does_not_have_it() -> None:
+    training = Training(model=LLAMA_8B, run=RUNS[1], tokens=1e9, framework="nanotron")
+    own = device_memory_of(stored(measured(*RUNS)))
+    known = Known(published_constants(), own)
+    found, usual = (context_of(training, H100, calibration=each).memory for each in (known, None))
+    assert found is usual is published_memory()["nanotron"]
+    titan = context_of(replace(training, framework="torchtitan"), H100, calibration=known).memory
+    assert titan is own["torchtitan"]
+    told = Known(published_constants(), {"nanotron": own["torchtitan"]})
+    assert context_of(training, H100, calibration=told).memory is own["torchtitan"]
+
+
+def test_why_memory_is_by_priors_is_said() -> None:
+    plain = Training(model=LLAMA_8B, run=RUNS[1], tokens=1e9, framework="any")
+
+    def said(training: Training, processor: bool = False) -> str:
+        place = replace(H100, processor=processor)
+        return " ".join(predict(training, place).memory.figure.extrapolated)
+
+    assert "no framework is named: memory by priors alone" in said(plain)
+    assert "memory of any" not in said(plain)
+    ours = replace(plain, framework="outlast")
+    assert "no memory of outlast was measured" in said(ours)
+    here = said(ours, processor=True)
+    assert "resident memory of a rank by priors alone" in here
+    assert "was measured" not in here
 
 
 def test_what_a_file_lacks_or_has_beyond_its_bounds_is_refused() -> None:

@@ -8,10 +8,15 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.job import load_job
+from outlast.plan.calibration.device_memory import fit_device_memory
+from outlast.plan.calibration.known import COMPILED, Known
+from outlast.plan.calibration.rows import Row
+from outlast.plan.calibration.step_model import step_model
 from outlast.plan.cluster import Storage
 from outlast.plan.context import CALIBRATED_AS
 from outlast.plan.entry import Training, context_of, predict, published_constants, training_of
 from outlast.plan.huggingface import transformer_of
+from outlast.plan.job_runs import run_of
 from outlast.plan.reliability.failures import FailureCause
 
 RUN = configuration(data=64, batch=256, sharding="parameters", recompute="full")
@@ -169,3 +174,69 @@ def test_what_is_unwise_is_said():
     across = replace(TRAINING, run=replace(RUN, tensor=4, data=16, batch=64))
     narrow = replace(H100, fast_domain=2)
     assert any("tensor = 4" in each for each in predict(across, narrow).warnings)
+
+
+def runs_like(framework: str, slower: float, larger: float) -> list[Row]:
+    """Runs whose time and memory are a multiple of what is predicted without them."""
+    rows = []
+    for samples in (64, 128, 256, 512):
+        job = load_job(None, [*LONG, f"train.batch_size={samples}"])
+        model, run = run_of(job, SITE.devices)
+        plain = predict(job, SITE)
+        rows.append(
+            Row(
+                name=f"{framework} {samples}",
+                model=model,
+                run=run,
+                cluster=SITE,
+                source="runs",
+                framework=framework,
+                step_seconds=slower * plain.step_seconds.figure.middle,
+                reserved_bytes=larger * plain.memory.figure.middle,
+            )
+        )
+    return rows
+
+
+def known_from(rows: list[Row]) -> Known:
+    fits = {name: each.fit for name, each in fit_device_memory(rows).items()}
+    return Known(step_model(rows, prior=published_constants()), fits)
+
+
+@pytest.fixture(scope="module")
+def known_compiled() -> Known:
+    return known_from([*runs_like("outlast", 3.0, 1.3), *runs_like(COMPILED, 0.5, 0.8)])
+
+
+def test_a_job_that_is_compiled_has_what_compiled_runs_taught(known_compiled: Known):
+    plain, fast = (
+        predict(load_job(None, [*LONG, f"train.compile={each}"]), SITE, calibration=known_compiled)
+        for each in ("false", "true")
+    )
+    assert fast.step_seconds.figure.middle < 0.4 * plain.step_seconds.figure.middle
+    assert fast.memory.figure.middle < 0.8 * plain.memory.figure.middle
+    assert not any("no run of" in each for each in fast.step_seconds.figure.extrapolated)
+    assert not any("no memory of" in each for each in fast.memory.figure.extrapolated)
+
+
+def test_a_source_without_a_job_has_what_others_taught(known_compiled: Known):
+    model, run = run_of(load_job(None, list(LONG)), SITE.devices)
+    training = Training(model=model, run=run, tokens=1e9)
+    found = context_of(training, SITE, calibration=known_compiled)
+    assert found.whose.framework == "outlast"
+    assert found.memory is known_compiled.memory["outlast"]
+    elsewhere = replace(training, framework="torchtitan", compiled=True)
+    assert context_of(elsewhere, SITE, calibration=known_compiled).whose.framework == "torchtitan"
+
+
+def test_a_compiled_job_falls_back_to_other_runs_of_time_and_memory_apart():
+    job = load_job(None, [*LONG, "train.compile=true"])
+    training = training_of(job, SITE.devices)
+    plain = known_from(runs_like("outlast", 3.0, 1.3))
+    found = context_of(training, SITE, calibration=plain)
+    assert found.whose.framework == "outlast"
+    assert found.memory is plain.memory["outlast"]
+    mixed = replace(plain, memory={COMPILED: plain.memory["outlast"]})
+    found = context_of(training, SITE, calibration=mixed)
+    assert found.whose.framework == "outlast"
+    assert found.memory is mixed.memory[COMPILED]

@@ -5,6 +5,7 @@ import pytest
 
 from outlast.errors import PlanError
 from outlast.job import load_job, to_toml
+from outlast.plan.calibration.known import COMPILED, OUTLAST
 from outlast.plan.calibration.run_rows import read_run_row, read_runs
 from outlast.plan.calibration.steady import steady_median
 from outlast.plan.cluster import Cluster
@@ -148,3 +149,10 @@ def test_plan_rows_of_runs_steady_median():
     assert steady_median([np.array([5.0])]) == 5.0
     long = np.concatenate([np.full(10, 3.0), np.ones(10), np.full(80, 2.0)])
     assert steady_median([long]) == 2.0
+
+
+def test_plan_rows_of_runs_compiled_runs_are_apart(tmp_path):
+    start = (1, {}, 0, [0.2] * 20)
+    compiled = read_run_row(write_run(tmp_path / "a", [start], "train.compile=true"), CLUSTER)
+    assert compiled.framework == COMPILED
+    assert read_run_row(write_run(tmp_path / "b", [start]), CLUSTER).framework == OUTLAST

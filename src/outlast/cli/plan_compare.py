@@ -120,7 +120,7 @@ def _predicted_now(
     from outlast.cli.plan_place import HERE, calibration_for, place_of, ranks_of
     from outlast.job import job_from_text
     from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.known import known_of
+    from outlast.plan.calibration.known import COMPILED, OUTLAST, known_of
     from outlast.plan.calibration.run_rows import read_run_row
     from outlast.plan.entry import Training, predict
     from outlast.records import Forecast, measured_figures
@@ -131,7 +131,8 @@ def _predicted_now(
         model=row.model,
         run=row.run,
         tokens=float(row.run.tokens) * steps,
-        framework=row.framework.split()[0],
+        framework=OUTLAST,
+        compiled=row.framework == COMPILED,
     )
     file = calibration_for(cluster or HERE, calibration)
     used = None if file is None else read_calibration(Path(file))

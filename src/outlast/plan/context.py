@@ -47,6 +47,8 @@ class Context:
         baseline: The run whose steps are counted and whose precision losses are compared with, at
             equal data; its division of the work does not count.
         framework: Software that trains.
+        timed_as: Name under which the time of such runs was calibrated; empty for that of the
+            framework.
         unique_tokens: Different ones in the data; infinite where nothing repeats.
         deadline_seconds: Wall time within which the run should be finished; None without one.
         restart: The way back after a stop; spares are the cluster's.
@@ -65,6 +67,7 @@ class Context:
     tokens: float
     baseline: Configuration
     framework: str = "outlast"
+    timed_as: str = ""
     unique_tokens: float = math.inf
     deadline_seconds: float | None = None
     restart: Restart = field(default_factory=lambda: Restart(replace_seconds=300.0))
@@ -86,7 +89,7 @@ class Context:
     @property
     def whose(self) -> Belonging:
         """Whose runs these are, as calibrations count."""
-        framework = calibrated_as(self.framework)
+        framework = self.timed_as or calibrated_as(self.framework)
         return Belonging(self.cluster.device, self.cluster.name, framework)
 
     @property

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.calibration_file import from_text, read_calibration
 from outlast.plan.calibration.device_memory import device_memory_of
-from outlast.plan.calibration.known import Known, known_of
+from outlast.plan.calibration.known import COMPILED, OUTLAST, Known, known_of
 from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.calibration.stored import step_model_of
 from outlast.plan.cluster import Cluster
@@ -57,6 +59,8 @@ class Training:
         settings: Of the mechanisms.
         unique_tokens: Different ones in the data; infinite where nothing repeats.
         framework: Software that trains.
+        compiled: Outlast compiles its steps (`train.compile`): what compiled runs have taught of
+            time and of memory counts; where there were none, what others have.
         checkpoint_steps: Between two saves, where `settings` gives no seconds; 0 for the interval
             with the least waste.
         commits_without: A gradient code commits a step without the chunks that were lost.
@@ -68,7 +72,8 @@ class Training:
     tokens: float
     settings: Settings = field(default_factory=Settings)
     unique_tokens: float = float("inf")
-    framework: str = "outlast"
+    framework: str = OUTLAST
+    compiled: bool = False
     checkpoint_steps: int = 0
     commits_without: bool = False
     unmapped: tuple[str, ...] = ()
@@ -103,6 +108,7 @@ def training_of(
         model=model,
         run=run,
         tokens=float(job.train.steps) * run.tokens,
+        compiled=job.train.compile,
         settings=found.settings,
         checkpoint_steps=found.checkpoint_steps,
         commits_without=found.commits_without,
@@ -215,16 +221,21 @@ def context_of(
 ) -> Context:
     """What all candidates of a training on a cluster share."""
     known = _calibrated(calibration)
+    names = [calibrated_as(training.framework)]
+    if training.compiled and training.framework == OUTLAST:
+        names.insert(0, COMPILED)
+    memory = next((known.memory[name] for name in names if name in known.memory), None)
     return Context(
         model=training.model,
         cluster=cluster,
         step=known.step,
-        memory=None if cluster.processor else known.memory.get(calibrated_as(training.framework)),
+        memory=None if cluster.processor else memory,
         tokens=training.tokens,
         baseline=replace(training.run, precision="bf16")
         if training.run.precision == "fp8"
         else training.run,
         framework=training.framework,
+        timed_as=next((name for name in names if known.times(name)), ""),
         unique_tokens=training.unique_tokens,
         commits_without=training.commits_without,
         unmapped=training.unmapped,
@@ -238,21 +249,23 @@ def published_constants() -> StepModel:
     return step_model_of(from_text(text))
 
 
-def published_memory() -> dict[str, MemoryFit]:
+@cache
+def published_memory() -> Mapping[str, MemoryFit]:
     """Memory constants of frameworks that were fitted to published runs."""
     text = (files("outlast.plan.calibration") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
-    return device_memory_of(from_text(text))
+    return MappingProxyType(device_memory_of(from_text(text)))
 
 
 def _calibrated(calibration: Calibrated) -> Known:
-    if isinstance(calibration, Known):
-        return calibration
-    if isinstance(calibration, StepModel):
-        return Known(calibration, published_memory())
     if calibration is None:
-        return Known(published_constants(), published_memory())
-    own = known_of(read_calibration(Path(calibration)))
-    return Known(own.step, {**published_memory(), **own.memory})
+        own = Known(published_constants())
+    elif isinstance(calibration, StepModel):
+        own = Known(calibration)
+    elif isinstance(calibration, Known):
+        own = calibration
+    else:
+        own = known_of(read_calibration(Path(calibration)))
+    return replace(own, memory={**published_memory(), **own.memory})
 
 
 def _cluster(cluster: Cluster | str | Path) -> Cluster:

@@ -51,7 +51,7 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
     values, fitted = memory_of(context), context.memory
     origin, deviation = "prior", LOG_DEVIATION
     if fitted is None:
-        outside = (*outside, f"no memory of {context.framework} was measured: priors alone")
+        outside = (*outside, _why_prior(context))
     else:
         origin, deviation = "calibrated", fitted.log_deviation
     terms = tuple(
@@ -76,6 +76,17 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
     middle = sum(term.value for term in terms)
     factor = float(np.exp(1.645 * deviation))
     return Total("B", Interval(middle / factor, middle, middle * factor, 0.9, outside), terms)
+
+
+def _why_prior(context: Context) -> str:
+    if context.cluster.processor:
+        return (
+            "resident memory of a rank by priors alone: what `outlast plan calibrate` measures of "
+            "it is for `outlast train` and `outlast plan compare`"
+        )
+    if context.framework == "any":
+        return "no framework is named: memory by priors alone"
+    return f"no memory of {context.framework} was measured: priors alone"
 
 
 def why_unfit(context: Context, block: Block, run: Configuration, judged: Judged) -> str:

@@ -11,6 +11,10 @@ from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.calibration.stored import step_model_of
 from outlast.plan.memory.fit import MemoryFit
 
+OUTLAST = "outlast"
+COMPILED = "outlast compiled"
+"""Names of our own runs, as calibrations count: compiled steps take less time and memory."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -23,6 +27,11 @@ class Known:
 
     step: StepModel
     memory: Mapping[str, MemoryFit] = field(default_factory=dict)
+
+    def times(self, framework: str) -> bool:
+        """Whether runs of a framework have taught its time."""
+        columns = self.step.constants.columns
+        return any(each.level == "framework" and each.group == framework for each in columns)
 
 
 def known_of(calibration: Calibration) -> Known:

@@ -10,6 +10,7 @@ import numpy as np
 
 from outlast.errors import OutlastError, PlanError
 from outlast.job.load import job_from_text
+from outlast.plan.calibration.known import COMPILED, OUTLAST
 from outlast.plan.calibration.rows import Refused, Row
 from outlast.plan.calibration.steady import steady_median
 from outlast.plan.job_runs import run_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.records import Run
 
-FRAMEWORK = "outlast"
+FRAMEWORK = OUTLAST
 
 
 def read_runs(paths: Iterable[Path | str], cluster: Cluster) -> tuple[list[Row], list[Refused]]:
@@ -80,7 +81,7 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
         run=configuration,
         cluster=cluster,
         source=str(path),
-        framework=FRAMEWORK + (" compiled" if job.train.compile else ""),
+        framework=COMPILED if job.train.compile else FRAMEWORK,
         version=last.versions.get("outlast", ""),
         step_seconds=_step_seconds(run, alike),
         reserved_bytes=reserved,
