@@ -38,6 +38,7 @@ from outlast.plan.calibration.strict import check_keys
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
+from outlast.plan.context import calibrated_as
 from outlast.plan.huggingface import transformer_of
 from outlast.plan.known_models import published
 from outlast.plan.transformer import Transformer
@@ -46,8 +47,8 @@ _TOP = {"name": str, "framework": str, "version": str, "cluster": str, "model": 
 
 _OUT_OF_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory")
 _BAR = re.compile(r"\b(\d+/\d+) \[")
-_CALIBRATED_AS = {"DeepSpeed": "Megatron-DeepSpeed", "HF Trainer": "accelerate"}
-"""Name under which runs of a framework are calibrated, where its log has another."""
+_PLANNED_AS = {"DeepSpeed": "deepspeed", "HF Trainer": "accelerate"}
+"""The planner's names of frameworks, where a log has another."""
 
 
 def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None = None) -> Row:
@@ -80,7 +81,7 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         run=run,
         cluster=cluster,
         source=str(log),
-        framework=_CALIBRATED_AS.get(figures.framework, figures.framework),
+        framework=calibrated_as(_PLANNED_AS.get(figures.framework, figures.framework)),
         version=table.get("version", ""),
         step_seconds=seconds,
         # What a run held as it failed is not what it needs.

@@ -6,15 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
+from outlast.plan.job_settings import MEMORY_FOLDERS
 from outlast.plan.pareto.settings import Settings
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
     from outlast.plan.pareto.settings import Recovery
     from outlast.plan.transformer import Transformer
-
-MEMORY_FOLDER = "/dev/shm"
-"""Where a node keeps files in its memory."""
 
 _OPTIONS = {
     "tiers": "--tier",
@@ -80,7 +78,7 @@ def _fast(tiers: tuple[str, ...], name: str) -> str:
     if tiers == ("shared",):
         return ""
     if tiers == ("memory", "shared"):
-        return f"{MEMORY_FOLDER}/{name}"
+        return f"{MEMORY_FOLDERS[0]}/{name}"
     raise PlanError(
         f"tiers = {'+'.join(tiers)} cannot be expressed for Outlast: its checkpoints go to one "
         "faster folder and to the run's; the nearest is --tier memory+shared, or --tier shared "
