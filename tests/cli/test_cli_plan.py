@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_commands import SMALL, Plan, write_config, write_job
+
+from outlast.cli.plan_words import unit_of_joules, unit_of_seconds
 
 COMMANDS = (
     "rank",
@@ -160,12 +163,36 @@ def test_a_row_far_down_is_found_without_predicting_all_above(
     assert "the ranking has" in plan.refused("explain", *asked, "--choose", allowed + 1)
 
 
-def test_one_unit_for_the_times_and_energies_of_a_table(plan: Plan) -> None:
-    _, out, _ = plan("llama-3-8b", "--cluster", "h100x64", "--tokens", 1, "--micro-batch", 1)
+NUMBER = r"[0-9][0-9.,]*"
+TIME_AND_ENERGY = rf"{NUMBER} (us|ms|s|min|h|d) +{NUMBER} to {NUMBER} +{NUMBER} (J|kWh|MWh|GWh) "
+
+
+@pytest.mark.parametrize(
+    ("figure", "boundary", "unit_of"),
+    [("finish_seconds", 5400.0, unit_of_seconds), ("run_joules", 7.2e9, unit_of_joules)],
+)
+def test_one_unit_for_the_times_and_energies_of_a_table(
+    plan: Plan, figure: str, boundary: float, unit_of: Callable[[float], tuple[str, float]]
+) -> None:
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--micro-batch", 1)
+
+    def of_rows(tokens: int) -> list[float]:
+        rows = plan.json(*asked, "--tokens", tokens)["choices"]
+        return [row["estimate"][figure]["middle"] for row in rows]
+
+    # As many steps as bring the rows to both sides of where the unit changes.
+    one = of_rows(1)
+    batch = plan.json("explain", *asked, "--choose", 1)["configuration"]
+    steps = round(boundary / math.sqrt(min(one) * max(one)))
+    tokens = steps * batch["batch"] * batch["sequence"]
+    alone = {unit_of(value)[0] for value in of_rows(tokens)}
+    assert len(alone) == 2, "each row alone has a unit of its own, else nothing is tested"
+    _, out, _ = plan(*asked, "--tokens", tokens)
     rows = [line for line in out.splitlines() if re.match(r" *\d+[*k ]", line)]
     assert len(rows) > 5
-    energies = {word for row in rows for word in ("kWh", "MWh", " J ") if word in row}
-    assert len(energies) == 1
+    found = [re.search(TIME_AND_ENERGY, row) for row in rows]
+    assert len({units.groups() for units in found if units}) == 1, out
+    assert None not in found, out
 
 
 def test_longer_sequences_than_the_positions_are_said(plan: Plan) -> None:
