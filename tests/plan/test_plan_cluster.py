@@ -181,6 +181,7 @@ def test_wrong_names_are_answered_with_right_ones(text: str, said: str) -> None:
         ("[failures]\nname = 'x'\n", r"\[\[failures\]\]"),
         ("[[failures]]\nname = 'x'\n", "no per_node_day"),
         ("[[failures]]\nname = 'x'\nper_node_day = 1\nrepair = 3\n", "failures.repair_hours"),
+        ("[[failures]]\nname = 'x'\nper_node_day = 1e6\n", "x.per_node_day = 1e\\+06 is more than"),
         ("failure_rates = 'rsc1'\n", "rsc-1"),
         ("[sources]\nfabric = 'x'\n", "sources.fabric"),
     ],

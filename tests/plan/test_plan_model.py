@@ -240,8 +240,8 @@ def test_a_code_that_leaves_chunks_out_costs_quality_and_an_exact_one_does_not()
     wrong = FailureCause(name="wrong sums", per_node_day=100.0, silent=True)
     unhurt = predict(losing, replace(alone, failures=(wrong,)))
     assert unhurt.loss_difference.figure.middle == 0.0
-    # Where every rank fails in every step the run is hopeless, and still no riddle.
-    doomed = replace(alone, failures=(replace(CRASH, per_node_day=1e9),))
+    # Where every rank fails in every minute the run is hopeless, and still no riddle.
+    doomed = replace(alone, failures=(replace(CRASH, per_node_day=1440.0),))
     assert predict(losing, doomed).loss_difference.figure.middle > difference[1]
 
 

@@ -95,13 +95,13 @@ def test_no_other_interval_is_much_better_than_the_chosen_one(tiers: tuple[str, 
 
 
 def test_a_hopeless_run_has_figures_and_no_division_by_zero():
-    # Wrong numbers are noticed after two days, and there are thousands of them in an hour.
-    silent = FailureCause(name="wrong sums", per_node_day=1e4, silent=True)
+    # Wrong numbers are noticed after two days, and every node makes one a minute.
+    silent = FailureCause(name="wrong sums", per_node_day=1440.0, silent=True)
     found = predict(TRAINING, replace(SITE, failures=(silent,))).finish_seconds
     assert 0.0 < found.low <= found.middle <= found.high < math.inf
 
 
-@pytest.mark.parametrize("rate", [5.0, 100.0, 1e4])
+@pytest.mark.parametrize("rate", [5.0, 100.0, 1440.0])
 def test_shares_stay_shares_when_everything_fails_all_the_time(rate: float):
     broken = replace(SITE, failures=(replace(CRASH, per_node_day=rate),))
     figure = predict(TRAINING, broken).ettr.figure

@@ -44,6 +44,8 @@ _MOST_PUE = 5.0
 """More is a percentage."""
 _LATENCY_SECONDS = 1.0
 """Between continents light takes a tenth of that."""
+_MOST_FAILURES = 1440.0
+"""Of a node in a day: one every minute, in which no process starts again."""
 
 
 def checked(cluster: Cluster) -> Cluster:
@@ -64,6 +66,7 @@ def contradictions(cluster: Cluster) -> Iterator[str]:
     yield from _other_part(cluster)
     yield from _power(cluster)
     yield from _prices(cluster)
+    yield from _failures(cluster)
 
 
 def _counts(cluster: Cluster) -> Iterator[str]:
@@ -184,3 +187,13 @@ def _prices(cluster: Cluster) -> Iterator[str]:
         value = getattr(cluster.prices, name)
         if value is not None and not 0.0 <= value < math.inf:
             yield f"prices.{name} = {value:g}: give at least 0"
+
+
+def _failures(cluster: Cluster) -> Iterator[str]:
+    for cause in cluster.failures:
+        if cause.per_node_day > _MOST_FAILURES:
+            yield (
+                f"failures.{cause.name}.per_node_day = {cause.per_node_day:g} is more than a "
+                "failure of every node in every minute, so that none ever starts: give failures of "
+                "one node in one day, e.g. 0.0065"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from outlast.plan.cases import Array
 from outlast.plan.reliability.rates import batches_of, groups_hit, rate_of
 from outlast.plan.reliability.recovery import HOUR_SECONDS, Reliability, column, lost_nodes
 from outlast.plan.reliability.renewal import SMALLEST_RATE
-from outlast.plan.reliability.units import Taken, outlasted, rate_of_the_last, units_of
+from outlast.plan.reliability.units import Taken, last_ones, outlasted, units_of
 from outlast.plan.reliability.waiting import missing_nodes
 
 
@@ -22,7 +23,7 @@ class Going:
         present: Share of the groups that are up.
         up: Share of the work that gets done: with fewer than the minimum there is none.
         pauses: Seconds for which all stand still.
-        last_rate: Losses of the last group that is up.
+        last: Of failures by their nodes, the share that takes the last group that is up.
         loss: Seconds that one failure costs.
         rate: Failures when all groups are up.
     """
@@ -30,7 +31,7 @@ class Going:
     present: Array
     up: Array
     pauses: Array
-    last_rate: Array
+    last: Mapping[int, Array]
     loss: Array
     rate: Array
 
@@ -66,7 +67,7 @@ def going_on(settings: Reliability, nodes: Array) -> Going:
         taken.append((cause.nodes_hit, hit, each, each * hit * absent, repair))
     if not (rate > 0.0).any():
         zero = np.zeros(1)
-        return Going(np.ones(1), np.ones(1), zero, zero, zero, zero)
+        return Going(np.ones(1), np.ones(1), zero, {}, zero, zero)
     short = _short_groups(settings, nodes)
     absent = (down + short) / groups
     # Who waits for a repair is one of those in repair.
@@ -79,11 +80,12 @@ def going_on(settings: Reliability, nodes: Array) -> Going:
         groups,
     )
     seldom = 1.0 / (1.0 + absent)
-    last = seldom * rate_of_the_last(units, 1.0 - seldom, groups)
-    last = np.where(groups > 1.0, last, 0.0)
+    chances = last_ones(units, 1.0 - seldom, groups)
+    last = {each.nodes: chance for each, chance in zip(units, chances, strict=True)}
+    stops = sum((each * last[number] for number, _, each, _, _ in taken), np.zeros(1))
     # While all stand still, groups come back without loss of work: absence is shorter by `slow`,
     # wall time over exposed time, where slow = still + pauses up and up = slow / (slow + absent).
-    still = 1.0 + last * watched / np.maximum(rate, SMALLEST_RATE)
+    still = 1.0 + stops * watched / np.maximum(rate, SMALLEST_RATE)
     half = (still + pauses - absent) / 2.0
     slow = half + np.sqrt(half**2 + still * absent)
     up = slow / (slow + absent)

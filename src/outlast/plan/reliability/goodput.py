@@ -3,8 +3,14 @@
 A renewal-reward closed form for many candidates at once. Failures are independent and exponential;
 those with Weibull times count with their mean rate over `days_from_new`. They strike while the run
 computes, saves, restarts and restores, and not while a failure waits to be detected or a node
-to be repaired. `renewal` gives the exposed time per interval, `waiting` the time without nodes, and
-this module shares both out to terms that add up to 1 with the progress.
+to be repaired. `renewal` gives the working time per interval, `ways_back` by how much restarts and
+restores lengthen it, `waiting` the time without nodes, and this module shares all out to terms that
+add up to 1 with the progress.
+
+More failures, slower detection, restarts, restores and saves, and fewer spares never raise the
+share; `ways_back` says why. With one group and single nodes in repair this is exact. Waits for
+whole racks are approximate, as are replica groups of which many are gone: there it may rise by up
+to 0.03 points (random extreme runs: tests/plan/test_plan_reliability_laws.py).
 
 Shares are those of the long run. A run of a few repair times that begins with all nodes and spares
 whole does better, by up to the repair time over its length where it mostly waits for nodes.
@@ -36,11 +42,11 @@ from outlast.plan.reliability.recovery import (
 from outlast.plan.reliability.renewal import (
     LARGEST_EXPONENT,
     SMALLEST_RATE,
-    Strike,
-    exposed_seconds,
+    working_seconds,
 )
-from outlast.plan.reliability.stops import Stop, restart_shares, stops_of
+from outlast.plan.reliability.stops import Stop, stops_of
 from outlast.plan.reliability.waiting import waited
+from outlast.plan.reliability.ways_back import ways_back
 
 FORMULAS: Mapping[str, tuple[str, str]] = {
     "checkpoint saves": (
@@ -53,11 +59,11 @@ FORMULAS: Mapping[str, tuple[str, str]] = {
     ),
     "lost work": (
         "exposed time - running - saves - restarts, exposed = exp(l Q) (exp(l T) - 1) / l",
-        "Daly 2006, FGCS 22, eq. 20; several tiers: own, solved exactly",
+        "Daly 2006, FGCS 22, eq. 20; several tiers and ways back: own, solved exactly",
     ),
     "detection": ("rate x detection", "own"),
-    "restart": ("rate x (1 - exp(-l R)) / l, R = restart + replacement", "own"),
-    "restore": ("rate x exp(-l R) (1 - exp(-l V)) / l, V = restore", "own"),
+    "restart": ("rate x tries x (1 - exp(-l R)) / l, R = restart + replacement", "own"),
+    "restore": ("rate x tries x exp(-l R) (1 - exp(-l V)) / l, V = restore", "own"),
     "waiting for nodes": (
         "B / (1 - B), B = Erlang's loss formula with spares + 1 servers",
         "Erlang 1917; several nodes at once: Fredericks 1980 (Hayward)",
@@ -114,7 +120,6 @@ class _Exposure:
         restart: Starting again.
         restore: Loading a version.
         lost: Work that is done again, with its saves.
-        strikes: The failures that throw the run back.
         apart: Of each tier, exposed seconds from save to save.
     """
 
@@ -124,7 +129,6 @@ class _Exposure:
     restart: Array
     restore: Array
     lost: Array
-    strikes: tuple[Strike, ...]
     apart: tuple[Array, ...]
 
     @property
@@ -171,10 +175,7 @@ def goodput(settings: Reliability) -> Goodput:
     left = _paced(settings, going.up, share.running * scale, terms)
     per_second = scale / np.maximum(left, SMALLEST_RATE)
     found = losses.of_stops(
-        [
-            (s.name, s.rate * per_second, s.detection, strike.offset_seconds, s.tier)
-            for s, strike in zip(stops, share.strikes, strict=True)
-        ],
+        [(s.name, s.rate * per_second, s.detection, s.back_seconds, s.tier) for s in stops],
         [s.rate for s in stops],
         share.apart,
         excess=(share.lost + share.restart + share.restore + detection) * per_second,
@@ -204,18 +205,18 @@ def _exposure(settings: Reliability, stops: Sequence[Stop]) -> _Exposure:
         each = np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
         saves, kept = (saves, kept + each) if tier.kept else (saves + each, kept)
     whole = interval + saves + kept
-    strikes = tuple(Strike(s.rate, s.redone + s.restart + s.restore, s.tier) for s in stops)
-    per_interval = every[-1] / exposed_seconds(whole, every, strikes)
+    back = ways_back(stops, len(every))
+    # Each of the factors is finite, but not their product.
+    per_interval = every[-1] / working_seconds(whole, every, back.rates)
+    per_interval = per_interval / back.redone / back.longer
     running = per_interval * interval
-    restart, restore = restart_shares(stops)
     return _Exposure(
         running=running,
         checkpoints=per_interval * saves,
         kept=per_interval * kept,
-        restart=restart,
-        restore=restore,
-        lost=np.maximum(1.0 - per_interval * whole - restart - restore, 0.0),
-        strikes=strikes,
+        restart=back.restart,
+        restore=back.restore,
+        lost=np.maximum(1.0 - per_interval * whole - back.restart - back.restore, 0.0),
         apart=tuple(apart * whole for apart in every),
     )
 

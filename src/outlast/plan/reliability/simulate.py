@@ -3,7 +3,8 @@
 Independent of the closed forms, which it checks: it shares the settings with them and no formula.
 Between two events all trials advance to their own next one: a failure, a silent error that is
 noticed, a replica group that comes back, the end. Repair times are exponential; all other
-durations are as given. Failures strike while the run computes, saves, restarts and restores.
+durations are as given. Failures strike while the run computes, saves, restarts and restores; what
+is cut short begins anew, the longest of what is still to be made good.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class _Trials:
         )
         self.limit = scenario.limit_days * DAY_SECONDS
         self.wall, self.clock, self.exposure = np.zeros((3, count))
-        self.pending, self.failures, self.unseen = np.zeros((3, count))
+        self.pending, self.way_back, self.failures, self.unseen = np.zeros((4, count))
         self.pointer = np.zeros(count, dtype=np.int64)
         self.blamed = np.zeros(count, dtype=np.int64)
         self.versions = np.zeros((count, len(self.schedule.tiers)))
@@ -224,8 +225,8 @@ class _Trials:
         clean = np.floor(self.tainted[rows] / self.schedule.interval / apart) * apart
         self.versions[rows] = np.minimum(self.versions[rows], clean[:, None])
         self._restore(rows, clean, np.nonzero(self.silent)[0][0] + np.zeros_like(rows))
-        self.pending[rows] = float(np.max(self.run.restart.restart_seconds))
-        self.pending[rows] += self.schedule.restore[-1]
+        restart = float(np.max(self.run.restart.restart_seconds))
+        self._go_back(rows, restart + self.schedule.restore[-1])
         self.tainted[rows] = self.notice[rows] = np.inf
 
     def _stop(self, rows: Indices, cause: Indices) -> None:
@@ -263,10 +264,16 @@ class _Trials:
         self.versions[rows] = np.where(left, np.minimum(versions, newest[:, None]), newest[:, None])
         self._restore(rows, newest, cause)
         back = self.run.restart
-        self.pending[rows] = float(np.max(back.restart_seconds)) + choice
-        self.pending[rows] += np.where(nodes > 0, np.max(back.replace_seconds), 0.0)
+        seconds = float(np.max(back.restart_seconds)) + choice
+        self._go_back(rows, seconds + np.where(nodes > 0, np.max(back.replace_seconds), 0.0))
         erased = newest * plan.interval <= self.tainted[rows]
         self.tainted[rows[erased]] = self.notice[rows[erased]] = np.inf
+
+    def _go_back(self, rows: Indices, seconds: Array | float) -> None:
+        """Begins a way back, or one that was cut short anew: what was to be made good still is."""
+        under_way = np.where(self.pending[rows] > 0.0, self.way_back[rows], 0.0)
+        self.way_back[rows] = np.maximum(under_way, seconds)
+        self.pending[rows] = self.way_back[rows]
 
     def _restore(self, rows: Indices, version: Array, cause: Indices) -> None:
         clock = np.minimum(self.schedule.clock(version), self.clock[rows])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,20 +10,36 @@ from outlast.plan.cases import Array
 from outlast.plan.reliability.going import Going
 from outlast.plan.reliability.rates import groups_hit, rate_of
 from outlast.plan.reliability.recovery import Reliability, column, lost_nodes
-from outlast.plan.reliability.renewal import SMALLEST_RATE
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Failures of one kind that throw the run back to a checkpoint."""
+    """Failures of one kind that throw the run back to a checkpoint, arrays (candidates,) or (1,).
+
+    Attributes:
+        name: Their cause.
+        rate: Per exposed second.
+        tier: Index of the tier that is restored.
+        detection: Seconds until somebody acts.
+        late: Seconds of work from a silent error to the alarm.
+        redone: Seconds of work after a save that are done again until its version is durable.
+        restart: Seconds until the restore begins.
+        restore: Seconds of the restore.
+    """
 
     name: str
     rate: Array
     tier: Array
     detection: Array
+    late: Array
     redone: Array
     restart: Array
     restore: Array
+
+    @property
+    def back_seconds(self) -> Array:
+        """From the stop to the first second of work that has not been done before."""
+        return self.late + self.redone + self.restart + self.restore
 
 
 def stops_of(settings: Reliability, nodes: Array, going: Going) -> list[Stop]:
@@ -35,19 +50,21 @@ def stops_of(settings: Reliability, nodes: Array, going: Going) -> list[Stop]:
         lost = lost_nodes(cause)
         tier, restore, latency = _restored(settings, lost)
         rate = rate_of(settings, cause, nodes)
-        detection, redone = column(cause.detection_seconds), latency
+        detection, late = column(cause.detection_seconds), np.zeros(1)
         if cause.silent:
             if not settings.guard.rolls_back:
                 continue
             rate = rate * settings.guard.coverage
-            detection, redone = np.zeros(1), latency + settings.guard.latency_seconds
+            detection, late = np.zeros(1), column(settings.guard.latency_seconds)
         else:
             hit = groups_hit(settings, nodes, cause.nodes_hit)
-            share = rate / np.maximum(going.rate, SMALLEST_RATE)
+            last = going.last.get(cause.nodes_hit, np.zeros(1))
             # One group of one, or all of them at once; else only when it is the last one up.
-            rate = np.where((groups < 2.0) | (hit >= groups), rate, going.last_rate * share)
+            rate = np.where((groups < 2.0) | (hit >= groups), rate, rate * last)
         restart = column(back.restart_seconds) + (column(back.replace_seconds) if lost else 0.0)
-        found.append(Stop(cause.name, rate, tier, detection, redone, restart, column(restore)))
+        found.append(
+            Stop(cause.name, rate, tier, detection, late, latency, restart, column(restore))
+        )
     return found
 
 
@@ -66,14 +83,3 @@ def _restored(settings: Reliability, lost: int) -> tuple[Array, Array, Array]:
                 tier.every == apart, np.minimum(latency, tier.latency_seconds), latency
             )
     return index, restore, latency
-
-
-def restart_shares(stops: Sequence[Stop]) -> tuple[Array, Array]:
-    """Seconds of restart and of restore per exposed second; failures cut them short."""
-    total = np.maximum(sum((stop.rate for stop in stops), np.zeros(1)), SMALLEST_RATE)
-    restart = restore = np.zeros(1)
-    for stop in stops:
-        reached = np.exp(-total * stop.restart)
-        restart = restart + stop.rate * (1.0 - reached) / total
-        restore = restore - stop.rate * reached * np.expm1(-total * stop.restore) / total
-    return restart, restore

@@ -160,19 +160,37 @@ def _merged(wide: Units, narrow: Units, equal: np.ndarray) -> tuple[Units, Units
     )
 
 
-def rate_of_the_last(units: Sequence[Units], absent: Array, groups: Array) -> Array:
-    """Failures that take all that is left, per time in which it is up.
+def last_ones(units: Sequence[Units], absent: Array, groups: Array) -> list[Array]:
+    """Probability that a failure of each kind of units takes all groups that are up.
 
-    All other groups are gone one by one, or all other units of the same kind are.
+    All other groups are gone one by one, or all other units of the same kind are, whichever is more
+    likely. Some group is always up: when the last one goes, the run restarts with all of them. So
+    of n that are gone with probability q each, the probability that a certain one is the last is
+    `(1 - q) q^(n - 1) / (1 - q^n)`, which rises with q to 1 / n.
+
+    Args:
+        units: From the widest to the narrowest.
+        absent: Share of the time in which a group is gone.
+        groups: All.
     """
-    alone = np.exp((groups - 1.0) * np.log(np.maximum(absent, SMALLEST_RATE)))
-    rate = np.zeros(1)
-    for each in units:
-        odds = each.down + each.short
-        share = np.log(np.maximum(odds / (1.0 + odds), SMALLEST_RATE))
-        gone = np.exp(np.maximum(each.number - 1.0, 0.0) * share)
-        rate = rate + each.rate * np.maximum(alone, gone)
-    return rate
+    alone = _last_of(groups, absent)
+    found: list[Array] = []
+    for index, each in reversed(list(enumerate(units))):
+        gone = (each.down + each.short) / (1.0 + each.down + each.short)
+        chance = np.maximum(alone, _last_of(each.number, gone))
+        if found:
+            # Racks may take no more groups than nodes do; then their units are the same.
+            chance = np.where(each.hit == units[index + 1].hit, found[-1], chance)
+        found.append(chance)
+    return found[::-1]
+
+
+def _last_of(number: Array, gone: Array) -> Array:
+    """Probability that a certain one is up and all others are gone, if any is up."""
+    rest = np.maximum(number - 1.0, 0.0)
+    others = np.exp(rest * np.log(np.maximum(gone, SMALLEST_RATE)))
+    found: Array = (1.0 - gone) * others / np.maximum(1.0 - gone * others, SMALLEST_RATE)
+    return np.minimum(found, 1.0)
 
 
 def outlasted(units: Sequence[Units], absent: Array, spares: Array) -> Array:
