@@ -64,6 +64,8 @@ class Post:
         self.received_bytes = 0
         self._lock = threading.Lock()
         self._group: ProcessGroup = dist.new_group(backend="gloo")
+        # A rank that is connected may begin, and die, while others are still connecting to it.
+        dist.barrier(group=self._group)
         self._inbox = Newest()
         self._lost_one = False
         self._news = threading.Condition()
