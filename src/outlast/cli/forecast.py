@@ -48,19 +48,22 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         known = None if calibration is None else known_of(calibration)
         training = training_of(job, processes, cluster, calibration=known)
         estimate = predict(training, cluster, calibration=known)
-        record = record_of(estimate, training, cluster, calibration)
+        return record_of(estimate, training, cluster, calibration, file)
     except OutlastError as error:
         return str(error).splitlines()[0]
     except Exception as error:
         # A run must not fail for want of its prediction.
         return f"{type(error).__name__}: {error}"
-    return replace(record, calibration=PUBLISHED if file is None else str(file))
 
 
 def record_of(
-    estimate: Estimate, training: Training, cluster: Cluster, calibration: Calibration | None
+    estimate: Estimate,
+    training: Training,
+    cluster: Cluster,
+    calibration: Calibration | None,
+    file: str | Path | None,
 ) -> Predicted:
-    """An estimate as a run's records hold it, without the name of the calibration.
+    """An estimate as a run's records hold it.
 
     On processors its memory is the resident one of a rank, where the calibration knows it: that is
     what is measured there.
@@ -70,6 +73,7 @@ def record_of(
         training: What was predicted.
         cluster: Where.
         calibration: That was used; None for constants fitted to published runs.
+        file: Its own.
 
     Raises:
         PlanError: The calibration knows only a part of what resident memory depends on.
@@ -80,7 +84,7 @@ def record_of(
     from outlast.plan.cases import cases
     from outlast.plan.record import as_record
 
-    record = as_record(estimate, "")
+    record = as_record(estimate, PUBLISHED if file is None else str(file))
     found = None if calibration is None or not cluster.processor else resident_of(calibration)
     if found is None:
         return record

@@ -210,13 +210,13 @@ def _loss_of(
     changed, plain = (
         runs(
             law_parameters(model),
-            shares[1] * context.tokens,
-            shares[0] * context.baseline.tokens,
+            share * context.tokens,
+            times * context.baseline.tokens,
             unique_tokens=context.unique_tokens,
             precision=best.run.precision,
             mixture=float(bool(model.experts)),
         )
-        for shares in ((batch, tokens), (1.0, 1.0))
+        for times, share in ((batch, tokens), (1.0, 1.0))
     )
     return loss_differences(changed, plain).total(0).figure
 

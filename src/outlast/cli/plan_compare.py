@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,7 +115,7 @@ def _predicted_now(
     read: Run, cluster: str | None, calibration: Path | None
 ) -> tuple[Forecast, list[tuple[str, str, float, float]]]:
     """A prediction of the run that was done, and what it says of the time that is lost."""
-    from outlast.cli.forecast import PUBLISHED, record_of
+    from outlast.cli.forecast import record_of
     from outlast.cli.plan_place import HERE, calibration_for, place_of, ranks_of
     from outlast.job import job_from_text
     from outlast.plan.calibration.calibration_file import read_calibration
@@ -143,9 +142,8 @@ def _predicted_now(
         raise PlanError(f"{read.path} cannot be predicted on {row.cluster.name}: {error}") from None
     measured = measured_figures(read)
     assert measured is not None
-    record = record_of(estimate, training, row.cluster, used)
-    named = replace(record, calibration=PUBLISHED if file is None else str(file))
-    return Forecast(named, measured), _loss_parts(estimate, read)
+    record = record_of(estimate, training, row.cluster, used, file)
+    return Forecast(record, measured), _loss_parts(estimate, read)
 
 
 def _step_parts(terms: Mapping[str, float], read: Run) -> list[tuple[str, str, float, float]]:

@@ -36,8 +36,9 @@ FEW = 19
 """Rows below which the quantile of one group's scores would be the largest of them."""
 _EXPECTED = 0.1
 """Log error that is expected of the formulas before any row is seen."""
-_EXPECTED_ROWS = 4.0
-"""Rows that this counts for."""
+EXPECTED_ROWS = 4.0
+"""Rows that an expected error counts for beside those that were measured: of a few, that they
+happen to lie close says little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,19 @@ def conformal(
     return Conformal(quantiles=quantiles, floor=floor, coverage=coverage)
 
 
+def scale_of_few(expected: float, squares: float, rows: int) -> float:
+    """Standard deviation of errors, where some were measured and some is expected.
+
+    Conjugate prior of a variance: Gelman et al., Bayesian Data Analysis, section 2.6.
+
+    Args:
+        expected: Standard deviation that is believed before any row is seen.
+        squares: Sum of the squared errors of the rows.
+        rows: How many there are; may be 0.
+    """
+    return math.sqrt((EXPECTED_ROWS * expected**2 + squares) / (EXPECTED_ROWS + rows))
+
+
 def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
     """Student's quantile of a scale that few rows and what is expected give together.
 
@@ -165,9 +179,8 @@ def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
     """
     from scipy.special import stdtrit
 
-    known = _EXPECTED_ROWS + rows
-    scale = math.sqrt((_EXPECTED_ROWS * _EXPECTED**2 + rows * floor**2) / known)
-    quantile = float(stdtrit(known, 0.5 + coverage / 2.0))
+    scale = scale_of_few(_EXPECTED, rows * floor**2, rows)
+    quantile = float(stdtrit(EXPECTED_ROWS + rows, 0.5 + coverage / 2.0))
     # As in `_elsewhere`: another group differs as much again.
     others = quantile * math.sqrt(2.0)
     return Conformal(quantiles={group: quantile, OTHERS: others}, floor=scale, coverage=coverage)

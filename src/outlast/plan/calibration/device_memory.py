@@ -16,6 +16,7 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.calibrated import Calibration, Constant
+from outlast.plan.calibration.conformal import scale_of_few
 from outlast.plan.calibration.groups import folds
 from outlast.plan.calibration.rows import Row
 from outlast.plan.cases import Array, cases
@@ -27,9 +28,6 @@ from outlast.plan.memory.stages import stage
 
 OF_RANK_ZERO = ("nanotron",)
 """Frameworks whose logs have the memory of rank 0 alone; others give the largest of all ranks."""
-PRIOR_RUNS = 4.0
-"""Runs that the prior spread counts for beside those that were measured: with a few runs, that they
-happen to lie close says little."""
 _PREFIX, _SPREAD = "device memory of ", "spread"
 _FOLDS = 10
 
@@ -39,9 +37,8 @@ class Learned:
     """What runs of one framework have taught.
 
     Attributes:
-        fit: Its constants; `log_deviation` is that of runs that a fit has not seen, with the prior
-            spread as `PRIOR_RUNS` more runs (conjugate prior of a variance: Gelman et al., Bayesian
-            Data Analysis, section 2.6).
+        fit: Its constants; `log_deviation` is that of runs that a fit has not seen, and of the
+            prior spread (`conformal.scale_of_few`).
         unseen: Log of predicted over measured memory, by fits that have not seen the
             configuration; empty where all runs are of one.
         before: The same by what was believed before: other runs, or the priors.
@@ -105,8 +102,7 @@ def fit_device_memory(
         values = {name: float(getattr(alone, name)[0]) for name in MEMORY_NAMES}
         errors = _unseen(own, start)
         prior = LOG_DEVIATION if start is None else start.log_deviation
-        squares = PRIOR_RUNS * prior**2 + float((errors**2).sum())
-        spread = float(np.sqrt(squares / (PRIOR_RUNS + errors.size)))
+        spread = scale_of_few(prior, float((errors**2).sum()), errors.size)
         fitted = replace(fitted, values=values, differences={}, log_deviation=spread)
         found[framework] = Learned(fitted, errors, _errors(runs_of(own), start))
     return found
