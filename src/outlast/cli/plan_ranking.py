@@ -129,7 +129,7 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
     """
     from outlast.plan.model import evaluator
     from outlast.plan.pareto.run import search
-    from outlast.plan.pareto.space import Block, space
+    from outlast.plan.pareto.space import space
     from outlast.plan.unfit import refuse_impossible
 
     training = planned.training
@@ -142,10 +142,7 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
         framework=training.framework,
         target=planned.target,
     )
-    refuse_impossible(
-        planned.cluster,
-        Block(candidates.layouts, candidates.settings, candidates.layout, candidates.setting),
-    )
+    refuse_impossible(planned.cluster, candidates.whole)
     nearest = Nearest(evaluator(planned.context), planned.asked.by, _SPARE * top)
     front = search(
         candidates,

@@ -31,7 +31,7 @@ from outlast.plan.pareto.axes import Axes
 from outlast.plan.pareto.result import Front
 from outlast.plan.pareto.run import search as search_space
 from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Block, space
+from outlast.plan.pareto.space import space
 from outlast.plan.prediction import Estimate
 from outlast.plan.prediction import predict as predict_run
 from outlast.plan.transformer import Transformer
@@ -204,10 +204,7 @@ def search(
         mechanisms or _as_mechanisms(training.settings),
         framework=training.framework,
     )
-    refuse_impossible(
-        machines,
-        Block(candidates.layouts, candidates.settings, candidates.layout, candidates.setting),
-    )
+    refuse_impossible(machines, candidates.whole)
     limits = [budget] if isinstance(budget, str) else budget
     return search_space(candidates, evaluator(context), limits, start=start)
 

@@ -107,6 +107,11 @@ class Space:
         chosen = self.settings[self.setting[row]]
         return Candidate(self.cluster.name, self.configuration(row), chosen)
 
+    @property
+    def whole(self) -> Block:
+        """All candidates together."""
+        return Block(self.layouts, self.settings, self.layout, self.setting)
+
     def blocks(self, size: int = 16_384) -> Iterator[Block]:
         """All candidates in order, about `size` of them at a time, layouts never split."""
         begin = 0
