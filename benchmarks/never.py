@@ -22,6 +22,7 @@ from harness import Bar, publish
 MODULES = (
     "never_cluster",
     "never_guard",
+    "never_coverage",
     "never_tensorize",
     "never_checkpoint",
     "never_plan",
