@@ -1,15 +1,18 @@
 """Trained models as folders that load elsewhere, and layers as fast ones for generating text.
 
-`export_dense` writes a plain Hugging Face model, `export_factored` the factors themselves, and
-`absorb` merges chains of cores in place. None of them changes what the model computes.
+`export_dense` writes a plain Hugging Face model, `export_factored` the factors themselves,
+``model.save_pretrained`` of transformers both, and `absorb` merges chains of cores in place. None
+of them changes what the model computes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms.embedding import StructuredEmbedding
@@ -26,7 +30,7 @@ from outlast.tensorize.hf.folder import copy_tokenizer, new_folder
 from outlast.tensorize.hf.plain import Structured, dense_layer, is_matrix, merged_layer, structured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -34,6 +38,7 @@ VARIANT = "factored"
 """Part of the names of files of factors, so that nobody takes them for the dense weights."""
 
 _CONFIG = "config.json"
+_LAYERS_FILE = "outlast_tensorize.json"
 _CODE_FILE = "modeling_outlast.py"
 _SHARD = "5GB"
 
@@ -151,6 +156,137 @@ def _save(model: Any, folder: Path, **options: Any) -> None:
     """``save_pretrained`` without its progress bar."""
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder, **options)
+
+
+def save_with_dense_weights(
+    save: Callable[..., Any], model: Any, directory: Any, *positional: Any, **named: Any
+) -> Any:
+    """``save_pretrained`` of a model that may have structured layers.
+
+    Beside the factors, from which training resumes, the files hold each layer's dense weight, with
+    which ``from_pretrained`` gives the same function. A layer that is no matrix gets an empty
+    weight instead, so that ``from_pretrained`` raises where it would draw random numbers. With
+    ``outlast_tensorize.json``, `load_factored` gives the very model back.
+
+    Args:
+        save: The method of transformers.
+        model: A `PreTrainedModel`, or a part of one that is such a model itself.
+        directory: Where to.
+        positional: Other arguments of the method.
+        named: Likewise.
+
+    Raises:
+        TensorizeError: The layers cannot be written so that they load elsewhere.
+    """
+    layers = structured(model)
+    settings = inspect.signature(save).bind(model, directory, *positional, **named).arguments
+    if not layers or settings.get("variant") == VARIANT or adapters_alone(model):
+        return save(model, directory, *positional, **named)
+    if settings.get("distributed_checkpoint"):
+        raise TensorizeError(
+            "distributed_checkpoint = True writes the factors alone, which from_pretrained would "
+            "replace by random weights: leave it out, or save state_dict() by "
+            "torch.distributed.checkpoint"
+        )
+    given = settings.get("state_dict")
+    state = dict(model.state_dict() if given is None else given)
+    written = _with_dense_weights(model, layers, state, exact=given is None)
+    if not written:
+        return save(model, directory, *positional, **named)
+    if nonlinear := [name for name, layer in layers.items() if not is_matrix(layer)]:
+        warnings.warn(
+            f"{nonlinear[0]} and {len(nonlinear) - 1} other layers are no matrices, so "
+            f"from_pretrained({str(directory)!r}) will raise: load the model by "
+            "outlast.tensorize.load_factored",
+            stacklevel=3,
+        )
+    # As they are named here: a resumed run reads them with load_state_dict.
+    rest = {"save_original_format": False, **settings, **settings.get("kwargs", {})}
+    for done in ("self", "save_directory", "state_dict", "kwargs"):
+        rest.pop(done, None)
+    if settings.get("is_main_process", True):
+        described = entries.describe(model, entries.shared_names(model.state_dict(keep_vars=True)))
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _LAYERS_FILE).write_text(json.dumps({entries.KEY: described}, indent=2) + "\n")
+    with _honest_tie(model, state):
+        return save(model, directory, state_dict=state, **rest)
+
+
+def adapters_alone(model: Any) -> bool:
+    """Whether ``save_pretrained`` writes adapters and nothing of the model itself."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _with_dense_weights(
+    model: Any, layers: Mapping[str, Structured], state: dict[str, Tensor], *, exact: bool
+) -> bool:
+    """Add the dense weights of all layers to a state of their factors; False: it has none.
+
+    Args:
+        model: Whose.
+        layers: Its structured layers by name.
+        state: Full tensors or shards of them.
+        exact: Whether the state is what the layers hold; else they are computed from it.
+    """
+    written: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        names = [key for key in layer.state_dict() if key != "bias"]
+        held = [key for key in names if f"{name}.{key}" in state]
+        if not held or f"{name}.weight" in state:
+            continue
+        if len(held) < len(names):
+            raise TensorizeError(
+                f"state_dict lacks {name}.{(set(names) - set(held)).pop()}: give all factors of a "
+                "layer or none"
+            )
+        if not is_matrix(layer):
+            like = state[f"{name}.{held[0]}"]
+            written[f"{name}.weight"] = torch.empty(0, dtype=like.dtype, device=like.device)
+            continue
+        values = {key: state[f"{name}.{key}"] for key in layer.state_dict()}
+        whole = {key: _gathered(value) for key, value in values.items()}
+        if not exact or any(whole[key] is not values[key] for key in whole):
+            layer = copy.deepcopy(layer)
+            layer.load_state_dict(whole, assign=True)
+        for key, value in dense_layer(layer).state_dict().items():
+            written[f"{name}.{key}"] = value
+    for name, head in tied_heads(model).items():
+        source = f"{name_of(head.embedding, model)}.weight"
+        if source in written:
+            written[f"{name}.weight"] = written[source]
+    with contextlib.suppress(Exception):
+        # Classes whose config alone does not build them have no transposed layers that we know of.
+        written = _as_native(written, model, skeleton_of(model))
+    state.update({key: value for key, value in written.items() if key not in state})
+    tied = set(_tied(model))
+    seen: set[int] = set()
+    for key in [key for name in layers for key in state if key.startswith(f"{name}.")]:
+        # Files hold no aliases but those that transformers knows.
+        if state[key].data_ptr() in seen and key not in tied:
+            state[key] = state[key].clone()
+        seen.add(state[key].data_ptr())
+    return bool(written)
+
+
+def _gathered(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@contextlib.contextmanager
+def _honest_tie(model: Any, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the written config say that weights are not tied which differ in a state."""
+    config = model.config
+    pairs = [pair for pair in _tied(model).items() if set(pair) <= state.keys()]
+    was = getattr(config, "tie_word_embeddings", None)
+    differs = bool(was) and any(not _are_one(state, *pair) for pair in pairs)
+    if differs:
+        config.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        if differs:
+            config.tie_word_embeddings = was
 
 
 def _check_model(model: nn.Module) -> None:
@@ -320,7 +456,7 @@ def _code_for(model_class: str) -> str:
 
 
 def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> Any:
-    """The model that `export_factored` wrote, with equal tensors of equal dtypes.
+    """The model that `export_factored` or ``save_pretrained`` wrote, with equal tensors.
 
     Nothing that the folder contains is executed.
 
@@ -332,14 +468,15 @@ def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> 
         A `PreTrainedModel` in evaluation mode.
 
     Raises:
-        TensorizeError: The directory is none that `export_factored` wrote, or is damaged.
+        TensorizeError: The directory holds no factors, or is damaged.
     """
     import transformers
     from transformers.initialization import no_init_weights
 
     folder = Path(directory)
-    content = _json(folder / _CONFIG)
-    entry = entries.checked(content.get(entries.KEY), str(folder / _CONFIG))
+    saved = (folder / _LAYERS_FILE).is_file()
+    described = folder / (_LAYERS_FILE if saved else _CONFIG)
+    entry = entries.checked(_json(described).get(entries.KEY), str(described))
     kind = getattr(transformers, str(entry.get("model_class")), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise TensorizeError(
@@ -353,7 +490,7 @@ def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> 
     with no_init_weights():
         model: Any = kind(config)
     entries.put_in_layers(model, entry)
-    tensors = _tensors(folder)
+    tensors = _tensors(folder, None if saved else VARIANT)
     try:
         found = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
@@ -382,10 +519,11 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path, variant: str | None) -> dict[str, Tensor]:
     """All tensors of a folder, from one file or several."""
-    index = folder / f"model.safetensors.index.{VARIANT}.json"
-    names = [f"model.{VARIANT}.safetensors"]
+    part = f".{variant}" if variant else ""
+    index = folder / f"model.safetensors.index{part}.json"
+    names = [f"model{part}.safetensors"]
     if index.exists():
         names = sorted(set(_json(index)["weight_map"].values()))
     tensors: dict[str, Tensor] = {}

@@ -13,7 +13,12 @@ from outlast.tensorize.initialize import initialize_
 from outlast.tensorize.merge import widest
 from outlast.tensorize.operator import Merged, chain
 from outlast.tensorize.planner import explain
-from outlast.tensorize.weight import dense_matrix, weight_of
+from outlast.tensorize.weight import (
+    accept_factors,
+    dense_matrix,
+    save_dense_weights_too,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +47,17 @@ class StructuredLinear(nn.Module):
         self.network = network
         self.in_features = network.in_features
         self.out_features = network.out_features
+        save_dense_weights_too()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        save_dense_weights_too()
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
+    ) -> None:
+        accept_factors(self, state, prefix, others[-1])
+        super()._load_from_state_dict(state, prefix, metadata, *others)  # type: ignore[no-untyped-call]
 
     def factors(self) -> tuple[Tensor, ...]:
         """The cores, in the order and with the dimensions of the network's."""

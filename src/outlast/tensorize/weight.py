@@ -6,6 +6,8 @@ rebuilding a matrix for that would cost as much as the layer.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,3 +92,54 @@ def weight_of(layer: nn.Module, shape: tuple[int, int]) -> Tensor:
     lazy = weight.as_subclass(_Weight)
     lazy._layer = structured
     return lazy
+
+
+def accept_factors(
+    layer: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]
+) -> None:
+    """Refuse a dense weight in a state that is loaded into a layer of factors.
+
+    ``strict=False``, with which trainers load, would leave the factors as they are without a word.
+    A state that holds the factors as well, as those of `save_pretrained` do, has them loaded.
+
+    Args:
+        layer: Has `form`.
+        state: What is loaded; the dense weight and bias are taken out of it.
+        prefix: Of the layer's names in it.
+        problems: Gets a sentence, which `load_state_dict` raises however strict it is.
+    """
+    if state.pop(f"{prefix}weight", None) is None:
+        return
+    own = {*layer._parameters, *layer._buffers, *layer._modules}
+    if "bias" not in own:
+        state.pop(f"{prefix}bias", None)
+    names = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+    if not any(name != "bias" and f"{prefix}{name}" in state for name in names):
+        problems.append(
+            f"{prefix}weight is dense, and the layer is made of factors (form = "
+            f"{layer.form!r}): load dense weights before tensorize, and call it with "
+            "init = 'from_dense'"
+        )
+
+
+def save_dense_weights_too() -> None:
+    """Let ``save_pretrained`` of transformers write dense weights beside a model's factors.
+
+    It knows its models by their class, which says nothing of factors: a folder of factors alone
+    would load with new random weights. Every layer of factors calls this, since models are copied,
+    pickled and saved in parts, and the method belongs to the class that all of them share.
+    """
+    modelling = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(modelling, "PreTrainedModel", None)
+    if kind is None or hasattr(kind.save_pretrained, "_writes_dense_weights"):
+        return
+    plain = kind.save_pretrained
+
+    @functools.wraps(plain)
+    def save_pretrained(model: Any, save_directory: Any, *positional: Any, **named: Any) -> Any:
+        from outlast.tensorize.export import save_with_dense_weights
+
+        return save_with_dense_weights(plain, model, save_directory, *positional, **named)
+
+    save_pretrained._writes_dense_weights = True  # type: ignore[attr-defined]
+    kind.save_pretrained = save_pretrained

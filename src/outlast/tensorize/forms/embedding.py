@@ -21,7 +21,12 @@ from outlast.tensorize.networks import (
 )
 from outlast.tensorize.operator import chain
 from outlast.tensorize.surroundings import has_values, transformed
-from outlast.tensorize.weight import dense_matrix, weight_of
+from outlast.tensorize.weight import (
+    accept_factors,
+    dense_matrix,
+    save_dense_weights_too,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +62,17 @@ class StructuredEmbedding(nn.Module):
         self.num_embeddings = rows
         self.embedding_dim = network.out_features
         self.padding_idx = None if padding_idx is None else padding_idx % rows
+        save_dense_weights_too()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        save_dense_weights_too()
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
+    ) -> None:
+        accept_factors(self, state, prefix, others[-1])
+        super()._load_from_state_dict(state, prefix, metadata, *others)  # type: ignore[no-untyped-call]
 
     def factors(self) -> tuple[Tensor, ...]:
         """The cores, in the order and with the dimensions of the network's."""

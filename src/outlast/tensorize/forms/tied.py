@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,13 @@ class TiedHead(nn.Module):
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
+    ) -> None:
+        # A dense weight that is loaded here is the embedding's, which refuses what it cannot take.
+        state.pop(f"{prefix}weight", None)
+        super()._load_from_state_dict(state, prefix, metadata, *others)  # type: ignore[no-untyped-call]
 
     @property
     def embedding(self) -> StructuredEmbedding:
