@@ -579,3 +579,215 @@ def test_the_example_runs() -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture
+def wide() -> nn.Module:
+    """Two layers that gain and a classifier of 10 classes that nothing calls one."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return nn.Sequential(*layers)
+
+
+def _accounted(model: nn.Module, **settings: Any) -> tuple[Any, dict[str, str]]:
+    """The result, and what stays dense by name; every parameter must be in it once."""
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    report = tensorize(model, **settings)
+    whole = sum(row.dense_parameters for row in report) + sum(row.parameters for row in report.kept)
+    assert whole == numbers
+    plain = report.to_dict()
+    shares = [row["share"] for row in (*plain["replaced"], *plain["kept"])]
+    assert math.isclose(sum(shares), 1.0)
+    text = str(report)
+    assert all(row.why in text for row in report.kept)
+    return report, {row.name: row.why for row in report.kept}
+
+
+@pytest.mark.parametrize(
+    ("form", "rank"),
+    [("low_rank", 0.1), ("low_rank", 64), ("monarch", 16), ("btt", "parameters=0.1")],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_small_head_without_a_name_neither_fails_nor_is_replaced(
+    form: str, rank: Any, force: bool, wide: nn.Module
+) -> None:
+    report, kept = _accounted(wide, form=form, rank=rank, force=force)
+    assert [row.name for row in report] == ["0", "2"]
+    assert type(wide[4]) is nn.Linear
+    assert "4" in kept
+    assert "4" in report.refused
+
+
+def test_a_head_is_replaced_where_it_is_named(wide: nn.Module) -> None:
+    report = tensorize(wide, rank=0.1, match=["0", "4"])
+    assert [row.name for row in report] == ["0", "4"]
+
+
+@pytest.mark.parametrize("name", ["classifier", "score", "fc", "head", "lm_head"])
+def test_heads_of_usual_names_stay(name: str) -> None:
+    model = nn.Module()
+    model.body = nn.Linear(512, 512)
+    model.add_module(name, nn.Linear(512, 512))
+    report, kept = _accounted(model, rank=0.1)
+    assert [row.name for row in report] == ["body"]
+    assert "is a head" in kept[name]
+    assert [row.name for row in tensorize(model, rank=0.1, match=f"*{name}")] == [name]
+
+
+def test_a_layer_of_many_blocks_is_no_head() -> None:
+    model = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(512, 512)}) for _ in range(2))
+    assert [row.name for row in tensorize(model, rank=0.1)] == ["0.fc", "1.fc"]
+
+
+def test_what_gives_the_labels_is_a_head() -> None:
+    class Config:
+        num_labels = 300
+
+    model = nn.Module()
+    model.config = Config()  # type: ignore[assignment]
+    model.labels = nn.Linear(512, 300)
+    model.body = nn.Linear(300, 300)
+    model.mask = nn.Linear(300, 512)
+    _, kept = _accounted(model, rank=0.1)
+    assert "is a head" in kept["labels"]
+
+
+class Mixed(nn.Module):
+    """Weights of every kind that is no layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.recurrent = nn.LSTM(64, 64)
+        self.image = nn.Conv2d(3, 8, 3)
+        self.experts = nn.Parameter(torch.randn(4, 64, 96))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+        self.late = nn.LazyLinear(8)
+        self.up = nn.Linear(64, 512)
+        self.down = nn.Linear(512, 64)
+        self.norm = nn.LayerNorm(64)
+
+
+def test_every_parameter_has_a_row() -> None:
+    model = Mixed()
+    with pytest.warns(UserWarning, match="% of the parameters match and stay dense: experts"):
+        report = tensorize(model, rank=0.25)
+    kept = {row.name: row.why for row in report.kept}
+    assert [row.name for row in report] == ["up", "down"]
+    expected = {
+        "attention.in_proj_weight": "2-D parameter of MultiheadAttention",
+        "attention.out_proj.weight": "subclass of nn.Linear",
+        "recurrent.weight_hh_l0": "2-D parameter of LSTM",
+        "image.weight": "4-D parameter of Conv2d",
+        "experts": "3-D parameter of Mixed",
+        "normed.parametrizations.weight.original1": "is parametrized",
+        "late.weight": "no shape yet",
+    }
+    for name, why in expected.items():
+        assert why in kept[name]
+    whole = sum(row.dense_parameters for row in report) + sum(row.parameters for row in report.kept)
+    assert whole == report.dense_parameters
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen"])
+def test_experts_of_other_peoples_models(kind: str) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "mixtral":
+        config = MixtralConfig(num_local_experts=4, **sizes, **heads)
+    else:
+        config = Qwen3MoeConfig(num_experts=4, moe_intermediate_size=24, **sizes, **heads)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.warns(UserWarning, match="3-D parameter of"):
+        _, kept = _accounted(model, force=True)
+    experts = [name for name in kept if ".experts." in name]
+    assert len(experts) == 4
+    with pytest.raises(TensorizeError, match=r"fits .*experts.* 3-D parameter of"):
+        tensorize(model, match="*.experts.*", force=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_low_rank_plus_sparse_says_that_it_is_slower(tokens: int) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    with pytest.warns(UserWarning, match=r"2 of 2 replaced layers are slower .*\(sltrain\) at 0\."):
+        report = tensorize(model, "sltrain", tokens=tokens)
+    speed = report.replaced[0].speed
+    assert speed is not None
+    assert speed < (0.3 if tokens == 1 else 1.0)
+    assert f"{speed:.2f}x" in str(report)
+    assert "not calibrated" in str(report)
+
+
+@pytest.mark.parametrize("form", ["cola", "lax"])
+def test_what_is_between_factors_counts(form: str) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+
+    plain = tensorize(model(), "low_rank", tokens=4096).replaced[0].speed
+    own = tensorize(model(), form, tokens=4096).replaced[0].speed
+    assert plain is not None
+    assert own is not None
+    assert 1.0 < own < plain
+    with pytest.raises(TensorizeError, match="the speed of dense"):
+        tensorize(model(), form, tokens=1)
+    with pytest.warns(UserWarning, match=f"slower than dense ones, the worst 0 .{form}."):
+        tensorize(model(), form, tokens=1, force=True)
+
+
+@pytest.mark.parametrize("form", ["cola", "lax", "sltrain"])
+def test_forms_without_plans_are_timed_where_it_is_asked_for(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outlast.tensorize.planner import tune
+
+    seen = []
+
+    def fastest(actions: Any, *_: Any) -> list[float]:
+        for action in actions:
+            action()
+        seen.append(len(actions))
+        return [3.0, 1.0]
+
+    monkeypatch.setattr(tune, "fastest", fastest)
+    monkeypatch.setattr(tune, "_SPEEDS", {})
+    monkeypatch.setattr("outlast.tensorize.replace.calibrate_machine", lambda *_: None)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    report = tensorize(model, form, 4, tokens=8, calibrate=True)
+    assert [row.speed for row in report] == [3.0, 3.0]
+    assert seen == [2]
+    assert "timed on this machine" in str(report)
+
+
+def test_frozen_layers_do_not_become_random_ones_that_stay_so() -> None:
+    def model() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+        layers[0].requires_grad_(False)
+        return layers
+
+    report, kept = _accounted(model(), rank=0.1)
+    assert [row.name for row in report] == ["2"]
+    assert "is frozen" in kept["0"]
+    assert len(tensorize(model(), rank=0.1, init="from_dense")) == 2
+    with pytest.warns(UserWarning, match="are frozen"):
+        assert len(tensorize(model(), rank=0.1, force=True)) == 2
+
+
+def test_the_weight_of_factors_is_read_only() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    tensorize(model, rank=4, force=True)
+    layer, x = model[0], torch.randn(3, 64)
+    assert isinstance(layer, StructuredLinear)
+    linear = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(linear, layer(x))
+    assert not layer.weight.data.sum().requires_grad
+    for change in (
+        lambda: nn.init.zeros_(layer.weight),
+        lambda: layer.weight.data.mul_(0.5),
+        lambda: layer.weight.detach().fill_(0.0),
+        lambda: layer.weight.data.copy_(x[:1]),
+    ):
+        with torch.no_grad(), pytest.raises(TensorizeError, match="read-only"):
+            change()

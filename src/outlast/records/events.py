@@ -79,6 +79,7 @@ class Tensorized(Event):
         dense_parameters: See `parameters`.
         flops_per_token: Forward and backward, of the whole model, and with dense layers.
         dense_flops_per_token: See `flops_per_token`.
+        left: Name of everything else that stays dense -> why, and its share of the parameters.
     """
 
     kind: ClassVar[str] = "tensorized"
@@ -90,6 +91,7 @@ class Tensorized(Event):
     dense_parameters: int
     flops_per_token: float
     dense_flops_per_token: float
+    left: dict[str, str] = field(default_factory=dict)
 
     @property
     def parameter_share(self) -> float:

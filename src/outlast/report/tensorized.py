@@ -30,7 +30,7 @@ def tensorized_part(overview: Overview) -> str:
     return (
         f'<p class="about">{text.escape(_sentence(event))}</p>'
         + _layers(event.modules)
-        + _kept(event.kept)
+        + _kept({**event.kept, **event.left})
     )
 
 
@@ -100,7 +100,7 @@ def _kept(kept: dict[str, str]) -> str:
     if not kept:
         return ""
     rows = [[words(name), words(reason)] for name, reason in list(kept.items())[:_MOST_KEPT]]
-    caption = "Layers that stay dense"
+    caption = "What stays dense"
     if len(kept) > _MOST_KEPT:
         caption += f" (the first {_MOST_KEPT} of {len(kept):,})"
     return table([words("layer"), words("why")], rows, caption)

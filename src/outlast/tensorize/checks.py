@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.errors import TensorizeError
 
@@ -58,10 +59,11 @@ def check_target(target: Target) -> None:
             f"{target.name} is sharded already: call tensorize before fully_shard and "
             "parallelize_module"
         )
-    if not target.parameter.is_floating_point():
+    quantized = is_traceable_wrapper_subclass(target.parameter)
+    if quantized or not target.parameter.is_floating_point():
+        kind = type(target.parameter.data).__name__ if quantized else target.parameter.dtype
         raise TensorizeError(
-            f"{target.name} has a weight of {target.parameter.dtype}, which cannot be learned: "
-            "exclude it"
+            f"{target.name} has a weight of {kind}, which cannot be learned: exclude it"
         )
     hooks = (
         module._forward_hooks,

@@ -180,7 +180,7 @@ def save_with_dense_weights(
     """
     layers = structured(model)
     settings = inspect.signature(save).bind(model, directory, *positional, **named).arguments
-    if not layers or settings.get("variant") == VARIANT or adapters_alone(model):
+    if not layers or settings.get("variant") == VARIANT or _adapters_alone(model):
         return save(model, directory, *positional, **named)
     if settings.get("distributed_checkpoint"):
         raise TensorizeError(
@@ -213,7 +213,7 @@ def save_with_dense_weights(
         return save(model, directory, state_dict=state, **rest)
 
 
-def adapters_alone(model: Any) -> bool:
+def _adapters_alone(model: Any) -> bool:
     """Whether ``save_pretrained`` writes adapters and nothing of the model itself."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
@@ -246,15 +246,16 @@ def _with_dense_weights(
             continue
         values = {key: state[f"{name}.{key}"] for key in layer.state_dict()}
         whole = {key: _gathered(value) for key, value in values.items()}
+        source = layer
         if not exact or any(whole[key] is not values[key] for key in whole):
-            layer = copy.deepcopy(layer)
-            layer.load_state_dict(whole, assign=True)
-        for key, value in dense_layer(layer).state_dict().items():
+            source = copy.deepcopy(layer)
+            source.load_state_dict(whole, assign=True)
+        for key, value in dense_layer(source).state_dict().items():
             written[f"{name}.{key}"] = value
     for name, head in tied_heads(model).items():
-        source = f"{name_of(head.embedding, model)}.weight"
-        if source in written:
-            written[f"{name}.weight"] = written[source]
+        table = f"{name_of(head.embedding, model)}.weight"
+        if table in written:
+            written[f"{name}.weight"] = written[table]
     with contextlib.suppress(Exception):
         # Classes whose config alone does not build them have no transposed layers that we know of.
         written = _as_native(written, model, skeleton_of(model))

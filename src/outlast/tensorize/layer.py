@@ -50,14 +50,14 @@ class StructuredLinear(nn.Module):
         save_dense_weights_too()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         save_dense_weights_too()
 
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
     ) -> None:
         accept_factors(self, state, prefix, others[-1])
-        super()._load_from_state_dict(state, prefix, metadata, *others)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
 
     def factors(self) -> tuple[Tensor, ...]:
         """The cores, in the order and with the dimensions of the network's."""

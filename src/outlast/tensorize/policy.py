@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.budget import Rank
@@ -19,8 +20,13 @@ from outlast.tensorize.layer import StructuredLinear
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEADS = ("lm_head", "output_projection", "embed_out")
-"""Last parts of names of heads in models that do not say which module theirs is."""
+_HEADS = frozenset(
+    ("lm_head", "output_projection", "embed_out", "classifier", "score", "qa_outputs", "fc")
+    + ("head", "heads", "logits", "to_logits")
+)
+"""Parts of names of heads in models that do not say which module theirs is."""
+
+NAME_IT = "stays dense unless match names it"
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,15 @@ class Selection:
     Attributes:
         chosen: Layers with what they become, in the order of the model.
         targets: All layers that could be, chosen or not.
+        left: First name of each layer that was not chosen -> why not.
+        likely_head: Name of a chosen layer that no pattern names and that seems to be the head;
+            empty: none.
     """
 
     chosen: tuple[tuple[Target, Choice], ...]
     targets: tuple[Target, ...] = field(repr=False)
+    left: dict[str, str] = field(repr=False)
+    likely_head: str = ""
 
 
 def select(
@@ -125,8 +136,10 @@ def select(
 ) -> Selection:
     """Find the layers.
 
-    Embeddings and the head are left alone unless a pattern names them: contains the last part of
-    their name, as ``lm_head`` and ``*.embed_tokens`` do and ``*`` does not.
+    Embeddings and heads are left alone unless a pattern names them: contains the last part of
+    their name, as ``lm_head`` and ``*.embed_tokens`` do and ``*`` does not. Heads are what the
+    model says (`get_output_embeddings`), what is tied to an embedding, what gives
+    ``config.num_labels`` features, and what has a usual name such as ``classifier`` or ``fc``.
 
     Args:
         model: Any module.
@@ -144,18 +157,26 @@ def select(
     rules = None if policy is None or callable(policy) else _rules(policy)
     named = patterns + [pattern for pattern, _ in rules or []]
     heads = _heads(model, targets)
+    last = _likely_head(targets)
+    likely_head = ""
     used: set[str] = set()
     chosen = []
+    left: dict[str, str] = {}
     for target in targets:
         fitting = _fitting(target, patterns)
         used.update(fitting)
         kept = _fitting(target, excluded)
         used.update(kept)
         if not fitting or kept:
+            left[target.name] = f"exclude = {kept[0]!r}" if kept else "match does not fit it"
             continue
-        special = target.is_embedding or id(target.module) in heads
-        if special and not _names(_fitting(target, named), target):
+        is_named = _names(_fitting(target, named), target)
+        if not is_named and (target.is_embedding or id(target.module) in heads):
+            kind = "an embedding" if target.is_embedding else "a head"
+            left[target.name] = f"is {kind}, which {NAME_IT}"
             continue
+        if not is_named and target is last:
+            likely_head = target.name
         found: Choice | None = choice
         if rules is not None:
             found = None
@@ -170,10 +191,12 @@ def select(
                 raise TensorizeError(
                     f"policy gave {found!r} for {target.name}: it must give a Choice or None"
                 )
-        if found is not None:
+        if found is None:
+            left[target.name] = "policy leaves it dense"
+        else:
             chosen.append((target, found))
-    _check_used([*patterns, *excluded], used, targets)
-    return Selection(tuple(chosen), tuple(targets))
+    _check_used([*patterns, *excluded], used, targets, model)
+    return Selection(tuple(chosen), tuple(targets), left, likely_head)
 
 
 def common_gate(selection: Selection) -> Gate:
@@ -223,6 +246,7 @@ def replaceable(model: nn.Module) -> list[Target]:
 def _heads(model: nn.Module, targets: list[Target]) -> set[int]:
     """Output layers: what the model says, what shares an embedding's weight, and usual names."""
     heads = set()
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
     for module in model.modules():
         said = getattr(module, "get_output_embeddings", None)
         if callable(said):
@@ -235,9 +259,29 @@ def _heads(model: nn.Module, targets: list[Target]) -> set[int]:
     embedded = {id(target.parameter) for target in targets if target.is_embedding}
     for target in targets:
         tied = id(target.parameter) in embedded
-        if tied or target.name.rpartition(".")[2] in _HEADS:
+        classifies = not target.is_embedding and target.features[1] == labels
+        if tied or classifies or _head_part(target.name):
             heads.add(id(target.module))
     return heads
+
+
+def _head_part(name: str) -> str:
+    """The part of a name that is usual of heads, unless that is in one of many blocks."""
+    parts = name.split(".")
+    if any(part.isdigit() for part in parts[:-1]):
+        return parts[-1] if parts[-1] == "lm_head" else ""
+    return next((part for part in parts if part in _HEADS), "")
+
+
+def _likely_head(targets: Sequence[Target]) -> Target | None:
+    """The last linear layer, if no other layer has as many features as it gives."""
+    linear = [target for target in targets if not target.is_embedding]
+    if len(linear) < 2:
+        return None
+    last = linear[-1]
+    widths = {width for target in linear[:-1] for width in target.features}
+    widths |= {target.features[1] for target in targets if target.is_embedding}
+    return None if last.features[1] in widths else last
 
 
 def _patterns(given: str | Sequence[str], setting: str) -> list[str]:
@@ -272,17 +316,45 @@ def _fitting(target: Target, patterns: Sequence[str]) -> list[str]:
 
 
 def _names(patterns: Sequence[str], target: Target) -> bool:
-    """Whether a pattern contains the last part of the target's name."""
-    last = [name.rpartition(".")[2] for name in target.names]
-    return any(part in pattern for part in last for pattern in patterns)
+    """Whether a pattern contains the last part of the target's name, or that of a head in it."""
+    parts = {name.rpartition(".")[2] for name in target.names}
+    parts |= {_head_part(name) for name in target.names} - {""}
+    return any(part in pattern for part in parts for pattern in patterns)
 
 
-def _check_used(patterns: list[str], used: set[str], targets: list[Target]) -> None:
+def _check_used(
+    patterns: list[str], used: set[str], targets: list[Target], model: nn.Module
+) -> None:
     unused = [pattern for pattern in patterns if pattern not in used]
-    if unused:
-        some = ", ".join(target.name for target in targets[:4]) or "none"
-        more = f" and {len(targets) - 4} more" if len(targets) > 4 else ""
-        raise TensorizeError(
-            f"the pattern {unused[0]!r} fits no linear layer or embedding of the model: its layers "
-            f"are {some}{more}"
-        )
+    if not unused:
+        return
+    for name, parameter in model.named_parameters():
+        if fnmatch.fnmatchcase(name, unused[0]) and parameter.ndim > 1:
+            why = why_dense(model.get_submodule(name.rpartition(".")[0]), name, parameter)
+            raise TensorizeError(
+                f"the pattern {unused[0]!r} fits {name}, which {why}, and no layer that can be "
+                "replaced"
+            )
+    some = ", ".join(target.name for target in targets[:4]) or "none"
+    more = f" and {len(targets) - 4} more" if len(targets) > 4 else ""
+    raise TensorizeError(
+        f"the pattern {unused[0]!r} fits no linear layer or embedding of the model: its layers "
+        f"are {some}{more}"
+    )
+
+
+def why_dense(owner: nn.Module, name: str, parameter: Tensor) -> str:
+    """Why a parameter is none that `tensorize` replaces.
+
+    Args:
+        owner: The module that holds it.
+        name: Its name.
+        parameter: A matrix, or with more dimensions.
+    """
+    kind = type(owner).__name__
+    if parametrize.is_parametrized(owner) or isinstance(owner, parametrize.ParametrizationList):
+        return "is parametrized: remove the parametrization first (remove_parametrizations)"
+    if isinstance(owner, nn.Linear | nn.Embedding):
+        plain = "nn.Linear" if isinstance(owner, nn.Linear) else "nn.Embedding"
+        return f"is of {kind}, a subclass of {plain} whose own code would be lost"
+    return f"is a {parameter.ndim}-D parameter of {kind}, which tensorize cannot replace"

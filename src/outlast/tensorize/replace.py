@@ -7,13 +7,16 @@ or as it was.
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.accounting import forward_flops
@@ -23,13 +26,24 @@ from outlast.tensorize.checks import check_ranks_agree, check_sharing, check_tar
 from outlast.tensorize.forms.embedding import StructuredEmbedding
 from outlast.tensorize.forms.latent import Gate, link_by_name
 from outlast.tensorize.forms.tied import TiedHead
+from outlast.tensorize.layer import StructuredLinear
 from outlast.tensorize.network import Network
 from outlast.tensorize.placing import is_bias, put_in, share_factors
 from outlast.tensorize.planner import calibrate as calibrate_machine
 from outlast.tensorize.planner import plan_for
-from outlast.tensorize.policy import Choice, Policy, Selection, Target, common_gate, select
+from outlast.tensorize.planner.choose import FORMS_WITHOUT_PLANS, basis_of, extra_seconds
+from outlast.tensorize.policy import (
+    NAME_IT,
+    Choice,
+    Policy,
+    Selection,
+    Target,
+    common_gate,
+    select,
+    why_dense,
+)
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
-from outlast.tensorize.table import Replacement, Replacements
+from outlast.tensorize.table import Kept, Replacement, Replacements
 from outlast.tensorize.values import (
     check_convertible,
     convert,
@@ -40,6 +54,9 @@ from outlast.tensorize.values import (
 )
 
 Start = Literal["scratch", "from_dense"]
+
+_WORTH_A_WARNING = 0.1
+"""Share of a model that matches and stays dense from which on a warning says so."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +71,7 @@ class _Planned:
         row: Its line of the table, as far as known.
         leader: Name of an earlier layer that has the same weight; empty: none.
         against: Why it should stay dense; empty: nothing speaks against it.
+        impossible: Whether it cannot be made at all.
     """
 
     target: Target
@@ -63,6 +81,7 @@ class _Planned:
     row: Replacement
     leader: str = ""
     against: str = ""
+    impossible: bool = False
 
     def said(self) -> str:
         """What other ranks must have decided as well."""
@@ -105,10 +124,15 @@ def tensorize(
     """Replace linear layers by structured ones, in place.
 
     Replaced are `nn.Linear` itself (no subclass, whose own code would be lost), GPT-2's Conv1D,
-    and, where a pattern names them, embeddings and the head. A layer that would not have fewer
-    parameters, or is predicted to be slower than the dense one, stays dense unless `force`. New
-    layers keep device, dtype, bias, `requires_grad` and training mode of the old. Layers that share
-    a weight share factors; a head that is tied to an embedding becomes a `TiedHead`.
+    and, where a pattern names them, embeddings and heads. A layer that would not have fewer
+    parameters, is predicted to be slower than the dense one, or is frozen and would get random
+    factors that nothing trains, stays dense unless `force`; one of which the rank cannot be made
+    stays dense. Layers of ``sltrain``, which saves memory and no time, are replaced though they are
+    slower. Whatever stays dense has a row in the result, parameters of other modules (experts,
+    ``in_proj_weight``, convolutions) among them; what is slower, and large matrices that match but
+    cannot be replaced, are warned of as well. New layers keep device, dtype, bias, `requires_grad`
+    and training mode of the old. Layers that share a weight share factors; a head that is tied to
+    an embedding becomes a `TiedHead`.
 
     Call it before the optimizer, DDP, `fully_shard` and `torch.compile`, and on all ranks alike:
     with the same generator state they get the same values, whatever the order of layers. What is
@@ -178,16 +202,12 @@ def tensorize(
         for kind, device in {_computed(target, dtype) for target, _ in selection.chosen}:
             calibrate_machine(kind, device)
     planned = _planned(selection, settings, force)
-    made = [one for one in planned if not one.against]
+    refused = {one.target.name: one.against for one in planned if one.against}
     if collective:
         check_ranks_agree({one.target.name: one.said() for one in planned})
-    if not made:
-        reasons = "; ".join(dict.fromkeys(one.against for one in planned[:8]))
-        raise TensorizeError(
-            f"none of {len(planned)} layers gains: {reasons}; choose a smaller rank or another "
-            "form, or set force = True"
-        )
-    before = sum(parameter.numel() for parameter in model.parameters())
+    made = _gaining(planned)
+    kept = _kept(model, selection, {one.target.name for one in made}, refused)
+    before = _numbers(model)
     base = seed_of(generator)
     modules: dict[str, nn.Module] = {}
     rows = []
@@ -195,9 +215,129 @@ def tensorize(
         modules[one.target.name], row = _made(one, model, modules, init, base)
         rows.append(row)
     _put_in(model, made, modules, gate)
-    after = sum(parameter.numel() for parameter in model.parameters())
-    refused = {one.target.name: one.against for one in planned if one.against}
-    return Replacements(tuple(rows), refused, modules, after, before, tokens)
+    basis = "timed on this machine"
+    if not calibrate:
+        basis = basis_of(*_computed(made[0].target, dtype))
+    found = Replacements(
+        tuple(rows), refused, modules, _numbers(model), before, tokens, kept, basis
+    )
+    for warning in (_slow(found), _untouched(found, match, selection), _frozen(made, init)):
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+    return found
+
+
+def _gaining(planned: Sequence[_Planned]) -> list[_Planned]:
+    """Those that nothing speaks against.
+
+    Raises:
+        TensorizeError: There are none.
+    """
+    made = [one for one in planned if not one.against]
+    if not made and all(one.impossible for one in planned):
+        raise TensorizeError(f"{planned[0].target.name}: {planned[0].against}")
+    if not made:
+        reasons = "; ".join(dict.fromkeys(one.against for one in planned[:8]))
+        raise TensorizeError(
+            f"none of {len(planned)} layers gains: {reasons}; choose a smaller rank or another "
+            "form, or set force = True"
+        )
+    return made
+
+
+def _numbers(model: nn.Module) -> int:
+    """Parameters of a model; those that have no shape yet are none."""
+    return sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if not isinstance(parameter, UninitializedParameter)
+    )
+
+
+def _kept(
+    model: nn.Module, selection: Selection, replaced: set[str], refused: Mapping[str, str]
+) -> tuple[Kept, ...]:
+    """All that stays dense: the layers that could be replaced, and every other parameter."""
+    seen: set[int] = set()
+    rows = []
+    for target in sorted(selection.targets, key=lambda target: target.name not in replaced):
+        if target.name not in replaced:
+            why = refused.get(target.name) or selection.left[target.name]
+            numbers = 0 if id(target.parameter) in seen else target.parameter.numel()
+            rows.append(Kept(target.name, numbers, why))
+        seen.add(id(target.parameter))
+    order = {target.name: place for place, target in enumerate(selection.targets)}
+    rows.sort(key=lambda row: order[row.name])
+    factors = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, StructuredLinear | StructuredEmbedding)
+        for parameter in module.parameters()
+    }
+    vectors = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in seen:
+            continue
+        if isinstance(parameter, UninitializedParameter):
+            rows.append(Kept(name, 0, "has no shape yet: run the model once before tensorize"))
+        elif id(parameter) in factors:
+            rows.append(Kept(name, parameter.numel(), "is a factor already"))
+        elif parameter.ndim < 2:
+            vectors += parameter.numel()
+        else:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            rows.append(Kept(name, parameter.numel(), why_dense(owner, name, parameter)))
+    if vectors:
+        rows.append(Kept("norms, biases and other vectors", vectors, "are no matrices"))
+    return tuple(rows)
+
+
+def _slow(found: Replacements) -> str:
+    """A warning of layers that are slower than dense, or of which nobody knows."""
+    linear = [row for row in found if row.dense_flops_per_token]
+    unknown = [row for row in linear if row.speed is None]
+    slow = [row for row in linear if row.speed is not None and row.speed < 1.0]
+    said = []
+    if slow:
+        worst = min(slow, key=lambda row: row.speed or 1.0)
+        said.append(
+            f"{len(slow)} of {len(linear)} replaced layers are slower than dense ones, the worst "
+            f"{worst.name} ({worst.form}) at {worst.speed:.2f}x of dense speed with {found.tokens} "
+            "tokens"
+        )
+    if unknown:
+        said.append(f"the speed of {unknown[0].name} ({unknown[0].form}) and others is unknown")
+    return f"{'; '.join(said)}: {found.basis}" if said else ""
+
+
+def _untouched(found: Replacements, match: str | Sequence[str], selection: Selection) -> str:
+    """A warning of large parameters that a pattern fits and that cannot be replaced."""
+    patterns = [match] if isinstance(match, str) else list(match)
+    layers = {target.name for target in selection.targets}
+    rows = [
+        row
+        for row in found.kept
+        if row.name not in layers and any(fnmatch.fnmatchcase(row.name, one) for one in patterns)
+    ]
+    share = found.share_of(sum(row.parameters for row in rows))
+    if share < _WORTH_A_WARNING:
+        return ""
+    largest = max(rows, key=lambda row: row.parameters)
+    return (
+        f"{share:.0%} of the parameters match and stay dense: {largest.name} {largest.why}; "
+        "print the result for all of them"
+    )
+
+
+def _frozen(made: Sequence[_Planned], init: Start) -> str:
+    names = [one.target.name for one in made if init == "scratch" and _is_frozen(one.target)]
+    if not names:
+        return ""
+    return f"{names[0]} and {len(names) - 1} other layers are frozen, and their factors random"
+
+
+def _is_frozen(target: Target) -> bool:
+    return not target.parameter.requires_grad
 
 
 def _computed(target: Target, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device]:
@@ -247,6 +387,8 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
         else:
             one = _described(target, choice, settings, force)
             leaders[id(target.parameter)] = one
+        if target.name == selection.likely_head and not one.against:
+            one = replace(one, against=f"seems to be the head, which {NAME_IT}")
         found.append(one)
     return found
 
@@ -279,28 +421,46 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
     weight = target.weight if settings.init == "from_dense" else None
     if weight is not None and target.is_embedding:
         weight = weight.t()
+    row = Replacement(target.name, form.name, 0, 0, into * out, 0.0, 0.0)
     try:
         rank = settings.shared_out.get(target.name)
         resolved = resolved_rank(choice.rank, shape, weight) if rank is None else rank
         layer = _build(target, choice, form, resolved)
     except TensorizeError as error:
-        raise TensorizeError(f"{target.name}: {error}") from error
+        if target.is_embedding:
+            # It is here because it was named.
+            raise TensorizeError(f"{target.name}: {error}") from error
+        return _Planned(target, choice, form, 0, row, against=str(error), impossible=True)
     parameters = _own_parameters(layer)
     dense = into * out
     network: Network = layer.network  # type: ignore[assignment]
     flops, speed = 0.0, None
-    if form.name == "sltrain":
-        # Its weight is built for every product, whatever its factors would allow.
-        flops = 2.0 * dense
-    elif not target.is_embedding:
+    if not target.is_embedding:
         kind, device = _computed(target, settings.dtype)
-        if settings.timed and form.name not in ("cola", "lax"):
-            from outlast.tensorize.planner.tune import tune
+        timed = None
+        if settings.timed:
+            from outlast.tensorize.planner.tune import timed_speed, tune
 
-            tune(network, settings.tokens, kind, device)
+            if form.name in FORMS_WITHOUT_PLANS:
+                timed = timed_speed(layer, settings.tokens, kind, device)
+            else:
+                tune(network, settings.tokens, kind, device)
         plan = plan_for(network, settings.tokens, kind, device, True)
         flops = forward_flops(network, plan, settings.tokens) / settings.tokens
-        speed = plan.dense_seconds / plan.seconds if plan.seconds > 0.0 else None
+        seconds = plan.seconds + extra_seconds(
+            form.name,
+            network,
+            settings.tokens,
+            kind,
+            device,
+            activated=getattr(layer, "activation", None) is not None,
+            entries=getattr(layer, "entries", 0),
+        )
+        predicted = plan.dense_seconds / seconds if plan.seconds > 0.0 else None
+        speed = predicted if timed is None else timed
+        if form.name == "sltrain":
+            # Its weight is built for every product, whatever its factors would allow.
+            flops = 2.0 * dense
     shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
     row = Replacement(
         target.name,
@@ -315,7 +475,11 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
     against = ""
     if not force and parameters >= dense:
         against = f"{form.name} at rank {row.rank} has {parameters} parameters, dense {dense}"
-    elif not force and speed is not None and speed < 1.0:
+    elif not force and settings.init == "scratch" and _is_frozen(target):
+        against = (
+            "is frozen, so its new random factors would never be trained: use init = 'from_dense'"
+        )
+    elif not force and speed is not None and speed < 1.0 and form.name != "sltrain":
         against = (
             f"{form.name} at rank {row.rank} is predicted to run at {speed:.2f}x the speed of "
             f"dense ({into} x {out}, {settings.tokens} tokens)"

@@ -46,6 +46,21 @@ class Replacement:
     std: float | None = None
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What stays dense.
+
+    Attributes:
+        name: Of a layer, or of a parameter that is no layer's weight.
+        parameters: How many numbers it has; 0 where they are another's.
+        why: Why, to follow the name.
+    """
+
+    name: str
+    parameters: int
+    why: str
+
+
 @dataclass(frozen=True, eq=False)
 class Replacements:
     """All that `tensorize` did; prints as a table.
@@ -57,6 +72,9 @@ class Replacements:
         parameters: Of the whole model now, tied ones once.
         dense_parameters: Before.
         tokens: Number of tokens that speeds were predicted for.
+        kept: All of the model that stays dense, those of `refused` among it. With the dense
+            parameters of `replaced` it has every parameter of the dense model once.
+        basis: How speeds are known: ``predicted`` or ``timed``, and from what.
     """
 
     replaced: tuple[Replacement, ...]
@@ -65,6 +83,8 @@ class Replacements:
     parameters: int
     dense_parameters: int
     tokens: int
+    kept: tuple[Kept, ...] = ()
+    basis: str = "predicted"
 
     def __len__(self) -> int:
         return len(self.replaced)
@@ -75,12 +95,21 @@ class Replacements:
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types."""
         return {
-            "replaced": [asdict(one) for one in self.replaced],
+            "replaced": [
+                {**asdict(row), "share": self.share_of(row.dense_parameters)}
+                for row in self.replaced
+            ],
+            "kept": [{**asdict(row), "share": self.share_of(row.parameters)} for row in self.kept],
             "refused": dict(self.refused),
             "parameters": self.parameters,
             "dense_parameters": self.dense_parameters,
             "tokens": self.tokens,
+            "basis": self.basis,
         }
+
+    def share_of(self, parameters: int) -> float:
+        """Of the dense model's parameters."""
+        return parameters / self.dense_parameters if self.dense_parameters else 0.0
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw the factors of layers from scratch anew, with the deviations of the first time.
@@ -107,7 +136,8 @@ class Replacements:
 
 
 _HEADINGS = (
-    "layers", "form", "rank", "parameters", "dense", "FLOPs/token", "dense", "speed", "error"
+    "layers", "form", "rank", "parameters", "dense", "share", "FLOPs/token", "dense", "speed",
+    "error",
 )  # fmt: skip
 
 
@@ -130,27 +160,32 @@ def as_text(report: Replacements) -> str:
             no_wrap=heading != "layers",
             overflow="fold",
         )
-    for line in _lines(report.replaced):
+    for line in _lines(report):
         table.add_row(*line)
     stream = io.StringIO()
     Console(file=stream, width=_WIDTH, color_system=None, markup=False).print(table)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     before, after = report.dense_parameters, report.parameters
     share = after / before if before else 1.0
+    how, _, source = report.basis.partition(" ")
     lines.append(
         f"model: {_count(before)} -> {_count(after)} parameters ({share:.1%}); speeds are "
-        f"predicted for {report.tokens} tokens, forward and backward"
+        f"{how} for {report.tokens} tokens, forward and backward"
     )
-    reasons: dict[str, list[str]] = {}
-    for name, why in report.refused.items():
-        reasons.setdefault(why, []).append(name)
-    lines += [f"kept dense: {_grouped(names)}: {why}" for why, names in reasons.items()]
+    lines += [f"{how} {source}"] if source else []
+    reasons: dict[str, list[Kept]] = {}
+    for row in report.kept or [Kept(name, 0, why) for name, why in report.refused.items()]:
+        reasons.setdefault(row.why, []).append(row)
+    for why, rows in reasons.items():
+        numbers = sum(row.parameters for row in rows)
+        part = f" ({report.share_of(numbers):.1%} of the parameters)" if numbers else ""
+        lines.append(f"kept dense: {_grouped([row.name for row in rows])}: {why}{part}")
     return "\n".join(lines)
 
 
-def _lines(replaced: Sequence[Replacement]) -> list[tuple[str, ...]]:
+def _lines(report: Replacements) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[Replacement]] = {}
-    for one in replaced:
+    for one in report.replaced:
         shared = one.parameters == 0
         cells = (
             _pattern(one.name),
@@ -160,11 +195,17 @@ def _lines(replaced: Sequence[Replacement]) -> list[tuple[str, ...]]:
             "shared" if shared else _count(one.dense_parameters),
             _count(one.flops_per_token),
             _count(one.dense_flops_per_token),
-            _speed(one.speed),
+            _speed(one.speed) if one.speed or not one.dense_flops_per_token else "unknown",
         )
         groups.setdefault(cells, []).append(one)
     return [
-        (_grouped([one.name for one in ones]), *cells[1:], _errors(ones))
+        (
+            _grouped([one.name for one in ones]),
+            *cells[1:5],
+            f"{report.share_of(sum(one.dense_parameters for one in ones)):.1%}",
+            *cells[5:],
+            _errors(ones),
+        )
         for cells, ones in groups.items()
     ]
 
@@ -185,8 +226,11 @@ def _totals(report: Replacements) -> tuple[str, ...]:
         )
     ]  # fmt: skip
     count = len(report.replaced)
+    own, dense, *flops = map(_count, sums)
+    share = f"{report.share_of(int(sums[1])):.1%}"
     return (
-        f"{count} layer{'' if count == 1 else 's'}", "", "", *map(_count, sums), _whole(report), ""
+        f"{count} layer{'' if count == 1 else 's'}", "", "", own, dense, share, *flops,
+        _whole(report), "",
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from outlast.errors import TensorizeError
 from outlast.tensorize.execute import Path
 from outlast.tensorize.merge import widest
 from outlast.tensorize.network import dense_route
@@ -36,12 +37,14 @@ _LOOKS = {getattr(Tensor, name).__get__ for name in _KNOWN} | {
     Tensor.is_complex,
     Tensor.element_size,
 }
+_DETACHED = {Tensor.data.__get__, Tensor.detach}  # type: ignore[attr-defined]
 
 
 class _Weight(Tensor):
     """See the module; whatever is computed with it is computed with the dense weight."""
 
     _layer: Any
+    _detached = False
 
     @classmethod
     def __torch_function__(
@@ -49,12 +52,25 @@ class _Weight(Tensor):
     ) -> Any:
         if func in _LOOKS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        name = getattr(func, "__name__", "")
+        if func in _DETACHED:
+            # Not made yet, so that changes in place do not get lost in a tensor that nobody keeps.
+            return weight_of(args[0]._layer, tuple(args[0].shape), detached=True)
+        changes = name.endswith("_") and not name.endswith("__")
+        if changes and args and isinstance(args[0], _Weight):
+            raise TensorizeError(
+                f"a weight that is made of factors is read-only, and {name} would change a copy: "
+                "change its factors, or exclude the layer from tensorize"
+            )
         args, kwargs = tree_map(_dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _dense(value: Any) -> Any:
-    return value._layer.to_dense() if isinstance(value, _Weight) else value
+    if not isinstance(value, _Weight):
+        return value
+    dense = value._layer.to_dense()
+    return dense.detach() if value._detached else dense
 
 
 def dense_matrix(network: Network, cores: Sequence[Tensor]) -> Tensor:
@@ -73,13 +89,14 @@ def dense_matrix(network: Network, cores: Sequence[Tensor]) -> Tensor:
         return Path(network, dense_route(network), cores, widest(cores)).matrices[0][0]
 
 
-def weight_of(layer: nn.Module, shape: tuple[int, int]) -> Tensor:
+def weight_of(layer: nn.Module, shape: tuple[int, ...], *, detached: bool = False) -> Tensor:
     """What stands for a layer's weight.
 
     Args:
         layer: Has `factors` and `to_dense`; one that is no matrix raises its own error when
             something is computed with the weight.
         shape: Of the weight.
+        detached: Whether its numbers are no function of the factors.
     """
     structured: Any = layer
     factors = structured.factors()
@@ -90,7 +107,7 @@ def weight_of(layer: nn.Module, shape: tuple[int, int]) -> Tensor:
     # One number, shown as often as there are entries, has all that is looked at.
     weight = torch.empty((), dtype=dtype, device=factors[0].device).expand(shape)
     lazy = weight.as_subclass(_Weight)
-    lazy._layer = structured
+    lazy._layer, lazy._detached = structured, detached
     return lazy
 
 

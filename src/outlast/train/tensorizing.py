@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,20 +96,23 @@ def _replace(
     settings = job.tensorize
     torch.manual_seed(job.run.seed + _OWN_STREAM)
     excluded = [*settings.exclude, *(glob.escape(name) for name in kept)]
-    return tensorize(
-        model,
-        form=settings.form,
-        rank=settings.rank,
-        match=settings.match or "*",
-        exclude=excluded or None,
-        activation=settings.activation if settings.form == "cola" else None,
-        cores=settings.cores or None,
-        init="from_dense" if starts_from_dense(job) else "scratch",
-        # What is predicted to be slower differs between machines, and the model must not.
-        force=True,
-        multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
-        collective=collective,
-    )
+    with warnings.catch_warnings():
+        # `slow_layers` says it in the records of the run.
+        warnings.filterwarnings("ignore", message=".* slower than dense ones")
+        return tensorize(
+            model,
+            form=settings.form,
+            rank=settings.rank,
+            match=settings.match or "*",
+            exclude=excluded or None,
+            activation=settings.activation if settings.form == "cola" else None,
+            cores=settings.cores or None,
+            init="from_dense" if starts_from_dense(job) else "scratch",
+            # What is predicted to be slower differs between machines, and the model must not.
+            force=True,
+            multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
+            collective=collective,
+        )
 
 
 def _without_gain(found: Replacements) -> dict[str, str]:
@@ -149,6 +153,11 @@ def _event(
         dense_parameters=dense.parameters,
         flops_per_token=size.flops_per_token,
         dense_flops_per_token=dense.flops_per_token,
+        left={
+            row.name: f"{row.why} ({found.share_of(row.parameters):.1%} of the parameters)"
+            for row in found.kept
+            if row.name not in kept
+        },
     )
 
 

@@ -48,7 +48,7 @@ class TiedHead(nn.Module):
     ) -> None:
         # A dense weight that is loaded here is the embedding's, which refuses what it cannot take.
         state.pop(f"{prefix}weight", None)
-        super()._load_from_state_dict(state, prefix, metadata, *others)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
 
     @property
     def embedding(self) -> StructuredEmbedding:

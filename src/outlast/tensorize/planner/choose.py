@@ -10,12 +10,16 @@ from outlast.tensorize.planner.fused import with_kernel
 from outlast.tensorize.planner.price import Prices
 from outlast.tensorize.planner.search import best_plan
 from outlast.tensorize.planner.table import Table, default_table
+from outlast.tensorize.planner.walk import middle_seconds, sparse_seconds
 
 if TYPE_CHECKING:
     import torch
 
     from outlast.tensorize.network import Network
     from outlast.tensorize.plan import Plan
+
+FORMS_WITHOUT_PLANS = ("cola", "lax", "sltrain")
+"""Forms that compute something else than the product of their factors."""
 
 
 def plan_for(
@@ -89,6 +93,50 @@ def predicted_speedup(
     """Seconds of the dense layer over those of the plan, predicted or timed."""
     plan = plan_for(network, tokens, dtype, device, learns)
     return plan.dense_seconds / plan.seconds
+
+
+def extra_seconds(
+    form: str,
+    network: Network,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    activated: bool = False,
+    entries: int = 0,
+) -> float:
+    """Predicted seconds that a layer takes beyond the plan of its factors, with a way back.
+
+    Zero for forms that are computed along their plan: all but `FORMS_WITHOUT_PLANS`.
+
+    Args:
+        form: See `outlast.tensorize.catalogue.FORMS`.
+        network: Of the layer's factors.
+        tokens: Rows of x; rounded up to a power of two.
+        dtype: Of x.
+        device: Of x.
+        activated: Whether there is a nonlinearity in the middle.
+        entries: Of the sparse part.
+    """
+    if form not in FORMS_WITHOUT_PLANS:
+        return 0.0
+    prices, rows = prices_of(dtype, device), 1 << bucket_of(tokens)
+    if form == "sltrain":
+        own = plan_for(network, tokens, dtype, device, True).seconds
+        return sparse_seconds(network, rows, entries, prices) - own
+    crossing = form == "lax"
+    return middle_seconds(network, rows, prices, activated=activated, crossing=crossing)
+
+
+def basis_of(dtype: torch.dtype, device: torch.device) -> str:
+    """Where predicted speeds on a device come from."""
+    table = prices_of(dtype, device).table
+    if table.measured:
+        return "predicted from what this machine was measured to take"
+    return (
+        f"predicted by the package's own table of costs ({table.machine}), for this machine is not "
+        "calibrated: calibrate = True measures it"
+    )
 
 
 def prices_of(dtype: torch.dtype, device: torch.device) -> Prices:

@@ -42,6 +42,8 @@ _PAIRS = 7
 # With more tokens than this the time is in proportion to them, nearly.
 _ENOUGH = 2048
 
+_SPEEDS: dict[tuple[str, ...], float] = {}
+
 
 def tune(
     network: Network,
@@ -158,7 +160,7 @@ class _Layer:
     def dense(self) -> None:
         """A step of a plain linear layer."""
         with torch.set_grad_enabled(self.learns):
-            self._back(functional.linear(self.x, self.weight, self.bias), [self.weight])
+            self.back(functional.linear(self.x, self.weight, self.bias), [self.weight])
 
     def along(self, plan: Plan) -> Callable[[], None]:
         """A step along a plan."""
@@ -166,13 +168,51 @@ class _Layer:
         def step() -> None:
             with torch.set_grad_enabled(self.learns):
                 y = chain(self.x, self.cores, self.network, self.bias, plan, merged=self.merged)
-                self._back(y, self.cores)
+                self.back(y, self.cores)
 
         return step
 
-    def _back(self, y: Tensor, weights: list[Tensor]) -> None:
+    def back(self, y: Tensor, weights: list[Tensor]) -> None:
+        """The gradients of all that is learned, and of x."""
         if self.learns:
-            torch.autograd.grad(y, [self.x, self.bias, *weights], self.dy)
+            torch.autograd.grad(y, [self.x, self.bias, *weights], self.dy, allow_unused=True)
+
+
+def timed_speed(
+    layer: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """Time a layer that has no plan beside the dense one, forward and backward.
+
+    Args:
+        layer: A structured linear layer, on any device; a copy of it is timed.
+        tokens: Rows of x.
+        dtype: Of x and the factors.
+        device: Where.
+
+    Returns:
+        Seconds of the dense layer over its own; None on devices that are neither a CPU nor CUDA's.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return None
+    structured: Any = layer
+    options: Any = {"dtype": dtype, "device": device}
+    key = (
+        structured.form,
+        repr(sorted(structured.settings().items())),
+        bucket_of(tokens),
+        *map(str, options.values()),
+    )
+    if key not in _SPEEDS:
+        rows = min(tokens, _ENOUGH)
+        tensors = _Layer(structured.network, rows, options, True)
+        made = type(structured)(**structured.settings(), **options)
+
+        def step() -> None:
+            tensors.back(made(tensors.x), [*made.parameters()])
+
+        dense, own = fastest([tensors.dense, step], device, 2.0)
+        _SPEEDS[key] = dense / own
+    return _SPEEDS[key]
 
 
 def tune_model(
