@@ -1,7 +1,8 @@
 """The planner of tensorized layers: never slower than dense, and how near the best plan it is.
 
-Both by the prices of operations alone, and after plans were timed (`tune`), as
-``tensorize(calibrate=True)`` does. Timed plans go to a cache of their own.
+By the package's own table, as without any calibration; by the prices of operations that were
+measured; and after plans were timed (`tune`), as ``tensorize(calibrate=True)`` does. Timed plans go
+to a cache of their own.
 
     python benchmarks/tensorize_planner.py [--quick] [--json FILE]
 
@@ -40,6 +41,8 @@ CPU = torch.device("cpu")
 FORMS = ("low_rank", "tt", "ttm", "btt", "monarch", "tucker")
 # A plan that is predicted to take this many times as long as the chosen one is not timed.
 HOPELESS = 4.0
+# Most tokens x in x out of a random layer.
+WORK = 1e9
 
 
 @dataclass(frozen=True)
@@ -309,13 +312,14 @@ def planning_seconds() -> float:
 
 def planner_bars(quick: bool) -> Iterator[Bar]:
     """All bars of the planner."""
+    repeats = 3 if quick else 7
+    yield from _shipped_bars(12 if quick else 200, repeats)
     begin = time.perf_counter()
     calibrate(torch.float32, CPU, anew=True)
     yield at_most("calibration", time.perf_counter() - begin, "s", 30, "wall clock, once")
     yield at_most("look-up of a plan", look_up_seconds() * 1e6, "us", 20, "CPU time, median of 7")
     yield at_most("first plan, 8 cores", planning_seconds() * 1e3, "ms", 50, "CPU time")
-    work = 1e9
-    repeats = 3 if quick else 7
+    work = WORK
     found = list(against_dense(12 if quick else 200, repeats, seed=1, work=work))
     yield from _dense_bars(found)
     seen = list(regrets(8 if quick else 100, repeats, seed=2, work=work))
@@ -325,6 +329,21 @@ def planner_bars(quick: bool) -> Iterator[Bar]:
     name = "choice within 10 % of the best plan"
     yield _reported(f"{name}, by prices alone", alone, "of layers", peer)
     yield at_least(f"{name}, after timing", timed, "of layers", 0.95, peer)
+
+
+def _shipped_bars(count: int, repeats: int) -> Iterator[Bar]:
+    """How layers fare that the package's own table accepts, with no file of this machine."""
+    ratios = []
+    for case in cases(count, 1, work=WORK):
+        plan = _plan(case)
+        if plan.seconds <= plan.dense_seconds:
+            bench = Bench(case)
+            dense, ours = best_of([bench.run_dense, bench.along(plan)], repeats)
+            ratios.append(ours / dense)
+    kind, slower = "accepted by the package's table", sum(ratio > 1.05 for ratio in ratios)
+    peer = f"nn.Linear, {len(ratios)} of {count} random layers"
+    yield _reported(f"choice / dense, worst; {kind}", max(ratios, default=0.0), "of its time", peer)
+    yield _reported(f"more than 5 % slower than dense; {kind}", slower, "layers", peer)
 
 
 def _dense_bars(found: list[Slowdown]) -> Iterator[Bar]:
