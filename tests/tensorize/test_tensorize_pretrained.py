@@ -272,3 +272,48 @@ def test_the_description_is_plain(tmp_path):
     layers = described["outlast_tensorize"]["layers"]
     assert len(layers) == 6
     assert "outlast_tensorize" not in json.loads((tmp_path / "config.json").read_text())
+
+
+class Adapter(nn.Module):
+    """What LoRA puts in the place of a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.delta = nn.Parameter(torch.randn_like(base.weight))
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.delta.t()
+
+
+def test_factors_under_adapters_are_not_saved_without_them(tmp_path):
+    model = trained(llama(), match="*.mlp.*")
+    layer = model.model.layers[0].mlp.up_proj
+    plain = outputs(model)
+    layer.down = Adapter(layer.down)
+    assert not torch.allclose(outputs(model), plain)
+    for action in (lambda: model.save_pretrained(tmp_path), layer.to_dense):
+        with pytest.raises(TensorizeError, match=r"down has become a Adapter.*merge"):
+            action()
+    model = trained(llama(), "sltrain")
+    model.model.layers[0].mlp.up_proj.up = Adapter(model.model.layers[0].mlp.up_proj.up)
+    with pytest.raises(TensorizeError, match="up has become a Adapter"):
+        outputs(model)
+
+
+def test_tensors_of_another_kind_are_no_weights():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight = nn.Parameter(TwoTensor(torch.randn(64, 64), torch.randn(64, 64)))
+    with pytest.raises(TensorizeError, match=r"0 has a weight of TwoTensor.*exclude it"):
+        tensorize(model, rank=4, force=True)
+    assert [row.name for row in tensorize(model, rank=4, force=True, exclude="0")] == ["1"]

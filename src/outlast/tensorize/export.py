@@ -200,6 +200,12 @@ def save_with_dense_weights(
             "outlast.tensorize.load_factored",
             stacklevel=3,
         )
+    if settings.get("push_to_hub"):
+        warnings.warn(
+            f"{_LAYERS_FILE} is not pushed with the weights, and load_factored needs it: call "
+            "model.push_to_hub instead, or upload the file",
+            stacklevel=3,
+        )
     # As they are named here: a resumed run reads them with load_state_dict.
     rest = {"save_original_format": False, **settings, **settings.get("kwargs", {})}
     for done in ("self", "save_directory", "state_dict", "kwargs"):
@@ -256,9 +262,7 @@ def _with_dense_weights(
         table = f"{name_of(head.embedding, model)}.weight"
         if table in written:
             written[f"{name}.weight"] = written[table]
-    with contextlib.suppress(Exception):
-        # Classes whose config alone does not build them have no transposed layers that we know of.
-        written = _as_native(written, model, skeleton_of(model))
+    written = _as_native(written, model, skeleton_of(model))
     state.update({key: value for key, value in written.items() if key not in state})
     tied = set(_tied(model))
     seen: set[int] = set()

@@ -67,6 +67,24 @@ class LowRankLinear(StructuredLinear):
         """That of `up`."""
         return self.up.bias
 
+    def check_children(self) -> None:
+        """Refuse to take the children's weights for all that they do.
+
+        Raises:
+            TensorizeError: One is no linear layer any more, as where LoRA wraps it.
+        """
+        for name, child in (("down", self.down), ("up", self.up)):
+            if not isinstance(child, nn.Linear):
+                raise TensorizeError(
+                    f"{name} has become a {type(child).__name__}, which does more than multiply "
+                    "with its weight: merge it first (merge_and_unload of adapters)"
+                )
+
+    def to_dense(self) -> Tensor:
+        """The weight, of shape (out_features, in_features); exact and differentiable."""
+        self.check_children()
+        return super().to_dense()
+
     def _replaced(self) -> bool:
         """Whether the children are not plain linear layers any more, or are listened to."""
         return any(

@@ -83,7 +83,12 @@ class SparseLowRankLinear(LowRankLinear):
         return 1.0 if self.alpha is None else self.alpha / self.network.size(self.network.bonds)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply; x: (..., in_features) -> (..., out_features)."""
+        """Multiply; x: (..., in_features) -> (..., out_features).
+
+        Raises:
+            TensorizeError: A child is no linear layer any more: it would not be called.
+        """
+        self.check_children()
         dtype = autocast_dtype(x)
         if dtype is None:
             return self._multiply(x)
@@ -105,6 +110,7 @@ class SparseLowRankLinear(LowRankLinear):
 
     def to_dense(self) -> Tensor:
         """The weight, of shape (out_features, in_features); exact and differentiable."""
+        self.check_children()
         factors = self.down.weight, self.up.weight, self.values
         with no_autocast(self.values.device):
             return _dense(*factors, self.indices, self.scale)

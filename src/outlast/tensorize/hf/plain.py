@@ -75,6 +75,8 @@ def two_factors(layer: Structured) -> tuple[Tensor, Tensor] | None:
 
 
 def _wide(layer: Structured) -> Structured:
+    if isinstance(layer, LowRankLinear):
+        layer.check_children()
     if any(factor.dtype in _HALF for factor in layer.factors()):
         return copy.deepcopy(layer).float()
     return layer
