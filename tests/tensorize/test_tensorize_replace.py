@@ -619,11 +619,14 @@ def test_a_small_head_without_a_name_neither_fails_nor_is_replaced(
 
 
 def test_a_head_is_replaced_where_it_is_named(wide: nn.Module) -> None:
+    again = copy.deepcopy(wide)
     report = tensorize(wide, rank=0.1, match=["0", "4"])
     assert [row.name for row in report] == ["0", "4"]
+    report = tensorize(again, policy=lambda *_: Choice("low_rank", 4))
+    assert [row.name for row in report] == ["0", "2", "4"]
 
 
-@pytest.mark.parametrize("name", ["classifier", "score", "fc", "head", "lm_head"])
+@pytest.mark.parametrize("name", ["classifier", "score", "fc", "head", "lm_head", "value_head"])
 def test_heads_of_usual_names_stay(name: str) -> None:
     model = nn.Module()
     model.body = nn.Linear(512, 512)
@@ -645,11 +648,13 @@ def test_what_gives_the_labels_is_a_head() -> None:
 
     model = nn.Module()
     model.config = Config()  # type: ignore[assignment]
+    # As wide as the labels by chance.
+    model.blocks = nn.ModuleList([nn.Linear(300, 300), nn.ModuleDict({"a": nn.Linear(300, 300)})])
     model.labels = nn.Linear(512, 300)
-    model.body = nn.Linear(300, 300)
     model.mask = nn.Linear(300, 512)
-    _, kept = _accounted(model, rank=0.1)
+    report, kept = _accounted(model, rank=0.1)
     assert "is a head" in kept["labels"]
+    assert "blocks.1.a" in [row.name for row in report]
 
 
 class Mixed(nn.Module):

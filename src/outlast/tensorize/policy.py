@@ -20,11 +20,10 @@ from outlast.tensorize.layer import StructuredLinear
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEADS = frozenset(
-    ("lm_head", "output_projection", "embed_out", "classifier", "score", "qa_outputs", "fc")
-    + ("head", "heads", "logits", "to_logits")
-)
-"""Parts of names of heads in models that do not say which module theirs is."""
+_ALWAYS_HEADS = ("lm_head", "output_projection", "embed_out")
+_HEADS = ("classifier", "score", "qa_outputs", "fc", "head", "heads", "logits", "to_logits")
+"""Parts of names of heads in models that do not say which module theirs is; the latter outside
+numbered blocks."""
 
 NAME_IT = "stays dense unless match names it"
 
@@ -175,7 +174,7 @@ def select(
             kind = "an embedding" if target.is_embedding else "a head"
             left[target.name] = f"is {kind}, which {NAME_IT}"
             continue
-        if not is_named and target is last:
+        if not is_named and target is last and not callable(policy):
             likely_head = target.name
         found: Choice | None = choice
         if rules is not None:
@@ -258,19 +257,30 @@ def _heads(model: nn.Module, targets: list[Target]) -> set[int]:
                 heads.add(id(head))
     embedded = {id(target.parameter) for target in targets if target.is_embedding}
     for target in targets:
-        tied = id(target.parameter) in embedded
-        classifies = not target.is_embedding and target.features[1] == labels
-        if tied or classifies or _head_part(target.name):
+        if id(target.parameter) in embedded or _head_part(target.name):
+            heads.add(id(target.module))
+    linear = [target for target in targets if not target.is_embedding]
+    classifying = [target for target in linear if target.features[1] == labels]
+    for target in classifying:
+        # A layer of many blocks may be as wide by chance.
+        if target is classifying[-1] or not _in_blocks(target.name):
             heads.add(id(target.module))
     return heads
+
+
+def _in_blocks(name: str) -> bool:
+    return any(part.isdigit() for part in name.split(".")[:-1])
 
 
 def _head_part(name: str) -> str:
     """The part of a name that is usual of heads, unless that is in one of many blocks."""
     parts = name.split(".")
-    if any(part.isdigit() for part in parts[:-1]):
-        return parts[-1] if parts[-1] == "lm_head" else ""
-    return next((part for part in parts if part in _HEADS), "")
+    if parts[-1] in _ALWAYS_HEADS:
+        return parts[-1]
+    if _in_blocks(name):
+        return ""
+    usual = parts[-1] if parts[-1].endswith(("_head", "_classifier")) else ""
+    return next((part for part in parts if part in _HEADS), usual)
 
 
 def _likely_head(targets: Sequence[Target]) -> Target | None:

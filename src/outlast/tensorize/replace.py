@@ -359,7 +359,8 @@ def _shared_out(selection: Selection, budget: Budget, settings: _Settings) -> di
     """Ranks by the spectra of all layers, each weight once."""
     leaders: dict[int, Target] = {}
     for target, _ in selection.chosen:
-        leaders.setdefault(id(target.parameter), target)
+        if target.name != selection.likely_head:
+            leaders.setdefault(id(target.parameter), target)
     return shared_ranks(
         {target.name: target.weight for target in leaders.values()},
         budget.share,
