@@ -796,3 +796,14 @@ def test_the_weight_of_factors_is_read_only() -> None:
     ):
         with torch.no_grad(), pytest.raises(TensorizeError, match="read-only"):
             change()
+
+
+def test_speeds_on_devices_without_prices_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outlast.tensorize import replace
+
+    monkeypatch.setattr(replace, "_computed", lambda *_: (torch.float32, torch.device("mps")))
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    with pytest.warns(UserWarning, match=r"the speed of 0 \(low_rank\) and others is unknown"):
+        report = tensorize(model, rank=0.1)
+    assert [row.speed for row in report] == [None, None]
+    assert "unknown on mps devices" in str(report)

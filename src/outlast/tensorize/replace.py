@@ -31,7 +31,12 @@ from outlast.tensorize.network import Network
 from outlast.tensorize.placing import is_bias, put_in, share_factors
 from outlast.tensorize.planner import calibrate as calibrate_machine
 from outlast.tensorize.planner import plan_for
-from outlast.tensorize.planner.choose import FORMS_WITHOUT_PLANS, basis_of, extra_seconds
+from outlast.tensorize.planner.choose import (
+    FORMS_WITHOUT_PLANS,
+    PRICED_DEVICES,
+    basis_of,
+    extra_seconds,
+)
 from outlast.tensorize.policy import (
     NAME_IT,
     Choice,
@@ -215,9 +220,7 @@ def tensorize(
         modules[one.target.name], row = _made(one, model, modules, init, base)
         rows.append(row)
     _put_in(model, made, modules, gate)
-    basis = "timed on this machine"
-    if not calibrate:
-        basis = basis_of(*_computed(made[0].target, dtype))
+    basis = basis_of(*_computed(made[0].target, dtype), timed=calibrate)
     found = Replacements(
         tuple(rows), refused, modules, _numbers(model), before, tokens, kept, basis
     )
@@ -434,34 +437,7 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
         return _Planned(target, choice, form, 0, row, against=str(error), impossible=True)
     parameters = _own_parameters(layer)
     dense = into * out
-    network: Network = layer.network  # type: ignore[assignment]
-    flops, speed = 0.0, None
-    if not target.is_embedding:
-        kind, device = _computed(target, settings.dtype)
-        timed = None
-        if settings.timed:
-            from outlast.tensorize.planner.tune import timed_speed, tune
-
-            if form.name in FORMS_WITHOUT_PLANS:
-                timed = timed_speed(layer, settings.tokens, kind, device)
-            else:
-                tune(network, settings.tokens, kind, device)
-        plan = plan_for(network, settings.tokens, kind, device, True)
-        flops = forward_flops(network, plan, settings.tokens) / settings.tokens
-        seconds = plan.seconds + extra_seconds(
-            form.name,
-            network,
-            settings.tokens,
-            kind,
-            device,
-            activated=getattr(layer, "activation", None) is not None,
-            entries=getattr(layer, "entries", 0),
-        )
-        predicted = plan.dense_seconds / seconds if plan.seconds > 0.0 else None
-        speed = predicted if timed is None else timed
-        if form.name == "sltrain":
-            # Its weight is built for every product, whatever its factors would allow.
-            flops = 2.0 * dense
+    flops, speed = (0.0, None) if target.is_embedding else _work(target, form, layer, settings)
     shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
     row = Replacement(
         target.name,
@@ -486,6 +462,35 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
             f"dense ({into} x {out}, {settings.tokens} tokens)"
         )
     return _Planned(target, choice, form, resolved, row, against=against)
+
+
+def _work(
+    target: Target, form: Form, layer: nn.Module, settings: _Settings
+) -> tuple[float, float | None]:
+    """Forward operations of a linear layer per token, and its speed over the dense one's."""
+    network: Network = layer.network  # type: ignore[assignment]
+    kind, device = _computed(target, settings.dtype)
+    speed = None
+    if settings.timed:
+        from outlast.tensorize.planner.tune import timed_speed, tune
+
+        if form.name in FORMS_WITHOUT_PLANS:
+            speed = timed_speed(layer, settings.tokens, kind, device)
+        else:
+            tune(network, settings.tokens, kind, device)
+    plan = plan_for(network, settings.tokens, kind, device, True)
+    flops = forward_flops(network, plan, settings.tokens) / settings.tokens
+    if form.name == "sltrain":
+        # Its weight is built for every product, whatever its factors would allow.
+        into, out = target.features
+        flops = 2.0 * into * out
+    if speed is None and plan.seconds > 0.0 and device.type in PRICED_DEVICES:
+        activated = getattr(layer, "activation", None) is not None
+        entries = getattr(layer, "entries", 0)
+        where = settings.tokens, kind, device
+        extra = extra_seconds(form.name, network, *where, activated=activated, entries=entries)
+        speed = plan.dense_seconds / (plan.seconds + extra)
+    return flops, speed
 
 
 def _build(target: Target, choice: Choice, form: Form, rank: Ranks) -> nn.Module:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FORMS_WITHOUT_PLANS = ("cola", "lax", "sltrain")
 """Forms that compute something else than the product of their factors."""
 
+PRICED_DEVICES = ("cpu", "cuda")
+"""Types of devices of which there are tables."""
+
 
 def plan_for(
     network: Network, tokens: int, dtype: torch.dtype, device: torch.device, learns: bool
@@ -128,8 +131,12 @@ def extra_seconds(
     return middle_seconds(network, rows, prices, activated=activated, crossing=crossing)
 
 
-def basis_of(dtype: torch.dtype, device: torch.device) -> str:
-    """Where predicted speeds on a device come from."""
+def basis_of(dtype: torch.dtype, device: torch.device, *, timed: bool) -> str:
+    """How the speeds of layers on a device are known."""
+    if device.type not in PRICED_DEVICES:
+        return f"unknown on {device.type} devices, which nothing was measured on"
+    if timed:
+        return "timed on this machine"
     table = prices_of(dtype, device).table
     if table.measured:
         return "predicted from what this machine was measured to take"
@@ -169,7 +176,7 @@ def calibrate(dtype: torch.dtype, device: torch.device, *, anew: bool = False) -
     Returns:
         The table; a built-in one for devices that are neither a CPU nor CUDA's.
     """
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in PRICED_DEVICES:
         return prices_of(dtype, device).table
     from outlast.tensorize.planner.measure import measure
 

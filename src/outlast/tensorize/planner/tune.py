@@ -15,7 +15,13 @@ import torch
 from torch.nn import functional
 
 from outlast.tensorize.operator import Merged, chain
-from outlast.tensorize.planner.choose import bucket_of, keep, plan_for, prices_of
+from outlast.tensorize.planner.choose import (
+    PRICED_DEVICES,
+    bucket_of,
+    keep,
+    plan_for,
+    prices_of,
+)
 from outlast.tensorize.planner.fused import warm
 from outlast.tensorize.planner.measure import Clock
 from outlast.tensorize.planner.search import Search
@@ -73,7 +79,7 @@ def tune(
         The fastest plan; that of `plan_for` on devices that are neither a CPU nor CUDA's.
     """
     known = plan_for(network, tokens, dtype, device, learns)
-    if device.type not in ("cpu", "cuda") or (known.timed and not anew):
+    if device.type not in PRICED_DEVICES or (known.timed and not anew):
         return known
     search = Search(Walker(network, prices_of(dtype, device)), 1 << bucket_of(tokens))
     ranked = search.joint() if learns else search.forward_only()
@@ -192,7 +198,7 @@ def timed_speed(
     Returns:
         Seconds of the dense layer over its own; None on devices that are neither a CPU nor CUDA's.
     """
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in PRICED_DEVICES:
         return None
     structured: Any = layer
     options: Any = {"dtype": dtype, "device": device}
