@@ -7,11 +7,13 @@ heavy: neither torch nor transformers. `outlast.Run` does all of it beside a tra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from outlast.version import __version__
 
+# The command line imports this first, and Ctrl-C meanwhile is Python's: `typing` can wait.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from outlast.integrations.run import Run
 
 __all__ = ["Run", "__version__"]

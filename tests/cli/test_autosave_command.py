@@ -143,7 +143,7 @@ def test_what_cannot_be_checked_is_one_sentence(check):
 
 def test_the_group_lists_its_command_without_torch():
     code = (
-        "import sys; from outlast.cli.main import app; from typer.testing import CliRunner; "
+        "import sys; from outlast.cli.app import app; from typer.testing import CliRunner; "
         "done = CliRunner().invoke(app, ['autosave', '--help']); print(done.output); "
         "sys.exit('torch' in sys.modules)"
     )

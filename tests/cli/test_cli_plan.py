@@ -53,7 +53,7 @@ def test_every_command_has_help_with_an_example(plan: Plan, command: str) -> Non
 
 def test_help_loads_neither_numpy_nor_torch() -> None:
     script = (
-        "import sys; from outlast.cli.main import app; import typer; typer.main.get_command(app);"
+        "import sys; from outlast.cli.app import app; import typer; typer.main.get_command(app);"
         "print([name for name in ('torch', 'numpy', 'scipy', 'plotly') if name in sys.modules])"
     )
     found = subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from outlast.cli.main import app
+from outlast.cli.app import app
 from outlast.cluster.tasks.read import graph_from_toml
 from outlast.guard.coverage import OPERATIONS
 from outlast.guard.seam import SITES

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -34,13 +36,15 @@ from outlast.state.install import Misfit
 from outlast.state.live import State, collect, mesh_of
 
 if TYPE_CHECKING:
-    import os
-
     from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.plan import Holding
     from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]
+
+_OPEN: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
+"""The stores of this process, and of those that it was forked from: one may look for what another
+is still writing."""
 
 
 class LastSave(NamedTuple):
@@ -127,6 +131,8 @@ class CheckpointStore:
         self._went_back = False
         self._closed = False
         self._signals: Signals = NoSignals()
+        self._process = os.getpid()
+        _OPEN.add(self)
 
     def save_async(
         self,
@@ -232,14 +238,35 @@ class CheckpointStore:
                 fit. The state is untouched by a misfit; damage that is found while reading may
                 leave tensors of the damaged version behind when there is no older one.
         """
-        for lane in self._lanes:
-            lane.settle()
+        self._settle_saves()
         self._went_back = self._session > 0
         return self._restorer.restore(state, step, allow)
 
     def newest(self) -> Version | None:
-        """The newest published version in any tier, verified or not."""
+        """The newest published version in any tier, verified or not.
+
+        A save into the same place that another store of this process has under way is waited for.
+        """
+        self._settle_saves(own=False)
         return self._tiers.newest()
+
+    def _settle_saves(self, *, own: bool = True) -> None:
+        """Wait for the saves of this process into this place, so that they can be found.
+
+        Args:
+            own: Those of this store, too.
+        """
+        place = os.path.realpath(self._place)
+        for store in [*_OPEN]:
+            if store is self:
+                lanes = self._lanes if own else []
+            # After a fork, the threads that would end the parent's saves are not there.
+            elif store._process == os.getpid() and os.path.realpath(store._place) == place:
+                lanes = store._lanes
+            else:
+                continue
+            for lane in lanes:
+                lane.settle()
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """How the copies to lower tiers went, oldest first; the newest thousand.

@@ -1,1 +1,1 @@
-"""The command line: one module per command, composed in `outlast.cli.main`."""
+"""The command line: one module per command, composed in `outlast.cli.app`."""

@@ -1,83 +1,62 @@
-"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor`` and others.
+"""What ``outlast`` and ``python -m outlast`` call: the command line, its errors, Ctrl-C.
 
-The commands live in modules of their own, whose heavy imports happen when a command is called, so
-``outlast --help`` answers at once. An `OutlastError` ends a command with its sentence and exit
-code 2 (4 for wrong numbers that stay wrong), without a traceback.
+An `OutlastError` ends a command with its sentence and exit code 2 (4 for wrong numbers that stay
+wrong), without a traceback. The commands are imported within `main`, so that Ctrl-C ends also that
+in one line.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from typing import Annotated
 
-import typer
-
-from outlast.cli.autosave import autosave
-from outlast.cli.ckpt import ckpt
-from outlast.cli.cluster import cluster
-from outlast.cli.coding import coding
-from outlast.cli.convert import convert
-from outlast.cli.doctor import doctor
-from outlast.cli.drill import drill
-from outlast.cli.energy import energy
-from outlast.cli.export import export
-from outlast.cli.init import init
-from outlast.cli.plan import plan
-from outlast.cli.report import report
-from outlast.cli.resize import resize
-from outlast.cli.run import SETTINGS as RUN_SETTINGS
-from outlast.cli.run import run
-from outlast.cli.submit import submit
-from outlast.cli.train import TrainCommand, train
 from outlast.errors import (
     EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
     EXIT_WRONG_NUMBERS,
     OutlastError,
     WrongNumbersError,
 )
-from outlast.version import __version__
 
-app = typer.Typer(
-    name="outlast",
-    help="Make a PyTorch training run finish: through failures, on shared clusters, measured.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(cls=TrainCommand)(train)
-app.command(context_settings=RUN_SETTINGS)(run)
-for command in (submit, init, export, convert, report, doctor, drill, resize):
-    app.command()(command)
-app.add_typer(autosave)
-app.add_typer(ckpt)
-app.add_typer(cluster)
-app.add_typer(coding)
-app.add_typer(energy)
-app.add_typer(plan)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"outlast {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
-    ] = False,
-) -> None:
-    """Options of the program itself."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    # Until `main` is called, Ctrl-C is answered by Python: nothing is imported that can wait.
+    from types import FrameType
 
 
 def main() -> None:
-    """Run the command line; what ``outlast`` and ``python -m outlast`` call."""
+    """Run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
     try:
+        from outlast.cli.app import app
+
         app(prog_name="outlast")
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
         wrong = isinstance(error, WrongNumbersError)
         sys.exit(EXIT_WRONG_NUMBERS if wrong else EXIT_BAD_INPUT)
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupted:
+            # What is left is Python's own end, which another Ctrl-C may cut short.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C before a command has a handler of its own, or after.
+
+    Raises:
+        KeyboardInterrupt: Within a command, which may clean up. But not within an import: packages
+            turn such an error into others, or pass over it and go on half imported.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    within_command = within_import = False
+    while frame is not None:
+        within_import |= frame.f_code.co_filename.startswith("<frozen importlib")
+        within_command |= frame.f_globals.get("__name__") == "outlast.cli.app"
+        frame = frame.f_back
+    if within_command and not within_import:
+        raise KeyboardInterrupt
+    print("outlast: interrupted", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)

@@ -107,9 +107,14 @@ class OwnerLock:
             if not owner and age_seconds < _WRITING_SECONDS:
                 return
             if owner and _alive(owner, age_seconds, self.stale_after_seconds):
+                remedy = self._remedy
+                if owner == _this_process():
+                    remedy = (
+                        "that is this process: close what holds it first, or use another directory"
+                    )
                 raise RunError(
                     f"{self._subject} is in use by process {owner['pid']} on host "
-                    f"{owner['host']}; {self._remedy}"
+                    f"{owner['host']}; {remedy}"
                 )
             self._path.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from outlast.integrations.entries import RandomEntry, TextEntry
+from outlast.integrations.entries import TextEntry
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.place import ranks_here
 
@@ -127,7 +127,7 @@ class Remembering:
             objects = self._saving.objects()
             own = f"{_RANDOM}{self._ranks.rank}"
             self._names = [*objects]
-            self._state |= {**objects, own: RandomEntry()}
+            self._state |= {**objects, own: self._saving.own}
             if self._ranks.is_first:
                 self._state[_FACTS] = self._text
         self._text.content = self._saving.facts(self._names)

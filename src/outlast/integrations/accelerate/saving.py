@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from outlast.autosave.resume.randomness import set_random_states
 from outlast.checkpoint import CheckpointStore, Compression, Reduction
 from outlast.checkpoint.format.version import SEAL
 from outlast.errors import CheckpointError
@@ -26,7 +25,8 @@ from outlast.integrations.accelerate.folders import (
     read_note,
     write_note,
 )
-from outlast.integrations.entries import RandomEntry, TextEntry
+from outlast.integrations.accelerate.loaders import ProcessEntry
+from outlast.integrations.entries import TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
 from outlast.integrations.saves import Saves
 from outlast.records import CheckpointRestored
@@ -61,6 +61,7 @@ class Saving(Saves):
         directory: Of the store.
         store: Of the versions.
         memory: Keeps the state of each step, too; None without.
+        own: What each process has for itself.
 
     Raises:
         IntegrationError: When the accelerator cannot be saved in this way.
@@ -78,7 +79,7 @@ class Saving(Saves):
         self._saved_steps = -1
         self.store = together(lambda: self._opened(settings))
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
-        self._random: dict[str, Any] | None = None
+        self.own = ProcessEntry(accelerator)
         own_end, own_skip = accelerator.end_training, accelerator.skip_first_batches
         accelerator._optimizers[0].optimizer.register_step_post_hook(self._count)
 
@@ -87,9 +88,9 @@ class Saving(Saves):
             own_end()
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-            if num_batches:
-                self._draw_again()
-            return own_skip(dataloader, num_batches)
+            loader = own_skip(dataloader, num_batches)
+            self.own.skipping(dataloader, loader, num_batches)
+            return loader
 
         accelerator.skip_first_batches = skip_first_batches
         accelerator.save_state = self.save_state
@@ -112,7 +113,7 @@ class Saving(Saves):
                 write_note(Path(folder), note)
             saved = self.objects()
             entries = [*saved]
-            saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
+            saved[f"{_RANDOM}{self._ranks.rank}"] = self.own
             if self._ranks.is_first:
                 facts = {**self.facts(entries), "number": note.version, "save": note.save}
                 saved[_FACTS] = TextEntry(facts)
@@ -150,8 +151,7 @@ class Saving(Saves):
         begun = time.perf_counter()
         facts, number = self._facts(store, note)
         while True:
-            random = RandomEntry()
-            wanted = self._wanted(facts, random)
+            wanted = self._wanted(facts)
             restored = store.restore(wanted, step=number)
             assert restored is not None
             for each in restored.skipped:
@@ -160,7 +160,7 @@ class Saving(Saves):
                 break
             # The newest is damaged, beyond what was read of it first.
             facts, number = _read_facts(store, restored.step), restored.step
-        self._take_over(facts, random)
+        self._take_over(facts)
         seconds = time.perf_counter() - begun
         self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
 
@@ -169,24 +169,22 @@ class Saving(Saves):
         if self.memory is None or self.memory.find() is None or not self.memory.read():
             self._take_over_events()
             return False
-        random = RandomEntry()
-        taken = self.memory.take(self._wanted(self.memory.facts, random))
+        taken = self.memory.take(self._wanted(self.memory.facts))
         self._take_over_events()
         if taken:
-            self._take_over(self.memory.facts, random)
+            self._take_over(self.memory.facts)
         return taken
 
     def _take_over_events(self) -> None:
         self._tell_all(() if self.memory is None else self.memory.events)
 
-    def _take_over(self, facts: dict[str, Any], random: RandomEntry) -> None:
+    def _take_over(self, facts: dict[str, Any]) -> None:
         """Go on where the objects that were loaded are from."""
         self.steps = facts["steps"]
         self._accelerator.step = facts["step"]
         self._accelerator.project_configuration.iteration = facts["iteration"]
-        assert random.states is not None
-        self._random = random.states
-        set_random_states(random.states)
+        for sentence in self.own.resume(as_before=facts["ranks"] == self._ranks.world_size):
+            self._tell(sentence)
 
     def newest(self) -> int | None:
         """Number of the newest state that can be loaded; None where there is none."""
@@ -219,23 +217,6 @@ class Saving(Saves):
             writer=settings.writer,
             timeout_seconds=settings.timeout_seconds,
         )
-
-    def _draw_again(self) -> None:
-        """Set the random numbers when the first batch has come.
-
-        In the middle of an epoch, a loader that begins draws a number that was drawn long ago.
-        """
-        states, self._random = self._random, None
-        if states is None:
-            return
-        found = states
-
-        def set_once(module: nn.Module, *_: Any) -> None:
-            if module.training:
-                set_random_states(found)
-                handle.remove()
-
-        handle = self._accelerator._models[0].register_forward_pre_hook(set_once)
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
@@ -283,8 +264,8 @@ class Saving(Saves):
             found["scaler"] = accelerator.scaler
         return found
 
-    def _wanted(self, facts: dict[str, Any], random: RandomEntry) -> dict[str, Any]:
-        """The live objects to load into, with this process's random numbers."""
+    def _wanted(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The live objects to load into, with what is this process's own."""
         found = self.objects()
         saved = {each for each in facts["entries"] if not each.startswith(_RANDOM)}
         if differing := saved ^ {*found}:
@@ -295,7 +276,7 @@ class Saving(Saves):
                 "same objects as where it was saved"
             )
         # A process that was not there draws as one that was.
-        return {**found, f"{_RANDOM}{self._ranks.rank % facts['ranks']}": random}
+        return {**found, f"{_RANDOM}{self._ranks.rank % facts['ranks']}": self.own}
 
     def _facts(
         self, store: CheckpointStore, note: Note | None

@@ -1,0 +1,81 @@
+"""The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor`` and others.
+
+The commands live in modules of their own, whose heavy imports happen when a command is called, so
+``outlast --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from outlast.cli.autosave import autosave
+from outlast.cli.ckpt import ckpt
+from outlast.cli.cluster import cluster
+from outlast.cli.coding import coding
+from outlast.cli.convert import convert
+from outlast.cli.doctor import doctor
+from outlast.cli.drill import drill
+from outlast.cli.energy import energy
+from outlast.cli.export import export
+from outlast.cli.init import init
+from outlast.cli.plan import plan
+from outlast.cli.report import report
+from outlast.cli.resize import resize
+from outlast.cli.run import SETTINGS as RUN_SETTINGS
+from outlast.cli.run import run
+from outlast.cli.submit import submit
+from outlast.cli.train import TrainCommand, train
+from outlast.errors import EXIT_INTERRUPTED
+from outlast.version import __version__
+
+
+class Commands(typer.core.TyperGroup):
+    """All commands; Ctrl-C ends one that does not handle it with the exit code of a shell."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Otherwise Typer would say "Aborted." and end with 1, as after an error.
+            typer.echo("outlast: interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="outlast",
+    cls=Commands,
+    help="Make a PyTorch training run finish: through failures, on shared clusters, measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=TrainCommand)(train)
+app.command(context_settings=RUN_SETTINGS)(run)
+for command in (submit, init, export, convert, report, doctor, drill, resize):
+    app.command()(command)
+app.add_typer(autosave)
+app.add_typer(ckpt)
+app.add_typer(cluster)
+app.add_typer(coding)
+app.add_typer(energy)
+app.add_typer(plan)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outlast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
