@@ -294,5 +294,8 @@ def test_a_complete_run_only_shows_its_result(tmp_path, monkeypatch, capsys):
     attempts = len(read_run(tmp_path / "runs" / "complete").attempts)
     capsys.readouterr()
     assert run_job(job, fresh=False) == 0
-    assert "is complete; --fresh starts it anew" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"runs/complete is complete: step {job.train.steps}, since 20" in said
+    assert "anew: --fresh" in said
+    assert "longer: not this run, since train.steps shapes its schedule" in said
     assert len(read_run(tmp_path / "runs" / "complete").attempts) == attempts == 1

@@ -22,7 +22,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 from outlast.integrations.accelerate import add_checkpoints
 
-pytestmark = [pytest.mark.distributed, pytest.mark.supports("Accelerate", "checkpoint", "resume")]
+pytestmark = [pytest.mark.distributed, pytest.mark.supports("accelerate", "checkpoint", "resume")]
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 2
 
@@ -139,6 +139,7 @@ def both(case: Case, stop: int) -> tuple[bool, bool]:
         Case(seedable=False, noise=0.1),
         Case(seedable=False, skips="continue", noise=0.1),
         Case(skips="function"),
+        Case(seedable=False, skips="function"),
         Case(seedable=False, evaluates=True),
         Case(seedable=False, evaluates=True, broken_off=True),
     ],

@@ -83,8 +83,13 @@ def test_a_loop_that_is_left_is_saved_and_one_that_fails_is_not(
 def test_a_run_that_was_complete_can_be_made_longer(tmp_path: Path, whole: Path) -> None:
     finish(tmp_path, steps=5)
     finish(tmp_path, epochs=2)
-    # There is nothing to do.
-    finish(tmp_path, epochs=2)
+    # There is nothing to do, which is said, with when it was over and what can be done.
+    again = start(tmp_path, epochs=2)
+    assert again.code == 0
+    for part in ("runs/it is complete: step 24, since 20", "give a larger epochs", "fresh=True"):
+        assert part in again.said
+    third = start(tmp_path, epochs=2)
+    assert third.said.splitlines()[-1] == again.said.splitlines()[-1]
     finish(tmp_path, epochs=3)
     assert saved_steps(tmp_path) == [5, 24, 36]
     assert_same(tmp_path, whole)

@@ -1,10 +1,12 @@
 """What `outlast.Run` records, what it guards, and what it refuses."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loop_runs import (
@@ -18,6 +20,7 @@ from loop_runs import (
     undisturbed,
 )
 from running import outlast as outlast_command
+from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
 
 import outlast
@@ -30,6 +33,8 @@ from outlast.records import (
     CheckpointRestored,
     Guarded,
     RunDirectory,
+    StepsDone,
+    Warned,
     WrongNumbers,
     energy_totals,
     forecast_of,
@@ -82,6 +87,51 @@ def test_the_report_shows_loss_joules_saves_and_the_prediction(tmp_path: Path) -
     page = (tmp_path / "runs" / "it" / "report.html").read_text()
     assert "gCO2e" in page
     assert "Predicted and measured figures" in page
+
+
+def logged(settings: list[str]) -> Path:
+    """Three steps that tell figures of all kinds; the run's directory."""
+    parts = small()
+    model, optimizer = parts["model"], parts["optimizer"]
+    with outlast.Run(**parts, settings=settings) as run:
+        for number, batch in enumerate(run):
+            loss = model(batch).mean()
+            loss.backward()
+            optimizer.step()
+            run.log(
+                loss=loss,
+                accuracy=torch.tensor(0.25 * number),
+                gradient_norm=np.float32(2.0),
+                words=np.int64(7),
+                right=True,
+            )
+            # A second call adds to the first.
+            run.log({"top/5@1": np.array([0.5]), "ratio": float("nan")})
+    return run.directory
+
+
+@pytest.mark.supports("pytorch", "records")
+def test_named_figures_are_recorded_and_shown_by_the_report_and_the_trackers(
+    tmp_path: Path,
+) -> None:
+    settings = [f'run.directory="{tmp_path}"', "log.every_steps=3", "log.tensorboard=true"]
+    settings += ["checkpoint.writer=thread", "energy.measure=false"]
+    with pytest.warns(UserWarning, match=r"ratio = nan up to step 3; it is recorded as it is"):
+        directory = logged(settings)
+    found = read_run(directory)
+    [(_, event)] = found.of(StepsDone)
+    assert math.isfinite(event.loss)
+    assert event.gradient_norm == 2.0
+    ratio = event.metrics.pop("ratio")
+    assert math.isnan(ratio)
+    assert event.metrics == {"accuracy": 0.25, "words": 7.0, "right": 1.0, "top/5@1": 0.5}
+    assert any("ratio = nan" in warned.message for _, warned in found.of(Warned))
+    write_report([directory], None)
+    page = (directory / "report.html").read_text()
+    for name in ("Other figures of the loop", "median accuracy 0.25", "no ratio is recorded"):
+        assert name in page
+    curves = event_accumulator.EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert {"metrics/accuracy", "metrics/top/5@1"} <= {*curves.Tags()["scalars"]}
 
 
 @pytest.mark.distributed
@@ -178,6 +228,12 @@ def test_wrong_arguments_are_refused_with_what_would_be_right(tmp_path: Path) ->
     with pytest.raises(JobError, match=r"\[train\] is a section of `outlast train`"):
         outlast.Run(**small(), settings=["train.steps=5"])
     run = outlast.Run(**small())
+    with pytest.raises(IntegrationError, match="was given no figure"):
+        run.log()
+    with pytest.raises(IntegrationError, match=r"accuracy has the shape \(2,\), but is one number"):
+        run.log(0.5, accuracy=torch.ones(2))
+    with pytest.raises(IntegrationError, match=r"stage = 'warm' is a str, but run.log takes"):
+        run.log(stage="warm")
     with pytest.raises(IntegrationError, match=r"within `with outlast\.Run"):
         next(iter(run))
     with pytest.raises(IntegrationError, match=r"loss has the shape \(3,\), but is one number"):

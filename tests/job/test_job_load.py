@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outlast.errors import JobError
-from outlast.job import Job, default_job_text, job_from_text, load_job
+from outlast.job import Job, default_job_text, job_from_text, load_job, load_loop_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +40,12 @@ def problems_of(text: str) -> list[str]:
 )
 def test_unknown_key_is_answered_with_the_nearest_known(text: str, sentence: str) -> None:
     assert problems_of(text) == [sentence]
+
+
+def test_a_list_of_one_text_needs_no_brackets_on_the_command_line() -> None:
+    job = load_job(None, ["data.source=files", "data.train=x.bin", 'data.validation=["y.bin"]'])
+    assert (job.data.train, job.data.validation) == (["x.bin"], ["y.bin"])
+    assert load_loop_job(None, ["energy.sources=gpu"]).energy.sources == ["gpu"]
 
 
 def test_key_above_every_section_is_answered_with_its_section() -> None:

@@ -14,8 +14,10 @@ from outlast.job import (
     LoopJob,
     default_job_text,
     fingerprint,
+    load_job,
     load_loop_job,
     loop_job_from_text,
+    loop_template,
     settings_from_text,
     to_toml,
 )
@@ -45,6 +47,25 @@ def test_what_is_written_down_is_read_back() -> None:
     assert fingerprint(job) != fingerprint(LoopJob())
     # Where it runs and how often it saves may change from one start to the next.
     assert fingerprint(load_loop_job(None, ["checkpoint.every_steps=7"])) == fingerprint(LoopJob())
+
+
+def test_a_trainers_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(load_job()))
+    with pytest.raises(JobError) as caught:
+        load_loop_job(file)
+    [sentence] = caught.value.problems
+    assert sentence.startswith("[model], [data], [tensorize], [train],")
+    assert sentence.endswith("write a file for loops with `outlast init --loop loop.toml`")
+    with pytest.raises(JobError, match=r"does not exist; `outlast init --loop` writes one"):
+        load_loop_job(tmp_path / "none.toml")
+
+
+def test_a_file_for_loops_has_all_that_they_follow_and_nothing_else() -> None:
+    text = loop_template(LoopJob())
+    assert loop_job_from_text(text) == LoopJob()
+    assert "every_steps" in text
+    assert "deterministic" not in text
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,20 @@ def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
     assert "saved at 4" in shown
 
 
+def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160, color_system=None)
+    monkeypatch.setattr(progress, "Console", lambda: console)
+    display = TerminalDisplay(job)
+    display.write(Ready(0, 1.0, {}))
+    display.write(steps_done(40))
+    display.write(CheckpointSaved(40, 0.1, 0.2, 1000))
+    display._progress.refresh()
+    display.close()
+    assert "saved at 40" in screen.getvalue().splitlines()[-1]
+    assert "no checkpoint yet" not in screen.getvalue().splitlines()[-1]
+
+
 def test_a_terminal_display_that_never_became_ready_closes(job, monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True)
     monkeypatch.setattr(progress, "Console", lambda: console)

@@ -106,6 +106,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         )
     if ranks is not None:
         if ranks.is_first:
+            print("" if fresh else completion(directory), end="", flush=True)
             start = replace(start, prediction=prediction_for(job, ranks.world_size))
         code = work(start, ranks)
         if ranks.is_first:
@@ -121,8 +122,8 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         preflight(job, processes)
     if not fresh:
         check_directory(job, directory)
-        if is_complete(directory):
-            print(f"{directory.path} is complete; --fresh starts it anew")
+        if complete := completion(directory):
+            print(complete, end="")
             show(job, directory)
             return EXIT_DONE
     start = replace(start, prediction=prediction_for(job, processes))
@@ -140,14 +141,20 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     return code
 
 
-def is_complete(directory: RunDirectory) -> bool:
-    """Whether the run has done all its steps, so that nothing is left to train."""
+def completion(directory: RunDirectory) -> str:
+    """What there is to say where the run has done all its steps; else empty."""
     from outlast.records import read_run
 
-    if not directory.exists():
-        return False
-    attempts = read_run(directory.path).attempts
-    return bool(attempts) and attempts[-1].outcome == "completed"
+    found = read_run(directory.path).completion() if directory.exists() else ""
+    if not found:
+        return ""
+    return (
+        f"{found}; nothing is left to train.\n"
+        "  anew: --fresh, which moves it aside, or another run.name\n"
+        "  longer: not this run, since train.steps shapes its schedule; `outlast export "
+        f"{directory.path} --output DIR`, and a job with model.directory = DIR goes on from its "
+        "weights\n"
+    )
 
 
 def show(job: Job, directory: RunDirectory) -> None:

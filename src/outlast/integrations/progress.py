@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
+import math
+import numbers
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -125,19 +129,48 @@ def facts_of(
     )
 
 
-def held(name: str, value: torch.Tensor | float) -> torch.Tensor | float:
+def number_in(value: Any) -> torch.Tensor | float | None:
     """A figure as it is now, without waiting for the device that computes it.
 
-    Raises:
-        IntegrationError: When it is more than one number.
+    Args:
+        value: A number of Python or NumPy, or a tensor or array of one element.
+
+    Returns:
+        None for everything else.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        if value.device.type != "cpu":
+            return value.detach().clone()
+        return float(value.item())
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real | decimal.Decimal) else None
+
+
+def held(name: str, value: Any) -> torch.Tensor | float:
+    """As `number_in`, for what must be a number.
+
+    Args:
+        name: For the error.
+        value: The figure.
+
+    Raises:
+        IntegrationError: When it is not one real number.
+    """
+    found = number_in(value)
+    if found is not None:
+        return found
+    shape = getattr(value, "shape", None)
+    if shape is not None and math.prod(shape) != 1:
         raise IntegrationError(
-            f"{name} has the shape {tuple(value.shape)}, but is one number; give its mean"
+            f"{name} has the shape {tuple(shape)}, but is one number; give its mean"
         )
-    return value.detach().clone() if value.device.type != "cpu" else value.item()
+    raise IntegrationError(
+        f"{name} = {value!r:.80} is a {type(value).__name__}, but run.log takes numbers; log what "
+        "can be measured, and print the rest"
+    )
 
 
 def refuse_two_savers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from outlast.train.ranks import together
 from outlast.train.run import versions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -118,6 +119,8 @@ class Recording:
         self._lock: OwnerLock | None = None
         self._step = 0
         self._losses: list[torch.Tensor | float | None] = []
+        self._metrics: dict[str, list[torch.Tensor | float]] = {}
+        self._not_finite: set[str] = set()
         self._step_seconds: list[float] = []
         self._boundary = 0.0
         self._last: tuple[torch.Tensor | float, torch.Tensor | float] = (math.nan, math.nan)
@@ -162,6 +165,7 @@ class Recording:
         loss: torch.Tensor | float | None = None,
         gradient_norm: torch.Tensor | float = math.nan,
         learning_rate: torch.Tensor | float = math.nan,
+        metrics: Mapping[str, torch.Tensor | float] | None = None,
     ) -> bool:
         """One more optimizer step is done.
 
@@ -173,6 +177,7 @@ class Recording:
             loss: In nats; None where it is not known.
             gradient_norm: Before clipping; NaN where it is not known.
             learning_rate: As applied; NaN where it is not known.
+            metrics: Other figures of the step, by name; their means are recorded.
 
         Returns:
             Whether these steps are to be recorded, by calling `record_steps` on all ranks.
@@ -181,6 +186,7 @@ class Recording:
         self._step_seconds.append(now - self._boundary)
         self._losses.append(loss)
         self._boundary, self._step = now, step
+        self._add(metrics)
         self._last = (gradient_norm, learning_rate)
         return step % self._job.log.every_steps == 0 or step == self._facts.steps
 
@@ -190,11 +196,17 @@ class Recording:
         loss: torch.Tensor | float | None = None,
         gradient_norm: torch.Tensor | float = math.nan,
         learning_rate: torch.Tensor | float = math.nan,
+        metrics: Mapping[str, torch.Tensor | float] | None = None,
     ) -> None:
         """The figures of the last step, known only after it, and before `record_steps`."""
         if self._losses:
             self._losses[-1] = loss
             self._last = (gradient_norm, learning_rate)
+            self._add(metrics)
+
+    def _add(self, metrics: Mapping[str, torch.Tensor | float] | None) -> None:
+        for name, value in (metrics or {}).items():
+            self._metrics.setdefault(name, []).append(value)
 
     def record_steps(self) -> None:
         """Record the steps since the last call."""
@@ -202,6 +214,8 @@ class Recording:
             return
         known = [float(each) for each in self._losses if each is not None]
         norm, rate = map(float, self._last)
+        means = {name: sum(map(float, each)) / len(each) for name, each in self._metrics.items()}
+        self._metrics = {}
         seconds = self.watch.lap()
         self.write(
             StepsDone(
@@ -213,8 +227,16 @@ class Recording:
                 tokens=self._step * self._facts.tokens_per_step,
                 step_seconds=[round(each, 6) for each in self._step_seconds],
                 seconds=seconds,
+                metrics=means,
             )
         )
+        for name, mean in means.items():
+            if not math.isfinite(mean) and name not in self._not_finite:
+                self._not_finite.add(name)
+                sentence = f"{name} = {mean} up to step {self._step}; it is recorded as it is"
+                self.write(Warned(sentence))
+                if self._ranks.is_first:
+                    warnings.warn(sentence, stacklevel=3)
         if self._meter is not None:
             self._measured(self._meter.steps_done(self._step, len(self._losses), seconds))
         self._losses, self._step_seconds = [], []

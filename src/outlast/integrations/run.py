@@ -34,7 +34,7 @@ from outlast.integrations.progress import (
 )
 from outlast.integrations.recording import Recording
 from outlast.integrations.stop import Stop
-from outlast.records import Warned
+from outlast.records import Warned, read_run
 from outlast.train.guarding import RunGuard
 
 if TYPE_CHECKING:
@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    import numpy as np
     from torch import nn
     from torch.optim import Optimizer
 
     from outlast.guard import Guard
     from outlast.job import LoopJob
     from outlast.records import Predicted
+
+    Figure = torch.Tensor | np.ndarray | np.generic | float
 
 _PROGRESS, _POSITION = "outlast.progress", "outlast.position"
 
@@ -143,6 +146,7 @@ class Run:
         self._told_step, self._told_seconds = 0, 0.0
         self._loss: torch.Tensor | float | None = None
         self._norm: torch.Tensor | float = math.nan
+        self._metrics: dict[str, torch.Tensor | float] = {}
         self._stopped = ""
         self._open = contextlib.ExitStack()
 
@@ -166,20 +170,36 @@ class Run:
         """What checks the numbers; None with ``guard.policy = "off"``. Known within the `with`."""
         return None if self._guard is None else self._guard.guard
 
-    def log(
-        self, loss: torch.Tensor | float, *, gradient_norm: torch.Tensor | float = math.nan
-    ) -> None:
-        """Tell the records the loss of this iteration; on a GPU, nothing waits for it.
+    def log(self, loss: Figure | Mapping[str, Figure] | None = None, **metrics: Figure) -> None:
+        """Tell the records the figures of this iteration; on a GPU, nothing waits for them.
+
+        ``run.log(loss)``, ``run.log(loss, accuracy=accuracy)`` and ``run.log({"loss": loss})`` do
+        the same. The report and the trackers show the means over ``log.every_steps``, also where
+        they are not finite.
 
         Args:
-            loss: One number, in nats, of this process; the first one's is recorded.
-            gradient_norm: One number, before clipping.
+            loss: One number, in nats, of this process; the first one's is recorded. Or all
+                figures, by name.
+            metrics: Numbers by name, tensors and arrays of one element among them;
+                ``gradient_norm`` is that before clipping.
 
         Raises:
-            IntegrationError: When one of them is more than one number.
+            IntegrationError: When one of them is not one number.
         """
-        self._loss = held("loss", loss)
-        self._norm = held("gradient_norm", gradient_norm)
+        figures = dict(loss) if isinstance(loss, Mapping) else {}
+        if loss is not None and not isinstance(loss, Mapping):
+            figures["loss"] = loss
+        figures |= metrics
+        if not figures:
+            raise IntegrationError("run.log was given no figure; give it the loss, for example")
+        for name, value in figures.items():
+            figure = held(str(name), value)
+            if name == "loss":
+                self._loss = figure
+            elif name == "gradient_norm":
+                self._norm = figure
+            else:
+                self._metrics[str(name)] = figure
 
     def __enter__(self) -> Run:
         with contextlib.ExitStack() as stack:
@@ -210,10 +230,23 @@ class Run:
             if self._guard is not None:
                 self._guard.restart(step)
             self._recording.ready(step, events, self._guard)
+            if step and (self._progress.epoch >= self._epochs or self._has_all_steps()):
+                self._say_complete()
             self._keeper.begin(step)
             self._told_step = step
             self._open = stack.pop_all()
         return self
+
+    def _say_complete(self) -> None:
+        if not self._ranks.is_first:
+            return
+        found = read_run(self.directory).completion() or f"{self.directory} is complete"
+        print(
+            f"outlast: {found}; nothing is left to do. To go on with it, give a larger "
+            f"{'epochs' if self._steps is None else 'steps (or epochs)'}; to begin anew, fresh=True"
+            ", which moves it aside, or another run.name",
+            flush=True,
+        )
 
     def __exit__(
         self,
@@ -306,8 +339,9 @@ class Run:
             loss=self._loss,
             gradient_norm=self._norm,
             learning_rate=self._optimizers[0].param_groups[0]["lr"],
+            metrics=self._metrics,
         )
-        self._loss, self._norm = None, math.nan
+        self._loss, self._norm, self._metrics = None, math.nan, {}
         return recorded
 
     def _after_step(self) -> None:

@@ -16,7 +16,7 @@ from outlast.job.load import (
     loop_job_from_text,
     settings_from_text,
 )
-from outlast.job.loop import LoopJob
+from outlast.job.loop import LoopJob, loop_template
 from outlast.job.section import Section
 from outlast.job.sections import (
     CodingSection,
@@ -73,6 +73,7 @@ __all__ = [
     "load_job",
     "load_loop_job",
     "loop_job_from_text",
+    "loop_template",
     "settings_from_text",
     "to_toml",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from pydantic import ValidationError
 
@@ -62,7 +62,7 @@ def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Jo
     """
     source = DEFAULT_JOB if path is None else str(path)
     tables = _read(path, source)
-    problems = [text for each in overrides or [] for text in _apply_override(tables, each)]
+    problems = [text for each in overrides or [] for text in _apply_override(tables, each, Job)]
     return _build(Job, tables, problems, source)
 
 
@@ -78,8 +78,8 @@ def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) 
         JobError: With one sentence for every problem found.
     """
     source = "the settings" if path is None else str(path)
-    tables = {} if path is None else _read(path, source)
-    problems = [text for each in overrides or [] for text in _apply_override(tables, each)]
+    tables = {} if path is None else _read(path, source, "outlast init --loop")
+    problems = [text for each in overrides or [] for text in _apply_override(tables, each, LoopJob)]
     return _build(LoopJob, tables, problems, source)
 
 
@@ -104,14 +104,14 @@ def default_job_text() -> str:
     return (resources.files("outlast.job") / "quickstart.toml").read_text(encoding="utf-8")
 
 
-def _read(path: Path | None, source: str) -> dict[str, Any]:
+def _read(path: Path | None, source: str, writer: str = "outlast init") -> dict[str, Any]:
     if path is None:
         return _parse(default_job_text(), source)
     try:
         # Some editors begin a file with a byte order mark, which is no TOML.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        message = "the file does not exist; `outlast init` writes one to start from"
+        message = f"the file does not exist; `{writer}` writes one to start from"
         raise JobError([message], source) from None
     except UnicodeDecodeError as error:
         message = f"the file is not UTF-8 text (byte {error.start}); save it as UTF-8"
@@ -128,7 +128,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise JobError([f"not valid TOML: {error}"], source) from None
 
 
-def _apply_override(tables: dict[str, Any], override: str) -> list[str]:
+def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) -> list[str]:
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
@@ -140,7 +140,14 @@ def _apply_override(tables: dict[str, Any], override: str) -> list[str]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             return [f"the override `{override}` goes into `{part}`, which is not a section"]
-    table[parts[-1]] = _toml_value(value.strip())
+    found = _toml_value(value.strip())
+    section = kind.model_fields.get(parts[0])
+    known = getattr(section and section.annotation, "model_fields", {})
+    field = known.get(parts[1]) if len(parts) == 2 else None
+    if isinstance(found, str) and field is not None and get_origin(field.annotation) is list:
+        # In a shell, brackets and quotes for a list of one text are more than a person types.
+        found = [found]
+    table[parts[-1]] = found
     return []
 
 
@@ -163,7 +170,11 @@ def _build(kind: type[J], tables: dict[str, Any], problems: list[str], source: s
         job = kind.model_validate(tables)
     except ValidationError as error:
         details = error.errors()
-        problems = problems + [_sentence(detail, kind) for detail in details]
+        foreign = [str(each["loc"][0]) for each in details if _is_of_the_trainer(each, kind)]
+        problems = problems + ([decided_by_the_script(foreign)] if foreign else [])
+        problems += [
+            _sentence(each, kind) for each in details if not _is_of_the_trainer(each, kind)
+        ]
         problems += _combinations_beside(kind, details, tables)
         raise JobError(problems, source) from None
     problems = problems + _impossible(job, frozenset())
@@ -189,6 +200,16 @@ def _combinations_beside(
         # A misspelt section is missing elsewhere: say nothing about those that are not there.
         wrong |= kind.model_fields.keys() - tables.keys()
     return _impossible(job, wrong)
+
+
+def _is_of_the_trainer(detail: Any, kind: type[Section]) -> bool:
+    """Whether an error is a section that a loop's settings have no use for."""
+    where = detail["loc"]
+    return (
+        kind is LoopJob
+        and len(where) == 1
+        and where[0] in Job.model_fields.keys() - {*LoopJob.model_fields}
+    )
 
 
 def _sentence(detail: Any, kind: type[Section]) -> str:
@@ -231,8 +252,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def _unknown_key(where: list[str], kind: type[Section]) -> str:
-    if len(where) == 1 and kind is LoopJob and where[0] in Job.model_fields:
-        return decided_by_the_script(where[0])
     section = kind
     for part in where[:-1]:
         annotation = section.model_fields[part].annotation

@@ -12,10 +12,10 @@ from outlast.job.checkpoint import CheckpointSection
 from outlast.job.recover import RecoverSection
 from outlast.job.section import Section
 from outlast.job.sections import EnergySection, GuardSection, LogSection, RunSection
-from outlast.job.template import toml_value
+from outlast.job.template import to_toml, toml_value
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Sequence, Set
 
 _ONLY_OF_THE_TRAINER = {
     "run.deterministic": "the script calls torch.use_deterministic_algorithms itself",
@@ -50,11 +50,23 @@ class LoopJob(Section):
     log: LogSection = LogSection()
 
 
-def decided_by_the_script(section: str) -> str:
-    """Why a section of a whole job is none of a `LoopJob`."""
+def loop_template(job: LoopJob) -> str:
+    """`job` as commented TOML, without the settings that such a loop cannot follow."""
+    return to_toml(job, left_out=_ONLY_OF_THE_TRAINER)
+
+
+def decided_by_the_script(sections: Sequence[str]) -> str:
+    """Why sections of a whole job are none of a `LoopJob`."""
+    named = [f"[{each}]" for each in sections]
+    if len(named) == 1:
+        return (
+            f"{named[0]} is a section of `outlast train`; here it is the script that decides what "
+            f"it says: remove {named[0]}"
+        )
     return (
-        f"[{section}] is a section of `outlast train`; here it is the script that decides what it "
-        f"says: remove [{section}]"
+        f"{', '.join(named[:-1])} and {named[-1]} are sections of `outlast train`; here it is the "
+        "script that decides what they say: remove them, or write a file for loops with "
+        "`outlast init --loop loop.toml`"
     )
 
 

@@ -7,31 +7,39 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from outlast.job.section import Section
 
 _COMMENT_WIDTH = 96
 
 
-def to_toml(job: Section, *, comments: bool = True) -> str:
+def to_toml(job: Section, *, comments: bool = True, left_out: Collection[str] = ()) -> str:
     """`job` as TOML text; with `comments`, every key carries its description.
 
-    Keys whose value is None are written as comments, since TOML has no null.
+    Keys whose value is None are written as comments, since TOML has no null. Those of `left_out`,
+    each ``section.key``, are not written.
     """
     lines: list[str] = []
     for name in type(job).model_fields:
-        lines += [*_section_lines(name, getattr(job, name), comments), ""]
+        hidden = {
+            key for key in type(getattr(job, name)).model_fields if f"{name}.{key}" in left_out
+        }
+        lines += [*_section_lines(name, getattr(job, name), comments, hidden), ""]
     return "\n".join(lines)
 
 
-def _section_lines(name: str, section: Section, comments: bool) -> Iterator[str]:
+def _section_lines(
+    name: str, section: Section, comments: bool, hidden: Collection[str]
+) -> Iterator[str]:
     if comments and section.__doc__:
         yield f"# {section.__doc__.strip().splitlines()[0]}"
     yield f"[{name}]"
     tables = []
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
+        if key in hidden:
+            continue
         if isinstance(value, dict):
             if value:
                 tables.append((key, value))

@@ -133,6 +133,7 @@ class StepsDone(Event):
         tokens: Tokens trained on since the run began.
         step_seconds: Wall time of each covered step.
         seconds: Wall time since the previous StepsDone (or Ready), by purpose; sums to wall time.
+        metrics: What else the loop told of these steps, by its own names: means.
     """
 
     kind: ClassVar[str] = "steps_done"
@@ -144,6 +145,7 @@ class StepsDone(Event):
     tokens: int
     step_seconds: list[float]
     seconds: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

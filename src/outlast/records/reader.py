@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,6 +116,22 @@ class Run:
                 case _:
                     pass
         return Attempt(number, start_time, records[-1].time, first_step, world_size, outcome)
+
+    def completion(self) -> str:
+        """In words, where and when the run was complete; empty where its last end was another.
+
+        Starts that found it so, and did nothing, have not completed it.
+        """
+        complete: tuple[int, float] | None = None
+        for record, event in self.of(AttemptEnded):
+            if event.outcome != "completed":
+                complete = None
+            elif complete is None or event.step != complete[0]:
+                complete = event.step, record.time
+        if complete is None:
+            return ""
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(complete[1]))
+        return f"{self.path} is complete: step {complete[0]:,}, since {when}"
 
     def steps(self) -> list[tuple[Record, StepsDone]]:
         """The step events that count.

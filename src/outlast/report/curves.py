@@ -263,6 +263,24 @@ def learning_rate_figure(overviews: Sequence[Overview]) -> Figure:
     )
 
 
+def metric_figures(overviews: Sequence[Overview]) -> list[Figure]:
+    """What loops told of their steps beside the loss, a figure for each name, over the steps."""
+    names = dict.fromkeys(name for each in overviews for name in each.training.metrics)
+    return [
+        _over_steps(
+            f"metric-{number}",
+            name,
+            overviews,
+            [
+                each.training.metrics.get(name, np.full(len(each.training.step), np.nan))
+                for each in overviews
+            ],
+            {},
+        )
+        for number, name in enumerate(names)
+    ]
+
+
 def _over_steps(
     name: str,
     y_title: str,

@@ -47,6 +47,7 @@ class Training:
         gradient_norm: Before clipping.
         learning_rate: As applied.
         tokens_per_second: Over the event's own steps; NaN where tokens are not known.
+        metrics: What else the loop told, by its own names; NaN where it did not.
     """
 
     step: Integers
@@ -56,6 +57,7 @@ class Training:
     gradient_norm: Floats
     learning_rate: Floats
     tokens_per_second: Floats
+    metrics: dict[str, Floats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +214,7 @@ def _training(run: Run, clock: Callable[[Record], float]) -> Training:
         return tokens * event.steps / step_seconds
 
     events = [event for _, event in found]
+    names = dict.fromkeys(name for event in events for name in event.metrics)
     return Training(
         _integers(event.step for event in events),
         _integers(event.tokens for event in events),
@@ -220,6 +223,7 @@ def _training(run: Run, clock: Callable[[Record], float]) -> Training:
         _floats(event.gradient_norm for event in events),
         _floats(event.learning_rate for event in events),
         _floats(rate(record, event) for record, event in found),
+        {name: _floats(event.metrics.get(name) for event in events) for name in names},
     )
 
 

@@ -119,6 +119,7 @@ def pictures(overviews: Sequence[Overview]) -> list[Figure]:
         *(figure for each in overviews if (figure := energy_figure(each)) is not None),
         curves.gradient_figure(overviews),
         curves.learning_rate_figure(overviews),
+        *curves.metric_figures(overviews),
     ]
 
 
@@ -172,6 +173,9 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
         _section("rate", "Learning rate", "", _plot(by_name["rate"])),
         "</div>",
+        _section("metrics", "Other figures of the loop", _METRICS_NOTE, *map(_plot, metrics))
+        if (metrics := [each for each in figures if each.name.startswith("metric-")])
+        else "",
         _section("sample", "What the model writes", "", _each(overviews, _sample)),
         _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
         _section("job", "Job", "", job_table(overviews), _each(overviews, _job_text)),
@@ -223,6 +227,7 @@ _CODING_NOTE = (
     "certified: the gradient is off by at most its square root times the spectral norm of the "
     "matrix of chunk gradients."
 )
+_METRICS_NOTE = "As the loop gave them to `run.log`; light: every record, strong: moving mean."
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
 
 

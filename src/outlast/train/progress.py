@@ -215,6 +215,7 @@ class TerminalDisplay:
         self._steps = job.train.steps
         self._name = job.run.name
         self._saved = "no checkpoint yet"
+        self._last: StepsDone | None = None
 
     def write(self, event: Event) -> None:
         """Move the bar, or print the event's line above it."""
@@ -222,8 +223,12 @@ class TerminalDisplay:
             self._start(event.step)
         if isinstance(event, (CheckpointSaved, CheckpointRestored)):
             self._saved = f"saved at {event.step}"
+            if self._task is not None and self._last is not None:
+                # After the last step, no other event brings the line up to date.
+                self._progress.update(self._task, status=self._status(self._last))
         if isinstance(event, StepsDone) and self._task is not None:
             self._rate.add(event)
+            self._last = event
             self._progress.update(self._task, completed=event.step, status=self._status(event))
         elif (message := message_of(event)) is not None:
             self._progress.console.print(escape(message), style="dim", highlight=False)

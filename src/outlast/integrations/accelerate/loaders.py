@@ -93,8 +93,13 @@ class ProcessEntry:
                 loader.iteration = place["iteration"]
                 _set_sources(loader, place)
         set_random_states(self._random)
-        if any(each["first"] for each in self._restored.values()):
-            self._draw_again()
+        for name, place in self._restored.items():
+            if place["first"]:
+                # A loader that is none of the accelerator's, as `accelerate.skip_first_batches`
+                # makes one, draws the order of the samples from here, and is not followed.
+                set_random_states(place["begun"])
+                _set_sources(self._loaders[int(name)], place["begun"])
+                self._draw_again()
         if self._gradients and not as_before:
             warning = (
                 "the state was saved within a gradient accumulation by another number of "
@@ -149,11 +154,7 @@ class ProcessEntry:
         return found
 
     def _draw_again(self) -> None:
-        """Set the random numbers before the first forward pass of training, whatever begins it.
-
-        A loader that is none of the accelerator's, as `accelerate.skip_first_batches` makes one,
-        draws when it begins.
-        """
+        """Set the random numbers before the first forward pass of training, whatever began it."""
 
         def set_once(module: torch.nn.Module, *_: Any) -> None:
             if not module.training:

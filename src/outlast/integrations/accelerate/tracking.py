@@ -10,6 +10,7 @@ from accelerate.tracking import GeneralTracker
 
 from outlast.errors import IntegrationError
 from outlast.integrations.place import device_of, ranks_here
+from outlast.integrations.progress import number_in
 from outlast.integrations.recording import LoopFacts, Recording
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
     """Records every optimizer step; the figures are those that `Accelerator.log` was given.
 
     All processes make it after `Accelerator.prepare`. A step takes the figures that are logged
-    after it: ``loss``, ``grad_norm``, and ``lr`` or ``learning_rate``.
+    after it: ``loss``, ``grad_norm``, ``lr`` or ``learning_rate``, and other numbers by their own
+    names.
 
     Args:
         accelerator: Whose optimizers are counted.
@@ -110,7 +112,14 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
             for name in names
             if name in values
         }
-        self._recording.amend(**found)
+        known = {name for names in _NAMES.values() for name in names}
+        # Scripts log texts and pictures, too, for trackers that show them.
+        metrics = {
+            name: number
+            for name, value in values.items()
+            if name not in known and (number := number_in(value)) is not None
+        }
+        self._recording.amend(**found, metrics=metrics)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """A run's settings are in its job.toml; the script's own are not recorded."""

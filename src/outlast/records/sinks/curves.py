@@ -82,6 +82,7 @@ def scalars(event: Event) -> dict[str, float]:
                 "train/step_seconds": wall_seconds / max(event.steps, 1),
             }
             found |= {f"time/{name}_seconds": value for name, value in event.seconds.items()}
+            found |= {f"metrics/{name}": value for name, value in event.metrics.items()}
             return found
         case Evaluated():
             found = {"validation/loss_nats": event.loss}

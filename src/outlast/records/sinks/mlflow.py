@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class MlflowSink:
         """Log the curves and notes of the event at its step."""
         now, step = int(1000 * time.time()), getattr(event, "step", 0)
         points = [
-            self._metric(name, value, now, step)
+            # Names of a loop's own figures may hold what MLflow takes in none.
+            self._metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step)
             for name, value in self._curves.points(event).items()
         ]
         words = [self._tag(name, text[:_LONGEST_TEXT]) for name, text in notes(event).items()]
