@@ -6,6 +6,8 @@ import ast
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,44 @@ def test_the_checkpoint_example_of_the_readme_runs_and_goes_on(
         exec(compile(example, "README.md", "exec"), names)
         firsts.append(names["first"])
     assert firsts == [0, 20]
+
+
+OWN_LOOP = """
+import sys
+from types import SimpleNamespace
+import torch
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(loss=super().forward(x).square().mean())
+
+model = Model(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = [{"x": torch.ones(4, 2)}] * 4
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("path", ["README.md", "docs/integrations/pytorch.md"])
+def test_the_own_loop_runs_as_written_with_the_file_that_init_writes(
+    path: str, tmp_path: Path
+) -> None:
+    [diff] = [each for each in blocks(ROOT / path, "diff") if "outlast.Run" in each]
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in ("+", " ")]
+    body = "\n".join(line for line in lines if "..." not in line)
+    (tmp_path / "train.py").write_text(f"{OWN_LOOP}{body}\nprint('trained', run.step)\n")
+    command = [sys.executable, "-m", "outlast", "init", "--loop"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "trained 12" in run.stdout, run.stderr
+    assert (tmp_path / "runs" / "job" / "checkpoints").is_dir()
 
 
 @every_document

@@ -43,7 +43,7 @@ def test_unknown_key_is_answered_with_the_nearest_known(text: str, sentence: str
 
 
 def test_a_list_of_one_text_needs_no_brackets_on_the_command_line() -> None:
-    job = load_job(None, ["data.source=files", "data.train=x.bin", 'data.validation=["y.bin"]'])
+    job = load_job(None, ["data.source=tokens", "data.train=x.bin", 'data.validation=["y.bin"]'])
     assert (job.data.train, job.data.validation) == (["x.bin"], ["y.bin"])
     assert load_loop_job(None, ["energy.sources=gpu"]).energy.sources == ["gpu"]
 

@@ -227,7 +227,7 @@ _CODING_NOTE = (
     "certified: the gradient is off by at most its square root times the spectral norm of the "
     "matrix of chunk gradients."
 )
-_METRICS_NOTE = "As the loop gave them to `run.log`; light: every record, strong: moving mean."
+_METRICS_NOTE = "As the loop gave them to Run.log; light: every record, strong: moving mean."
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
 
 
