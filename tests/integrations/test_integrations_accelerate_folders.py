@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 
-from outlast.checkpoint import list_versions, storage_of
+from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.errors import OutlastError
 from outlast.integrations.accelerate import Saving, add_checkpoints
 from outlast.records import Warned
@@ -245,3 +246,32 @@ def test_the_newest_may_be_a_folder_of_accelerate_itself(tmp_path: Path) -> None
         run.end()
 
     alone(work)
+
+
+def second_reads_what_the_first_still_writes(folder: Path) -> tuple[int, float]:
+    """Load with another accelerator while the first one's only save is held up."""
+    first = Script(folder / "store")
+    first.step()
+    release = threading.Event()
+    publish = CheckpointStore._finish
+
+    def slow(self: Any, *arguments: Any, **options: Any) -> str:
+        release.wait(30)
+        return publish(self, *arguments, **options)
+
+    CheckpointStore._finish = slow
+    first.accelerator.save_state(str(folder / "state"))
+    second = Script(folder / "store")
+    threading.Timer(0.3, release.set).start()
+    assert second.saving is not None
+    newest = second.saving.newest()
+    second.accelerator.load_state(str(folder / "state"))
+    second.step()
+    with pytest.raises(OutlastError, match="that is this process: close what holds it first"):
+        second.accelerator.save_state(str(folder / "other"))
+    first.end()
+    return newest, second.weight
+
+
+def test_a_second_accelerator_waits_for_the_save_of_the_first(tmp_path: Path) -> None:
+    assert alone(second_reads_what_the_first_still_writes, tmp_path) == (1, 2.0)

@@ -47,6 +47,23 @@ _OPEN: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 is still writing."""
 
 
+def settle_saves(place: str | os.PathLike[str], *, besides: CheckpointStore | None = None) -> None:
+    """Wait for the saves that this process has under way into a place, so that they can be found.
+
+    Args:
+        place: Of the versions.
+        besides: A store whose saves are not waited for.
+    """
+    wanted = os.path.realpath(place)
+    for store in [*_OPEN]:
+        # After a fork, the threads that would end the parent's saves are not there.
+        if store is besides or store._process != os.getpid():
+            continue
+        if os.path.realpath(store._place) == wanted:
+            for lane in store._lanes:
+                lane.settle()
+
+
 class LastSave(NamedTuple):
     """The newest save of the state: what replay logs may lead on from."""
 
@@ -238,7 +255,7 @@ class CheckpointStore:
                 fit. The state is untouched by a misfit; damage that is found while reading may
                 leave tensors of the damaged version behind when there is no older one.
         """
-        self._settle_saves()
+        settle_saves(self._place)
         self._went_back = self._session > 0
         return self._restorer.restore(state, step, allow)
 
@@ -247,26 +264,8 @@ class CheckpointStore:
 
         A save into the same place that another store of this process has under way is waited for.
         """
-        self._settle_saves(own=False)
+        settle_saves(self._place, besides=self)
         return self._tiers.newest()
-
-    def _settle_saves(self, *, own: bool = True) -> None:
-        """Wait for the saves of this process into this place, so that they can be found.
-
-        Args:
-            own: Those of this store, too.
-        """
-        place = os.path.realpath(self._place)
-        for store in [*_OPEN]:
-            if store is self:
-                lanes = self._lanes if own else []
-            # After a fork, the threads that would end the parent's saves are not there.
-            elif store._process == os.getpid() and os.path.realpath(store._place) == place:
-                lanes = store._lanes
-            else:
-                continue
-            for lane in lanes:
-                lane.settle()
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """How the copies to lower tiers went, oldest first; the newest thousand.

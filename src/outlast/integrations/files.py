@@ -27,6 +27,7 @@ from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.restore import read_into, saved_in
+from outlast.checkpoint.store import settle_saves
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import KEY, Content, described, plain, read_content, restored
 from outlast.integrations.pointer import Entry, PointerList, read_pointer
@@ -343,6 +344,8 @@ class CheckpointFiles:
         self.settle()
         path = path.absolute()
         pointer = read_pointer(path)
+        # Another trainer of this process may still be writing what its path leads to.
+        settle_saves(pointer.store)
         storage = LocalStorage(pointer.store)
         versions = {each.folder: each for each in list_versions(storage)}
         problems: list[str] = []
