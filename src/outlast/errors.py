@@ -48,6 +48,10 @@ class RunError(OutlastError):
     """A run directory cannot be used: it belongs to another job or to a live process."""
 
 
+class LeaseLostError(OutlastError):
+    """Another process has taken over the run or the store that this process writes: it must end."""
+
+
 class HardwareError(OutlastError):
     """A hardware fact is missing or a device cannot be read."""
 

@@ -20,11 +20,16 @@ from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 from outlast.cluster.chain.runlock import wait_for_lock
 from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.cluster.slurm.history import state_now
-from outlast.records.lock import OwnerLock
+from outlast.errors import LeaseLostError
+from outlast.records.lock import OwnerLock, check_lease
 
 
 def unknown(job: str) -> None:
     return None
+
+
+def first_ended(job: str) -> str:
+    return "COMPLETED" if job == "1" else "RUNNING"
 
 
 def put(path: Path, holder: Holder) -> None:
@@ -118,7 +123,7 @@ def test_a_damaged_fence_is_replaced(tmp_path: Path) -> None:
 
 
 def _contend(path: str, number: int, barrier: Any, results: Any) -> None:
-    fence = Fence(Path(path), str(number), lambda job: "COMPLETED", wait_seconds=0.5)
+    fence = Fence(Path(path), str(number), first_ended, wait_seconds=0.5)
     barrier.wait()
     try:
         fence.acquire()
@@ -147,18 +152,50 @@ def test_of_many_that_find_a_dead_holder_one_gets_it(tmp_path: Path) -> None:
     assert [held for _, held in outcomes if held is not None] == [True]
 
 
+@pytest.mark.parametrize("state", ["NODE_FAIL", "COMPLETED"])
+def test_a_process_whose_job_has_ended_loses_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Its node was lost and it lives, on this very host: it is not waited for, and saves no more."""
+    path = tmp_path / "fence.json"
+    orphan = Fence(path, "1", unknown)
+    orphan.acquire()
+    for name, value in orphan.lease.items():
+        monkeypatch.setenv(name, value)
+    check_lease()
+    successor = Fence(path, "2", lambda job: state, wait_seconds=0.0)
+    assert successor.acquire() == orphan.holder
+    with pytest.raises(LeaseLostError, match=r"job 2 on host .* has taken over this run"):
+        check_lease()
+    assert not orphan.held(at_once=True)
+    orphan.release()
+    assert successor.held(at_once=True)
+    successor.release()
+    with pytest.raises(LeaseLostError, match=r"is gone, so the job .* has ended"):
+        check_lease()
+
+
+def test_a_later_start_of_the_same_job_takes_over_from_a_live_process(tmp_path: Path) -> None:
+    """The job was requeued, and an earlier start lives on, where Slurm cannot reach it."""
+    path = tmp_path / "fence.json"
+    orphan, later = Fence(path, "7", unknown), Fence(path, "7", lambda job: "RUNNING")
+    orphan.acquire()
+    assert later.acquire() == orphan.holder
+    assert not orphan.held(at_once=True)
+
+
 def test_a_newer_fence_is_not_touched_by_who_saw_the_dead_one(tmp_path: Path) -> None:
     """While one judges the dead holder another takes the fence; a third must find no gap."""
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
-    quicker = Fence(path, "3", lambda job: "COMPLETED")
+    quicker = Fence(path, "3", first_ended)
     changed: list[int] = []
 
     def slowly(job: str) -> str:
         quicker.acquire()
         changed.append(path.stat().st_ctime_ns)
         time.sleep(0.02)
-        return "COMPLETED"
+        return first_ended(job)
 
     with pytest.raises(FenceHeldError, match="job 3"):
         Fence(path, "2", slowly, wait_seconds=0.0).acquire()

@@ -27,6 +27,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChainFiles:
     monkeypatch.setattr(fence, "_LOOK_SECONDS", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm_commands(tmp_path, monkeypatch)
+    # The job that the tests are.
+    put_command(
+        tmp_path, "squeue", f"[[ $* == *--jobs=7* ]] && echo '{shown('7', 'RUNNING')}' || exit 0"
+    )
     put_command(tmp_path, "sbatch", f'sleep 0.2\necho "$@" >> {tmp_path}/submitted\necho 9')
     found = chain_files(tmp_path / "run")
     write_plan(found, PLAN)

@@ -152,17 +152,21 @@ class LocalSlurm:
     def start_node(self, name: str) -> None:
         subprocess.run(["slurmd", "-f", str(self.conf), "-N", name], check=True, timeout=30)
 
+    def kill_slurmd(self, name: str) -> None:
+        """``kill -9`` of a node's slurmd alone: what runs there is out of Slurm's reach."""
+        self._end(self.root / "run" / f"slurmd.{name}.pid", signal.SIGKILL)
+
     def kill_node(self, name: str) -> None:
         """``kill -9`` of a node's slurmd and of all that runs under it, as if power were lost."""
-        self._end(self.root / "run" / f"slurmd.{name}.pid", signal.SIGKILL)
-        tasks = self._tasks_on(name)
+        self.kill_slurmd(name)
+        tasks = self.tasks_on(name)
         # First those that would tell the controller what became of the others.
         for each in [*{_parent(task) for task in tasks} & set(self._steps()), *tasks]:
             _kill(each)
 
     def signal_ranks(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the processes of ``outlast train`` on a node, and to no other."""
-        for pid in self._tasks_on(name):
+        for pid in self.tasks_on(name):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"train" in words and b"srun" not in words:
                 os.kill(pid, number)
@@ -227,7 +231,7 @@ class LocalSlurm:
     def _steps(self) -> list[int]:
         return _ours(self.conf, "slurmstepd")
 
-    def _tasks_on(self, name: str) -> list[int]:
+    def tasks_on(self, name: str) -> list[int]:
         """Processes that jobs run on a node."""
         wanted = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.conf}".encode()}
         found = []

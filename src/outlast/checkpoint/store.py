@@ -30,8 +30,8 @@ from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKi
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
-from outlast.errors import CheckpointError
-from outlast.records import OwnerLock
+from outlast.errors import CheckpointError, LeaseLostError
+from outlast.records import OwnerLock, check_lease, leave_without_lease
 from outlast.state.install import Misfit
 from outlast.state.live import State, collect, mesh_of
 
@@ -150,6 +150,7 @@ class CheckpointStore:
         self._signals: Signals = NoSignals()
         self._process = os.getpid()
         _OPEN.add(self)
+        leave_without_lease()
 
     def save_async(
         self,
@@ -185,9 +186,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: When `step` is negative, the state cannot be saved, `late` names a
                 tensor that it lacks, or another live process owns the store.
+            LeaseLostError: When another process has taken over the store or the run, as after a
+                long suspension: this one must end.
         """
         if step < 0:
             raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
+        self._check_right()
         begun = time.perf_counter()
         # A figure that is not finite compares with none, and JSON has no word for it.
         figures = {
@@ -397,6 +401,12 @@ class CheckpointStore:
             lane.forget()
             raise CheckpointError(problem)
 
+    def _check_right(self) -> None:
+        """Raise LeaseLostError where another process writes here now."""
+        check_lease()
+        if self._lock is not None:
+            self._lock.check()
+
     def _begin_session(self) -> None:
         """Become the owner of the store, before the first save."""
         if self._session:
@@ -440,7 +450,7 @@ class CheckpointStore:
                     if place.private:
                         place.seal(version)
                     self._offer(version, number)
-        except CheckpointError as error:
+        except (CheckpointError, LeaseLostError) as error:
             return problem or str(error)
         except OSError as error:
             return problem or sentence_of(error)
@@ -466,8 +476,9 @@ class CheckpointStore:
             problems = self._signals.gather(key, problem)
             problem = next((each for each in problems if each), "")
             if not problem:
+                self._check_right()
                 place.seal(version)
-        except CheckpointError as error:
+        except (CheckpointError, LeaseLostError) as error:
             return str(error)
         except OSError as error:
             return sentence_of(error)

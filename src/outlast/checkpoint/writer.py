@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.job import AbandonedError, PartJob, Reduction, Written
 from outlast.checkpoint.format.storage import sentence_of, storage_of
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, LeaseLostError
 
 if TYPE_CHECKING:
     from outlast.checkpoint.arena import Arena
@@ -75,6 +75,9 @@ def write_part(encoder: Encoder, job: PartJob, abandoned: threading.Event) -> Wr
         return encoder.write(job, check)
     except OSError as error:
         raise CheckpointError(sentence_of(error)) from error
+    except LeaseLostError as error:
+        # The next save raises it where training runs.
+        raise CheckpointError(str(error)) from error
 
 
 class ThreadWriter:

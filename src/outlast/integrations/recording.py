@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from outlast.cluster.chain.stopping import report_outcome
 from outlast.errors import OutlastError, RunError
 from outlast.hardware import this_machine
 from outlast.job import differences, fingerprint, loop_job_from_text, to_toml
@@ -153,6 +154,8 @@ class Recording:
         started = age_seconds(psutil.Process())
         seconds["startup"] = max(started - sum(seconds.values()), 0.0)
         self.write(Ready(step, started, seconds))
+        if self._ranks.is_first:
+            report_outcome("running", steps=self._facts.steps)
         if self._meter is not None:
             self._meter.guard = guard
             self._measured(self._meter.begin(step))
@@ -279,6 +282,8 @@ class Recording:
                     self._measured(self._meter.finish(self._step, self.watch.so_far()))
                 self.write(self._memory.measured(self._step))
             self.write(AttemptEnded(self._step, outcome, reason, self.watch.lap()))
+            if self._ranks.is_first:
+                report_outcome(outcome)
         finally:
             if self._meter is not None:
                 self._meter.close()

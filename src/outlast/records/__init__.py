@@ -38,7 +38,7 @@ from outlast.records.events import (
 )
 from outlast.records.forecast import Compared, Forecast, Measured, forecast_of, measured_figures
 from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
-from outlast.records.lock import OwnerLock
+from outlast.records.lock import OwnerLock, check_lease, leave_without_lease
 from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.recovered import RecoveryTotals, recovery_totals, recovery_words
@@ -111,12 +111,14 @@ __all__ = [
     "WandbSink",
     "Warned",
     "WrongNumbers",
+    "check_lease",
     "coding_totals",
     "energy_totals",
     "event_file",
     "finite",
     "forecast_of",
     "guard_totals",
+    "leave_without_lease",
     "measured_figures",
     "notes",
     "open_sinks",

@@ -2,7 +2,8 @@
 
 Every file appears complete or not at all: it is written under a temporary name, synced and
 renamed, and the directory is synced; an object store makes an uploaded object visible at once.
-Nothing is ever changed in place.
+Nothing is ever changed in place. A process that has lost its lease (see `outlast.records.lock`)
+makes nothing visible.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import uuid
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from outlast.errors import CheckpointError
-from outlast.records import sync_directory
+from outlast.errors import CheckpointError, LeaseLostError
+from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,6 +189,7 @@ class _LocalPending:
                     file.flush()
                     os.fsync(file.fileno())
             if kind is None:
+                check_lease()
                 self._temporary.replace(self._target)
                 sync_directory(self._target.parent)
         finally:
@@ -334,10 +336,11 @@ class _FsspecPending:
     ) -> None:
         if kind is None:
             try:
+                check_lease()
                 with _as_os_errors():
                     self._file.close()
                     self._file.commit()
-            except OSError:
+            except (OSError, LeaseLostError):
                 self._discard()
                 raise
         else:

@@ -5,14 +5,17 @@ complete file to the name, so it is never seen half written. Another link takes 
 holder is dead:
 
 - a process of this host that is gone;
-- a job that Slurm says has ended (or an earlier start of this very job, after a requeue);
+- a job that Slurm says has ended, also where its process lives on (a node that Slurm has lost);
+- an earlier start of this very job, after a requeue;
 - where Slurm cannot be asked, a holder whose heartbeat has not moved for `STALE_SECONDS` of this
   process's own clock, which no difference between hosts' clocks can shorten.
 
 Of several links that find the same dead holder one gets the fence: whoever removes a fence locks
 that very file first (flock) and looks at it again, so that a newer one is never removed by mistake.
 A holder that was believed dead and is not (a node that was cut off) finds at its next heartbeat
-that the fence names another, and ends its processes.
+that the fence names another, and ends its processes. These need not wait for it: the fence is their
+lease (`outlast.records.lock`), which each save checks, and they end when it names another job or
+when the heartbeat has stopped.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import psutil
 from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.cluster.slurm.states import has_ended, is_waiting
 from outlast.errors import ClusterError
+from outlast.records.lock import LEASE_FILE, LEASE_TOKEN
 from outlast.records.process import boot_identity, started_seconds
 
 if TYPE_CHECKING:
@@ -149,13 +153,21 @@ class Fence:
         except OSError as error:
             raise ClusterError(f"{self._path} cannot be written: {error.strerror}") from None
 
-    def held(self) -> bool:
+    @property
+    def lease(self) -> dict[str, str]:
+        """Environment variables of the processes that write the run under this fence."""
+        return {LEASE_FILE: str(self._path), LEASE_TOKEN: self.holder.token}
+
+    def held(self, *, at_once: bool = False) -> bool:
         """Whether this link still holds the fence; also shows others that it is alive.
 
         A file system that does not answer for a moment is no reason to give up.
+
+        Args:
+            at_once: Look now, not only every `HEARTBEAT_SECONDS`.
         """
         now = time.monotonic()
-        if now - self._beaten < HEARTBEAT_SECONDS:
+        if now - self._beaten < HEARTBEAT_SECONDS and not at_once:
             return True
         self._beaten = now
         try:
@@ -213,8 +225,9 @@ class Fence:
         return True
 
     def _alive(self, holder: Holder, watched: _Watched) -> bool:
-        if (holder.host, holder.boot) == (self.holder.host, self.holder.boot):
-            return _process_lives(holder)
+        here = (holder.host, holder.boot) == (self.holder.host, self.holder.boot)
+        if here and not _process_lives(holder):
+            return False
         if holder.job == self.holder.job:
             # An earlier start of this job: Slurm starts it again only after its end.
             return False
@@ -225,6 +238,8 @@ class Fence:
             state, unknown = None, True
         if state is not None and not unknown:
             return not (has_ended(state) or is_waiting(state))
+        if here:
+            return True
         return watched.unchanged_seconds(self._path) < self._stale_seconds
 
 

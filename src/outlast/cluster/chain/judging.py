@@ -58,7 +58,7 @@ def _wait_for_lock(files: ChainFiles, last: Entry | None) -> None:
         with contextlib.suppress(ClusterError):
             state = state_now(str(last["job"]), IMPATIENT, of_processes=True)
             dead = last.get("hosts", []) if has_ended(state or "") else []
-    wait_for_lock(lock, dead_hosts=dead)
+    wait_for_lock(lock, dead_hosts=dead, fence=files.fence)
 
 
 def _judge(

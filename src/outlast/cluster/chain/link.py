@@ -37,7 +37,7 @@ from outlast.cluster.chain.journal import (
 )
 from outlast.cluster.chain.judging import TERMINATED, judge_previous
 from outlast.cluster.chain.plan import read_plan
-from outlast.cluster.chain.progress import run_log
+from outlast.cluster.chain.progress import run_log, unfinished
 from outlast.cluster.chain.submission import cancel
 from outlast.cluster.chain.succession import Succession
 from outlast.cluster.chain.verdict import (
@@ -46,7 +46,7 @@ from outlast.cluster.chain.verdict import (
     verdict_of,
 )
 from outlast.cluster.chain.watching import HANDOVER_SECONDS, Watch
-from outlast.cluster.slurm.commands import IMPATIENT
+from outlast.cluster.slurm.commands import IMPATIENT, Patience, installed
 from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.nodes import hosts_in
 from outlast.cluster.slurm.queue import left_seconds_now
@@ -152,7 +152,9 @@ class Link:
                 return code
             before = judge_previous(self.files, self.plan, self.job)
             verdict = self._work(fence) if before is None else before
-            if self._fenced:
+            # Slurm may have lost this node, and another link may have begun: it is the one that
+            # decides what follows.
+            if self._fenced or not fence.held(at_once=True):
                 return EXIT_TO_BE_CONTINUED
             # Under the fence, so that who gets it next knows whether the chain has ended.
             last = Ending(self.files, self.plan, self.number, self.job)
@@ -238,8 +240,9 @@ class Link:
         last = run_log(self.files).step
         log.read()
         self._succession.join()
-        verdict = self._verdict(code, first, last, fruitless, watch)
-        self._note_end(code, verdict, last, clock)
+        doubts = self._doubts(watch) if code == EXIT_DONE and not self._fenced else ""
+        verdict = self._verdict(code, first, last, fruitless, watch, doubts)
+        self._note_end(code, verdict, last, watch)
         return verdict
 
     def _train(self, watch: Watch) -> int:
@@ -253,7 +256,28 @@ class Link:
         self._told_to_stop, self._fenced = bool(watch.stop), watch.fenced
         return code
 
-    def _verdict(self, code: int, first: int, last: int, fruitless: int, watch: Watch) -> Verdict:
+    def _doubts(self, watch: Watch) -> str:
+        """Why the program's exit code of 0 is no proof that all is done; empty where it is."""
+        patience = Patience(total_seconds=min(30.0, max(watch.clock.limit_left_seconds(), 0.0)))
+        silent = ""
+        try:
+            watch.state = state_now(os.environ["SLURM_JOB_ID"], patience) or watch.state
+        except ClusterError as error:
+            silent = str(error)
+        record = unfinished(self.files, self.plan)
+        if record is not None:
+            return record
+        # srun ends with 0 where a node is lost, so without a record Slurm must say that all is well.
+        if watch.state is None and installed("squeue"):
+            return (
+                "the program keeps no record of its end, and Slurm does not say that the job runs"
+                f"{f' ({silent})' if silent else ''}"
+            )
+        return ""
+
+    def _verdict(
+        self, code: int, first: int, last: int, fruitless: int, watch: Watch, doubts: str
+    ) -> Verdict:
         """What the exit code of the program means."""
         if self._fenced:
             return Verdict("continue", "another link holds the fence")
@@ -267,6 +291,7 @@ class Link:
             signal=self.signals[-1] if self.signals else "",
             stop_asked=self.files.stop.exists(),
             failure=watch.log.failure,
+            unfinished=doubts,
         )
 
     def _note_start(self, step: int) -> None:
@@ -287,7 +312,7 @@ class Link:
             with contextlib.suppress(OSError):
                 self.files.handover.unlink()
 
-    def _note_end(self, code: int, verdict: Verdict, step: int, clock: LinkClock) -> None:
+    def _note_end(self, code: int, verdict: Verdict, step: int, watch: Watch) -> None:
         note_or_print(
             self.files,
             "ended",
@@ -297,7 +322,8 @@ class Link:
             verdict=verdict.outcome,
             reason=verdict.reason,
             step=step,
-            left=clock.limit_left_seconds(),
+            state=watch.state,
+            left=watch.clock.limit_left_seconds(),
             seconds=time.time() - self.began,
         )
 

@@ -10,20 +10,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outlast.records.directory import replace_file
+from outlast.records.lock import check_lease
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outlast.cluster.chain.plan import ChainFiles
+    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 
 _SAVED = b'"kind": "checkpoint_saved"'
 _READY = b'"kind": "ready"'
 _STARTED = b'"kind": "attempt_started"'
 _STOPPING = b'"kind": "stop_requested"'
 _FAILED = b'"kind": "checkpoint_failed"'
+_ENDED = b'"kind": "attempt_ended"'
 # A line begins with its envelope, the kind in it.
 _HEAD_BYTES = 60
-_WANTED = (_SAVED, _READY, _STARTED, _STOPPING, _FAILED)
+_WANTED = (_SAVED, _READY, _STARTED, _STOPPING, _FAILED, _ENDED)
 
 
 @dataclass
@@ -37,6 +39,8 @@ class RunLog:
         steps: Of the whole run; 0 where not known.
         stops: How often its ranks have agreed to stop.
         failure: Why the newest checkpoint could not be written; empty where it was.
+        attempt: Number of the newest start of the run; 0 before the first.
+        outcome: As which that one has ended, see `AttemptEnded`; empty where it has not.
     """
 
     path: Path
@@ -46,6 +50,8 @@ class RunLog:
     save_seconds: list[float] = field(default_factory=list)
     restart_seconds: list[float] = field(default_factory=list)
     failure: str = ""
+    attempt: int = 0
+    outcome: str = ""
     _offset: int = 0
 
     def read(self) -> bool:
@@ -81,6 +87,9 @@ class RunLog:
                     self.stops += 1
                 case "attempt_started":
                     self.steps = int(event["total_steps"])
+                    self.attempt, self.outcome = int(event["attempt"]), ""
+                case "attempt_ended" if int(event["attempt"]) == self.attempt:
+                    self.outcome = str(event["outcome"])
         except (ValueError, KeyError, TypeError):
             return
 
@@ -105,9 +114,64 @@ def reported_progress(files: ChainFiles) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_progress(files: ChainFiles, step: int, steps: int, save_seconds: float | None) -> None:
-    """Publish that all up to `step` is saved."""
+def write_progress(
+    files: ChainFiles,
+    step: int | None = None,
+    steps: int = 0,
+    save_seconds: float | None = None,
+    outcome: str | None = None,
+) -> None:
+    """Publish that all up to `step` is saved, or how the program stands; None: as before.
+
+    Raises:
+        LeaseLostError: When another job has taken over the run.
+    """
+    check_lease()
     before = reported_progress(files)
     times = [*before.get("save_seconds", []), *([save_seconds] if save_seconds else [])]
-    content = {"step": step, "steps": steps or before.get("steps", 0), "save_seconds": times[-200:]}
+    content = {
+        "step": before.get("step", 0) if step is None else step,
+        "steps": steps or before.get("steps", 0),
+        "save_seconds": times[-200:],
+        "outcome": before.get("outcome", "") if outcome is None else outcome,
+    }
     replace_file(files.progress, json.dumps(content).encode())
+
+
+def unfinished(files: ChainFiles, plan: ChainPlan) -> str | None:
+    """Why the run is not complete by its own record: an exit code of 0 proves nothing.
+
+    The record is the event log of `outlast train` and `outlast.Run`, the outcome that ``outlast
+    run`` writes down, or what the program has reported to the chain.
+
+    Returns:
+        A few words; empty where the record shows that it is complete, None where there is none.
+    """
+    log = run_log(files)
+    at = f"step {log.step} of {log.steps}" if log.steps else f"step {log.step}"
+    if log.attempt:
+        if log.outcome != "completed":
+            return f"the run's record ends at {at} ({log.outcome or 'without an end'})"
+        # A loop of one's own may end before its last step.
+        short = not plan.command and log.step < max(log.steps, plan.steps)
+        return f"the run's newest checkpoint is of {at}" if short else ""
+    words = _script_outcomes(files.run / "script")
+    if words:
+        return "" if words == {"finished"} else f"`outlast run` says: {', '.join(sorted(words))}"
+    reported = reported_progress(files)
+    if outcome := reported.get("outcome"):
+        return "" if outcome == "completed" else f"the program says that it is {outcome}, at {at}"
+    if not reported.get("steps"):
+        return None
+    return "" if log.step >= log.steps else f"the program has reported {at}"
+
+
+def _script_outcomes(folder: Path) -> set[str]:
+    """How the last start of a script under ``outlast run`` has ended on its ranks."""
+    found = set()
+    for file in folder.glob("outcome*.json"):
+        try:
+            found.add(str(json.loads(file.read_text(encoding="utf-8"))["word"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.add("unreadable")
+    return found

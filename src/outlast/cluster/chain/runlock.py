@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 1.0
 
 
-def wait_for_lock(path: Path, dead_hosts: Sequence[str] = ()) -> float:
+def wait_for_lock(
+    path: Path, dead_hosts: Sequence[str] = (), *, fence: Path | None = None
+) -> float:
     """Wait until no owner on another host can be alive any more.
 
     A lock of this host, since it was booted, is left to the trainer, which can examine its owner.
@@ -31,6 +33,7 @@ def wait_for_lock(path: Path, dead_hosts: Sequence[str] = ()) -> float:
     Args:
         path: The lock.
         dead_hosts: Hosts of a job that has ended for certain: a lock from there is removed.
+        fence: Of the chain, which this link holds.
 
     Returns:
         Seconds that it took, at most `OwnerLock.stale_after_seconds`.
@@ -43,6 +46,9 @@ def wait_for_lock(path: Path, dead_hosts: Sequence[str] = ()) -> float:
             owner, boot = str(found["host"]), str(found["boot"])
             age_seconds = time.time() - path.stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
+            break
+        if fence is not None and str(fence) in (found.get("lease") or ()):
+            # Of an earlier job of this chain: the trainer breaks it, by its lease.
             break
         here = (owner, boot) == (socket.gethostname(), boot_identity())
         if here or age_seconds > OwnerLock.stale_after_seconds:

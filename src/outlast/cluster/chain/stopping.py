@@ -14,6 +14,7 @@ In any other Slurm job it comes from that job's own time limit. Outside of Slurm
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster.chain.clock import LinkClock, asking, known_left_seconds, read_countdown
 from outlast.cluster.chain.plan import ChainFiles
 from outlast.cluster.chain.progress import write_progress
+from outlast.records.lock import leave_without_lease
 from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ def stop_when_of(environment: Mapping[str, str] | None = None) -> StopWhen | Non
     """What tells a process of a link when to stop; None outside of a chain."""
     known = os.environ if environment is None else environment
     chain, job = known.get(CHAIN), known.get(JOB)
+    leave_without_lease()
     return StopWhen(chain, job) if chain and job else None
 
 
@@ -129,6 +132,20 @@ def report_progress(step: int, *, steps: int = 0, save_seconds: float | None = N
     chain = os.environ.get(CHAIN)
     if chain:
         write_progress(ChainFiles(Path(chain)), step, steps, save_seconds)
+
+
+def report_outcome(outcome: str, *, steps: int = 0) -> None:
+    """Tell the chain how the program stands; call it on one process.
+
+    Args:
+        outcome: ``running``, or as `AttemptEnded`.
+        steps: Of the whole run; 0: not known.
+    """
+    chain = os.environ.get(CHAIN)
+    if chain:
+        # What is not told is not believed: the chain goes on.
+        with contextlib.suppress(OSError):
+            write_progress(ChainFiles(Path(chain)), steps=steps, outcome=outcome)
 
 
 class _JobLimit:

@@ -1,4 +1,8 @@
-"""What the end of a link means for its chain: done, go on, or give up."""
+"""What the end of a link means for its chain: done, go on, or give up.
+
+A chain is done only where the exit code, the run's own record and Slurm agree: srun also ends with
+0 when Slurm has lost a node in the middle of the run.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.cluster.chain.journal import is_filler, of_kind, since_resumed
+from outlast.cluster.slurm.states import is_live
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -19,7 +24,9 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.journal import Entry
 
 OUTCOMES = ("done", "gave_up", "cancelled", "stopped")
-NOT_ITS_FAULT = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED"})
+NOT_ITS_FAULT = frozenset(
+    {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "REVOKED", "LAUNCH_FAILED"}
+)
 """States of a job that ended for no reason of its own; without progress it counts as no attempt."""
 
 
@@ -59,6 +66,7 @@ def verdict_of(
     signal: str = "",
     stop_asked: bool = False,
     failure: str = "",
+    unfinished: str = "",
 ) -> Verdict:
     """What follows when the program of a link has ended.
 
@@ -68,12 +76,14 @@ def verdict_of(
         saved: Whether it or any link before it has.
         fruitless: Links in a row before this one that have not, through their own fault.
         attempts: How many of these are allowed.
-        state: What Slurm said of the job when it was told to end; None where it was not.
+        state: What Slurm said of the job when it was told to end, or had ended with 0; None where
+            it was not asked or does not know.
         signal: By which it was told, or an empty text.
         stop_asked: Whether `outlast cluster stop` was given.
         failure: Why its last checkpoint could not be written, or an empty text.
+        unfinished: Why an exit code of 0 does not mean that all is done; empty where it does.
     """
-    if code == EXIT_DONE:
+    if code == EXIT_DONE and not unfinished and not _denies(state):
         return Verdict("done", "all steps are done")
     if state == "CANCELLED":
         return Verdict("cancelled", "the job was cancelled (scancel)")
@@ -81,9 +91,11 @@ def verdict_of(
         return Verdict("stopped", "outlast cluster stop was given")
     if code == EXIT_TO_BE_CONTINUED and progressed:
         return Verdict("continue", "saved, to be continued")
+    doubts = [*([unfinished] if unfinished else []), *([f"Slurm says {state}"] * _denies(state))]
+    but = f", but {' and '.join(doubts)}" if code == EXIT_DONE else ""
     if state in NOT_ITS_FAULT:
-        return Verdict("continue", f"Slurm ended the job ({state})")
-    how = f"{_how(code, signal)}: {failure}" if failure else _how(code, signal)
+        return Verdict("continue", f"Slurm ended the job ({state}){but}")
+    how = f"{_how(code, signal)}: {failure}" if failure else f"{_how(code, signal)}{but}"
     if progressed:
         return Verdict("continue", how)
     if code == EXIT_BAD_INPUT and not saved:
@@ -136,7 +148,7 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
     here = since_resumed(journal)
     excused = {
         str(each["job"])
-        for kind in ("lost", "judged", "signalled")
+        for kind in ("lost", "judged", "signalled", "ended")
         for each in of_kind(here, kind)
         if each.get("state") in NOT_ITS_FAULT
     }
@@ -148,6 +160,11 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
         if str(start["job"]) not in excused and not is_filler(start):
             count += 1
     return count
+
+
+def _denies(state: str | None) -> bool:
+    """Whether Slurm says of a job anything but that it runs or has ended well."""
+    return state is not None and not is_live(state) and state != "COMPLETED"
 
 
 def _how(code: int, signal: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster.chain import stopping
 from outlast.cluster.chain.clock import countdown, write_countdown
 from outlast.cluster.chain.ending import waiting_link_cancelled
+from outlast.cluster.chain.fence import read_holder
 from outlast.cluster.chain.filling import in_the_way
 from outlast.cluster.chain.journal import note_or_print
 from outlast.cluster.chain.leading import lead_seconds_of
@@ -101,6 +102,7 @@ class Watch:
                 **os.environ,
                 stopping.CHAIN: str(self.files.path),
                 stopping.JOB: self.job,
+                **self.fence.lease,
                 "PYTHONUNBUFFERED": "1",
             },
         )
@@ -204,10 +206,13 @@ class Watch:
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         """End this link's processes on all nodes at once, since another link writes the run."""
-        # Tasks on other nodes outlive an srun that is killed.
-        with contextlib.suppress(ClusterError):
-            ask(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], IMPATIENT)
         process.kill()
+        # Tasks on other nodes outlive an srun that is killed. A later start of this very job has
+        # its number: then they are left to find out by themselves that they have lost the lease.
+        holder = read_holder(self.files.fence)
+        if holder is not None and holder.job != self.job:
+            with contextlib.suppress(ClusterError):
+                ask(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], IMPATIENT)
 
     def _in_time(self) -> bool:
         """Whether Slurm's warning is not needed, since the link's own clock knows the same limit.

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-PENDING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
-RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+PENDING = frozenset(
+    {
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    }
+)
+RUNNING = frozenset(
+    {"RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
+)
 ENDED = frozenset(
     {
         "BOOT_FAIL",
@@ -13,9 +25,11 @@ ENDED = frozenset(
         "COMPLETED",
         "DEADLINE",
         "FAILED",
+        "LAUNCH_FAILED",
         "NODE_FAIL",
         "OUT_OF_MEMORY",
         "PREEMPTED",
+        "RECONFIG_FAIL",
         "TIMEOUT",
         "REVOKED",
     }
