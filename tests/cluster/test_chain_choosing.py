@@ -204,7 +204,7 @@ def test_a_link_with_a_shape_of_its_own_is_that_shape(
     """The plan in the file stays that of the chain, from which the next one is chosen."""
     # However slow the machine is at choosing.
     monkeypatch.setattr(succession, "_JOIN_SECONDS", 600.0)
-    put_queue(tmp_path, [], partition(10, 10))
+    put_queue(tmp_path, [in_queue(7, "RUNNING", 2, 1.0)], partition(10, 8))
     assert run_link(files, 1, (2, HOUR)) == EXIT_DONE
     started = of_kind(entries(files), "started")
     assert [(each["nodes"], each["processes"]) for each in started] == [(2, 2)]

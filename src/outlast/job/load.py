@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from datetime import time
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
@@ -55,7 +56,7 @@ def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Jo
     Args:
         path: A TOML job file.
         overrides: Texts of the form ``section.key=value``; the value is TOML, and a word that is
-            no TOML value is taken as a string.
+            no TOML value is taken as a string, as is any word for a setting that is a text.
 
     Raises:
         JobError: With one sentence for every problem found.
@@ -141,14 +142,35 @@ def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) 
         if not isinstance(table, dict):
             return [f"the override `{override}` goes into `{part}`, which is not a section"]
     found = _toml_value(value.strip())
-    section = kind.model_fields.get(parts[0])
-    known = getattr(section and section.annotation, "model_fields", {})
-    field = known.get(parts[1]) if len(parts) == 2 else None
-    if isinstance(found, str) and field is not None and get_origin(field.annotation) is list:
-        # In a shell, brackets and quotes for a list of one text are more than a person types.
-        found = [found]
-    table[parts[-1]] = found
+    table[parts[-1]] = _as_typed(value.strip(), found, _annotation(parts, kind))
     return []
+
+
+def _as_typed(text: str, found: Any, annotation: Any) -> Any:
+    """The value that a person means who types `text`, without quotes and brackets for TOML.
+
+    Args:
+        text: As typed.
+        found: As TOML reads it.
+        annotation: Type of the setting; None where it is not known.
+    """
+    if annotation is str and not isinstance(found, str | list | dict):
+        # 10:00:00 is a time of day in TOML, and 90 a number.
+        return text
+    if get_origin(annotation) is list and isinstance(found, str):
+        return [found]
+    return found
+
+
+def _annotation(parts: list[str], kind: type[Section]) -> Any:
+    """Type of the setting with this name; None if there is none."""
+    annotation: Any = kind
+    for part in parts:
+        fields = getattr(annotation, "model_fields", {})
+        if part not in fields:
+            return None
+        annotation = fields[part].annotation
+    return annotation
 
 
 def _toml_value(text: str) -> Any:
@@ -222,7 +244,7 @@ def _sentence(detail: Any, kind: type[Section]) -> str:
         for part in detail["ctx"]["path"]:
             value = value[int(part)] if isinstance(value, list) else value[part]
     name = ".".join(where)
-    shown = toml_value(value)
+    shown = str(value) if isinstance(value, time) else toml_value(value)
     if len(shown) > _LONGEST_VALUE:
         shown = shown[: _LONGEST_VALUE - 3] + "..."
     if detail["type"] in ("model_type", "dict_type"):
@@ -238,6 +260,8 @@ def _right(detail: Any, where: list[str]) -> str:
             return str(context["expected"]).replace("'", '"')
         case "int_type" if _is_whole(detail["input"]):
             return f"a whole number, written {int(detail['input'])}"
+        case "string_type" if isinstance(detail["input"], time):
+            return f'text in quotes, such as "{detail["input"]}"'
         case "string_pattern_mismatch":
             field = Job.model_fields[where[0]].annotation.model_fields[where[1]]  # type: ignore[union-attr]
             return str(field.json_schema_extra["form"])

@@ -12,7 +12,8 @@ ChainKind = Literal["dependent", "presubmitted", "array"]
 
 # Slurm's forms of a time limit, and a number with a unit.
 _CLOCK = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
-WALL_TIME = rf"^({_CLOCK}|[0-9]+(\.[0-9]+)?(s|min|h|d)|auto)?$"
+_UNIT = r"[0-9]+(\.[0-9]+)?(s|sec|m|min|h|d)"
+WALL_TIME = rf"^({_CLOCK}|{_UNIT}|auto)?$"
 CHOSEN = "auto"
 """A `wall_time` that is chosen from the live queue whenever a link is submitted."""
 _ONE_WORD = r"^\S*$"
@@ -27,7 +28,7 @@ class SlurmSection(Section):
         "that is predicted to end the run first on the queue as it is then; empty: the longest "
         "that the partition allows, 7 days where it has no limit",
         identity=False,
-        form="a time such as 8:00:00, 2-00:00:00, 90min or 8h, or auto",
+        form='a time in quotes, such as "8:00:00", "2-00:00:00", "90min" or "8h", or "auto"',
         pattern=WALL_TIME,
     )
     link_seconds: Annotated[float, Field(ge=0.0)] = setting(

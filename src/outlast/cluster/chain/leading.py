@@ -16,6 +16,8 @@ END_SECONDS = 5.0
 """From the end of the save to that of the processes, and what Slurm's clock may be off."""
 ASSUMED_SAVE_SECONDS = 30.0
 """Of a save, before one was measured."""
+MOST_AT_RISK_SECONDS = 7 * 86400.0
+"""Of a link whose length is not known, or longer than that: it saves on the way."""
 
 
 def lead_seconds_of(
@@ -26,12 +28,12 @@ def lead_seconds_of(
     Args:
         plan: Of the chain; ``slurm.lead_seconds`` is taken as it is.
         save_seconds: Of the saves so far.
-        at_risk_seconds: Length of the link.
+        at_risk_seconds: Length of the link; 0 or infinity: not known.
         hard_end: Whether Slurm ends the job there, and not the link itself.
     """
     if plan.lead_seconds:
         return plan.lead_seconds
     seen = list(save_seconds) or [plan.save_seconds]
-    at_risk = at_risk_seconds if at_risk_seconds > 0.0 else math.inf
+    at_risk = min(at_risk_seconds if at_risk_seconds > 0.0 else math.inf, MOST_AT_RISK_SECONDS)
     lead = best_lead_seconds(save_times(seen), at_risk)
     return lead + (END_SECONDS if hard_end else 0.0)

@@ -176,7 +176,13 @@ def wall_seconds(job: Job, site: Site) -> float | None:
     """
     chooses = job.slurm.wall_time == CHOSEN
     if job.slurm.wall_time and not chooses:
-        return limit_seconds(job.slurm.wall_time)
+        given = limit_seconds(job.slurm.wall_time)
+        if not given > 0.0:
+            raise ClusterError(
+                f'slurm.wall_time = "{job.slurm.wall_time}" is no time at all: give a time such as '
+                "8h, or leave it out for the longest that the partition allows"
+            )
+        return given
     if chooses and not site.known:
         raise ClusterError(
             f'slurm.wall_time = "{CHOSEN}" chooses from the live queue, and this machine cannot '

@@ -26,14 +26,20 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 
 _SHORTEST_WARNING_SECONDS = 10
+# sbatch takes no more: sig_time has 16 bits.
+_LONGEST_WARNING_SECONDS = 65535
 
 
 def batch_of(files: ChainFiles, plan: ChainPlan, number: int, lead_seconds: float) -> Batch:
     """The batch job of link `number`; of an array, of all links from `number` on."""
     links = plan.links - number + 1 if plan.kind == "array" else 0
     filler = plan.kind == "filler"
-    told = ("filler" if filler else "link", str(plan.nodes[0]), f"{plan.limit_seconds:g}")
-    shape = told if filler or plan.chooses else ()
+    shape: tuple[str, ...] = ()
+    if filler or plan.chooses:
+        # Both have a limit: a hole's length, or the one that was chosen.
+        assert plan.limit_seconds is not None
+        kind = "filler" if filler else "link"
+        shape = (kind, str(plan.nodes[0]), f"{plan.limit_seconds:g}")
     which = f"Link {number}" if not links else f"Links {number} to {plan.links}"
     log = "link-%A_%a.log" if links else "link-%j.log"
     return Batch(
@@ -71,7 +77,8 @@ def batch_of(files: ChainFiles, plan: ChainPlan, number: int, lead_seconds: floa
 def warning_seconds(plan: ChainPlan, lead_seconds: float) -> int:
     """When Slurm's signal should come: about when the link's own clock acts, and never at once."""
     longest = plan.limit_seconds / 3.0 if plan.limit_seconds else 300.0
-    return max(min(round(lead_seconds), round(longest)), _SHORTEST_WARNING_SECONDS)
+    latest = min(round(min(lead_seconds, longest)), _LONGEST_WARNING_SECONDS)
+    return max(latest, _SHORTEST_WARNING_SECONDS)
 
 
 def comment_of(plan: ChainPlan, number: int) -> str:
