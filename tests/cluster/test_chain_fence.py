@@ -156,7 +156,7 @@ def test_of_many_that_find_a_dead_holder_one_gets_it(tmp_path: Path) -> None:
 def test_a_process_whose_job_has_ended_loses_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """Its node was lost and it lives, on this very host: it is not waited for, and saves no more."""
+    """Its node was lost and it lives, on this very host: it saves no more."""
     path = tmp_path / "fence.json"
     orphan = Fence(path, "1", unknown)
     orphan.acquire()

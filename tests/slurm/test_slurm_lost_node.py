@@ -1,4 +1,4 @@
-"""A node that Slurm has lost while everything on it goes on: no end of the run, and no second writer.
+"""A node that Slurm has lost while all on it goes on: no end of the run, and no second writer.
 
 Only slurmd is killed: the link's own process and its trainer live on, where Slurm cannot reach
 them. `srun` ends with 0.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import ending, files_of, job_file, noted, outlast, program_plan, wait
+from chains import ending, noted, program_plan, wait
 from local_slurm import LocalSlurm, missing
 
 from outlast.cluster.chain.manage import begin
 from outlast.cluster.chain.plan import ChainFiles
 from outlast.cluster.chain.progress import run_log
 from outlast.cluster.slurm.history import state_now
-from outlast.records import AttemptStarted, CheckpointSaved, StepsDone, read_run
+from outlast.records import AttemptStarted, CheckpointSaved, read_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 

@@ -83,16 +83,30 @@ def stop(
 
 def adopt(
     job_number: Annotated[str, typer.Argument(metavar="JOBID", help="A job that trains this run.")],
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job file of the run.")],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.TOML|RUN", help="The job file or directory of the run.")
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Make a job that was submitted by hand the first link of a chain."""
     from outlast.cluster.chain.manage import adopt as adopted
     from outlast.cluster.chain.planning import files_of, plan_chain, site_now
     from outlast.job import load_job, to_toml
+    from outlast.job.template import toml_value
+    from outlast.records import RunDirectory
 
-    job = load_job(job_file, list(overrides or []))
+    if job_file.is_dir():
+        # Wherever it lies now.
+        place = [f"run.directory={toml_value(str(job_file.resolve().parent))}"]
+        place.append(f"run.name={toml_value(job_file.resolve().name)}")
+        job_file = RunDirectory(job_file).job_file
+    else:
+        place = []
+    settings = [*place, *(overrides or [])]
+    job = load_job(job_file, settings, unsure=frozenset({"model"}))
     check_run(job)
+    if not job.slurm.command:
+        load_job(job_file, settings)
     plan = plan_chain(job, site_now(job))
     files = files_of(job)
     jobs = adopted(files, plan, to_toml(job), job_number)

@@ -70,7 +70,8 @@ def print_status(found: ChainStatus) -> None:
     if found.left_seconds:
         print(f"about {duration_text(found.left_seconds)} left, predicted from the links so far")
     for job, state in found.jobs.items():
-        print(f"job {job}: {state.lower()}")
+        waits = found.waits.get(job)
+        print(f"job {job}: {state.lower()}{f': {waits}' if waits else ''}")
     if found.chosen:
         print(f"chosen: {found.chosen}")
     if found.links:

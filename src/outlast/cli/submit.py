@@ -73,7 +73,7 @@ def submit(
     job_file, settings = jobs_arguments(job_file, overrides)
     if script is not None:
         settings = named_after(script, settings, job_file)
-    job = load_job(job_file, settings)
+    job = load_job(job_file, settings, unsure=frozenset({"model"}))
     if script is not None:
         job = job_of_script(job, script, every=every, keep=keep)
     elif every is not None or keep is not None:
@@ -86,8 +86,11 @@ def submit(
     files = files_of(job)
     if not dry_run:
         refuse_second(files)
-        if not fresh:
-            check_run(job)
+    if not fresh:
+        check_run(job)
+    if not job.slurm.command:
+        # What `outlast train` would refuse on the nodes.
+        load_job(job_file, settings)
     plan = plan_chain(job, site_now(job))
     number = 1 if fresh else next_number(files)
     if hours is not None and not plan.chooses:
@@ -126,19 +129,33 @@ def script_text(
 def check_run(job: Job) -> None:
     """Refuse the directory of another job.
 
+    A run of `outlast.Run` has settings of its own, in its script: it is gone on with by the program
+    that began it.
+
     Raises:
-        RunError: With the settings that differ.
+        RunError: With the settings that differ, or what to do instead.
     """
     from pathlib import Path
 
     from outlast.errors import RunError
-    from outlast.job import differences, job_from_text
+    from outlast.job import Job, differences, settings_from_text
     from outlast.records import RunDirectory
 
     directory = RunDirectory(Path(job.run.directory) / job.run.name)
     if not directory.exists():
         return
-    earlier = job_from_text(directory.job_file.read_text(encoding="utf-8"))
+    earlier = settings_from_text(
+        directory.job_file.read_text(encoding="utf-8"), str(directory.job_file)
+    )
+    if not isinstance(earlier, Job):
+        if not job.slurm.command:
+            raise RunError(
+                f"the run in {directory.path} was begun by outlast.Run, with which `outlast train` "
+                "cannot go on: say how its script is started, e.g. "
+                'slurm.command="srun python train.py"; or give this run another name '
+                "(run.name=...)"
+            )
+        return
     if changed := differences(earlier, job):
         listed = "\n".join(f"  - {line}" for line in changed)
         raise RunError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 import sys
 import tomllib
@@ -12,6 +13,9 @@ from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from outlast.job import Job
+
+
+_RUNS = ("outlast.Run", "outlast.integrations.Run", "outlast.integrations.run.Run")
 
 
 def named_after(text: str, settings: list[str], job_file: Path | None = None) -> list[str]:
@@ -82,8 +86,10 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
             "script does not write; give a time with --script, e.g. slurm.wall_time=8h"
         )
     script = Path(words[0]).resolve()
-    read_and_rewrite(script)
     python = job.slurm.python or sys.executable
+    if _makes_run(script):
+        return _with_command(job, _own_loop(job, [python, str(script), *words[1:]], every, keep))
+    read_and_rewrite(script)
     folder = run_path(job) / "script"
     options = [f"--directory={folder}"]
     if every is not None:
@@ -95,5 +101,47 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     if job.slurm.nodes[0] * job.slurm.tasks_per_node > 1:
         # Ranks that end with 3 do so one after the other: the first must not end the rest.
         run = ["srun", "--kill-on-bad-exit=0", *run]
-    slurm = job.slurm.model_copy(update={"command": shlex.join(run)})
+    return _with_command(job, run)
+
+
+def _with_command(job: Job, words: list[str]) -> Job:
+    slurm = job.slurm.model_copy(update={"command": shlex.join(words)})
     return job.model_copy(update={"slurm": slurm})
+
+
+def _makes_run(script: Path) -> bool:
+    """Whether a script saves by itself, with `outlast.Run`."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        # Said by whoever rewrites it.
+        return False
+    return any(
+        (isinstance(node, ast.Attribute) and ast.unparse(node) in _RUNS)
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module in ("outlast", "outlast.integrations", "outlast.integrations.run")
+            and any(name.name == "Run" for name in node.names)
+        )
+        for node in ast.walk(tree)
+    )
+
+
+def _own_loop(job: Job, program: list[str], every: str | None, keep: int | None) -> list[str]:
+    """What starts a script that makes an `outlast.Run`.
+
+    Raises:
+        ClusterError: It is given what its own settings say, or several processes, which it has to
+            be started as.
+    """
+    if every is not None or keep is not None:
+        raise ClusterError(
+            f"{program[1]} saves by itself, with outlast.Run: give it checkpoint.every_steps and "
+            "checkpoint.keep there, and leave out --every and --keep"
+        )
+    if job.slurm.nodes[0] * job.slurm.tasks_per_node > 1:
+        raise ClusterError(
+            f"{program[1]} makes its processes' group itself, so say how they are started, in "
+            'place of --script: slurm.command="srun torchrun ... train.py"'
+        )
+    return ["srun", *program]

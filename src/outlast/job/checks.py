@@ -41,6 +41,9 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
 
 def _model(job: Job) -> Iterator[str]:
     model = job.model
+    if job.slurm.command:
+        # A program of one's own decides what it trains.
+        return
     named = {"config": model.config, "directory": model.directory, "module": model.module}
     given = [f"model.{name}" for name, value in named.items() if value]
     if model.settings:

@@ -50,13 +50,19 @@ _RIGHT = {
 """What would be right instead, by the kind of pydantic error."""
 
 
-def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Job:
+def load_job(
+    path: Path | None = None,
+    overrides: list[str] | None = None,
+    *,
+    unsure: Set[str] = frozenset(),
+) -> Job:
     """Read `path` (the embedded default when None), apply `overrides`, check everything.
 
     Args:
         path: A TOML job file.
         overrides: Texts of the form ``section.key=value``; the value is TOML, and a word that is
             no TOML value is taken as a string, as is any word for a setting that is a text.
+        unsure: Sections that somebody else decides: what is missing in them is not said.
 
     Raises:
         JobError: With one sentence for every problem found.
@@ -64,7 +70,7 @@ def load_job(path: Path | None = None, overrides: list[str] | None = None) -> Jo
     source = DEFAULT_JOB if path is None else str(path)
     tables = _read(path, source)
     problems = [text for each in overrides or [] for text in _apply_override(tables, each, Job)]
-    return _build(Job, tables, problems, source)
+    return _build(Job, tables, problems, source, unsure)
 
 
 def job_from_text(text: str, source: str = "the job") -> Job:
@@ -187,7 +193,13 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _build(kind: type[J], tables: dict[str, Any], problems: list[str], source: str) -> J:
+def _build(
+    kind: type[J],
+    tables: dict[str, Any],
+    problems: list[str],
+    source: str,
+    unsure: Set[str] = frozenset(),
+) -> J:
     try:
         job = kind.model_validate(tables)
     except ValidationError as error:
@@ -199,7 +211,7 @@ def _build(kind: type[J], tables: dict[str, Any], problems: list[str], source: s
         ]
         problems += _combinations_beside(kind, details, tables)
         raise JobError(problems, source) from None
-    problems = problems + _impossible(job, frozenset())
+    problems = problems + _impossible(job, unsure)
     if problems:
         raise JobError(problems, source)
     return job

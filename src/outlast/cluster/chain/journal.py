@@ -17,8 +17,8 @@ started         a link; ``job``, ``number``, ``began`` (its script), ``step``, `
 fenced          a link found another one alive and went away; ``job``, ``holder``
 signalled       ``job``, ``signal``, ``left`` (seconds by the limit), ``state`` (as Slurm says)
 prefetched      data were copied beside the training of the link ``job``; ``code`` of the copying
-ended           a link; ``job``, ``number``, ``code``, ``reason``, ``step``, ``seconds``, ``state`` (as
-                Slurm said then, if it was asked)
+ended           a link; ``job``, ``number``, ``code``, ``reason``, ``step``, ``seconds``, and
+                ``state`` as Slurm said then, if it was asked
 lost            the link ``job`` ended without a word; ``state`` as Slurm says, noted by the next
 judged          the link ``job`` was told to end, or is adopted; ``state`` as Slurm says, noted by
                 the next

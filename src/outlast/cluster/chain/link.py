@@ -240,8 +240,7 @@ class Link:
         last = run_log(self.files).step
         log.read()
         self._succession.join()
-        doubts = self._doubts(watch) if code == EXIT_DONE and not self._fenced else ""
-        verdict = self._verdict(code, first, last, fruitless, watch, doubts)
+        verdict = self._verdict(code, first, last, fruitless, watch)
         self._note_end(code, verdict, last, watch)
         return verdict
 
@@ -267,7 +266,7 @@ class Link:
         record = unfinished(self.files, self.plan)
         if record is not None:
             return record
-        # srun ends with 0 where a node is lost, so without a record Slurm must say that all is well.
+        # srun ends with 0 where a node is lost: without a record, Slurm must say that all is well.
         if watch.state is None and installed("squeue"):
             return (
                 "the program keeps no record of its end, and Slurm does not say that the job runs"
@@ -275,12 +274,11 @@ class Link:
             )
         return ""
 
-    def _verdict(
-        self, code: int, first: int, last: int, fruitless: int, watch: Watch, doubts: str
-    ) -> Verdict:
+    def _verdict(self, code: int, first: int, last: int, fruitless: int, watch: Watch) -> Verdict:
         """What the exit code of the program means."""
         if self._fenced:
             return Verdict("continue", "another link holds the fence")
+        doubts = self._doubts(watch) if code == EXIT_DONE else ""
         return verdict_of(
             code,
             progressed=last > first,

@@ -23,8 +23,10 @@ from outlast.cluster.chain.journal import (
 )
 from outlast.cluster.chain.plan import read_plan
 from outlast.cluster.chain.progress import run_log
-from outlast.cluster.chain.submission import live_jobs
+from outlast.cluster.chain.submission import jobs_now
 from outlast.cluster.slurm.history import history_of
+from outlast.cluster.slurm.queue import waiting_words
+from outlast.cluster.slurm.states import is_waiting
 from outlast.errors import ClusterError, OutlastError
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class ChainStatus:
         left_seconds: Predicted until all steps are done, waits included; None: not known.
         save_seconds: Median of the saves; None before the first.
         chosen: Of a chain whose links are chosen: which was submitted last, as what, and why.
+        waits: Of each of `jobs` that waits: why, and what can be done.
     """
 
     chain: str
@@ -110,6 +113,7 @@ class ChainStatus:
     left_seconds: float | None = None
     save_seconds: float | None = None
     chosen: str = ""
+    waits: dict[str, str] = field(default_factory=dict)
 
     @property
     def gaps_seconds(self) -> list[float]:
@@ -127,17 +131,23 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
     journal = entries(files)
     log = run_log(files)
     live: dict[str, str] = {}
+    waits: dict[str, str] = {}
     problem = ""
     if ask_slurm:
         try:
-            live = live_jobs(journal)
+            now = jobs_now(journal)
+            live = {number: job.state for number, job in now.items()}
+            waits = {each: waiting_words(job) for each, job in now.items() if is_waiting(job.state)}
         except ClusterError as error:
             problem = str(error)
     holder = read_holder(files.fence)
-    links = links_of(plan, journal, log.step, holder.job if holder else "", live)
+    # A link whose node was lost leaves its fence behind: where Slurm answers, its word counts.
+    alive = holder.job if holder is not None and (problem or not ask_slurm) else ""
+    links = links_of(plan, journal, log.step, alive, live)
     if ask_slurm:
         links = _with_elapsed(links)
-    outcome, reason = _outcome(journal, links, live, problem, asked=ask_slurm and not problem)
+    asked = ask_slurm and not problem
+    outcome, reason = _outcome(journal, links, live, waits, problem, asked=asked)
     if outcome == "stalled":
         reason = _without_space(files, reason)
     seconds = spent_seconds(files, links)
@@ -159,6 +169,7 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
         left_seconds=left_seconds(plan, links, log.step, steps) if outcome != "done" else 0.0,
         save_seconds=statistics.median(log.save_seconds) if log.save_seconds else None,
         chosen=choice_words(journal),
+        waits=waits,
     )
 
 
@@ -293,6 +304,7 @@ def _outcome(
     journal: Sequence[Entry],
     links: Sequence[LinkStatus],
     live: Mapping[str, str],
+    waits: Mapping[str, str],
     problem: str,
     *,
     asked: bool,
@@ -303,7 +315,7 @@ def _outcome(
     if links and links[-1].verdict == "running":
         return "running", problem
     if live:
-        return "waiting", problem
+        return "waiting", problem or waits.get(next(iter(live)), "")
     if not asked:
         return "unknown", problem or "Slurm was not asked"
     return "stalled", "nothing of it is in the queue; `outlast cluster resume` goes on"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from outlast.cluster.chain.journal import Entry
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.slurm.queue import QueuedJob
 
 _SHORTEST_WARNING_SECONDS = 10
 # sbatch takes no more: sig_time has 16 bits.
@@ -186,7 +187,12 @@ def _found(files: ChainFiles, plan: ChainPlan, number: int) -> str | None:
 
 
 def live_jobs(journal: Sequence[Entry]) -> dict[str, str]:
-    """State of each submitted job of a chain that waits or runs, by its number.
+    """State of each submitted job of a chain that waits or runs, by its number; see `jobs_now`."""
+    return {number: job.state for number, job in jobs_now(journal).items()}
+
+
+def jobs_now(journal: Sequence[Entry]) -> dict[str, QueuedJob]:
+    """The submitted jobs of a chain that wait or run, by their numbers.
 
     Raises:
         ClusterError: squeue is missing or gives no answer.
@@ -197,7 +203,7 @@ def live_jobs(journal: Sequence[Entry]) -> dict[str, str]:
     # One forgotten number among several is passed over by squeue; it fails where all are.
     return {
         # Places of an array that wait are shown with the number that may run, "7_[2-5%1]".
-        re.sub(r"%\d+", "", each.identity): each.state
+        re.sub(r"%\d+", "", each.identity): each
         for each in queued(known)
         if is_waiting(each.state) or is_live(each.state)
     }

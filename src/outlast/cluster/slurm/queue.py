@@ -60,6 +60,54 @@ class QueuedJob:
         return self.identity.partition("_")[0]
 
 
+_NODES = "`sinfo -R` says why nodes are down or drained, and `sinfo` which ones are free"
+_WAITS = (
+    ("dependencyneversatisfied", "it waits for a job that did not end as it asked", "cancel it"),
+    ("dependency", "it waits for the end of the job before it", ""),
+    ("jobhelduser", "you hold it", "`scontrol release {job}` lets it start"),
+    ("jobheldadmin", "an administrator holds it", "ask them, or `scontrol release {job}`"),
+    ("requeued held", "it was requeued and is held", "`scontrol release {job}` lets it start"),
+    ("reqnodenotavail", "nodes that it needs are down, drained or reserved", _NODES),
+    ("down, drained", "nodes that it needs are down, drained or reserved", _NODES),
+    ("nodedown", "a node that it needs is down", _NODES),
+    ("partitiondown", "its partition is down", "`sinfo` says more; or ask for slurm.partition=..."),
+    ("partitioninactive", "its partition is inactive", "ask for slurm.partition=..."),
+    ("partitiontimelimit", "it asks for more time than its partition allows", "{time}"),
+    ("partitionnodelimit", "it asks for more nodes than its partition allows", "{nodes}"),
+    ("badconstraints", "no nodes have what it asks for", "see slurm.directives, slurm.nodes"),
+    ("invalidaccount", "its account may not run jobs", "set slurm.account=..."),
+    ("invalidqos", "its quality of service is not allowed", "set slurm.qos=..."),
+    ("timelimit", "it asks for more time than is allowed", "{time}"),
+    ("walldurationperjob", "it asks for more time than your account or QOS allows", "{time}"),
+    ("maxjob", "you run as many jobs as your account or QOS allows", "it starts as others end"),
+    ("qos", "a limit of its quality of service is reached", "`sacctmgr show qos` lists them"),
+    ("assoc", "a limit of its account is reached", "`sacctmgr show assoc user=$USER` lists them"),
+    ("reservation", "it waits for a reservation", "`scontrol show reservation` says when"),
+    ("begintime", "it is not to start yet", "`scontrol show job {job}` says when"),
+    ("licenses", "licences are in use by others", ""),
+    ("arraytasklimit", "the place of the array before it runs", ""),
+    ("priority", "jobs of higher priority are before it", ""),
+    ("resources", "it is next, when enough nodes are free", ""),
+)
+"""Part of Slurm's reason, in lower case -> what it means, what can be done; the first counts."""
+_REMEDIES = {
+    "time": "`outlast cluster stop`, then `outlast cluster resume RUN slurm.wall_time=...`",
+    "nodes": "`outlast cluster stop`, then `outlast cluster resume RUN slurm.nodes=[...]`",
+}
+
+
+def waiting_words(job: QueuedJob) -> str:
+    """Why a job waits, in plain words with what can be done; Slurm's own word in brackets."""
+    reason = job.reason.strip("() ")
+    if reason.lower() in ("", "none", "null"):
+        return "Slurm has not looked at it yet"
+    for part, meaning, remedy in _WAITS:
+        if part in reason.lower().replace("_", " " if " " in part else "_"):
+            then = remedy.format(job=job.identity, **_REMEDIES)
+            return f"{meaning} ({reason}){f'; {then}' if then else ''}"
+    return f"Slurm says: {reason}; `scontrol show job {job.identity}` says more"
+
+
 def queue_from_text(text: str) -> list[QueuedJob]:
     """Jobs in the output of ``squeue --noheader --format`` with `TEXT_FORMAT`.
 
