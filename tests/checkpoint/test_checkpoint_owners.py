@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import fsspec.implementations.local
 import pytest
 import torch
 from checkpoint_states import (
@@ -20,12 +22,14 @@ from checkpoint_states import (
     steps_in,
 )
 
-from outlast.checkpoint import Reduction, Version, load, storage_of
+from outlast.checkpoint import CheckpointStore, Reduction, Version, load, storage_of
+from outlast.checkpoint import store as store_module
 from outlast.checkpoint.format import storage as storage_module
 from outlast.checkpoint.format.owner import own
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, LeaseLostError
+from outlast.records.lock import LEASE_FILE, LEASE_TOKEN
 from outlast.state.box import whole
 
 
@@ -240,3 +244,69 @@ def test_a_store_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="checkpoints cannot be made: "):
         own(LocalStorage(tmp_path / "file" / "run" / "checkpoints"))
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("place", ["local", "url"])
+def test_a_save_whose_lease_is_lost_meanwhile_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, place: str
+) -> None:
+    """Another job of the chain has begun: also what was copied before is made visible no more."""
+    fence = tmp_path / "fence.json"
+    fence.write_text('{"job": "7", "host": "h", "token": "mine"}')
+    monkeypatch.setenv(LEASE_FILE, str(fence))
+    monkeypatch.setenv(LEASE_TOKEN, "mine")
+    # It would end this process: see tests/records/test_run_lock.py.
+    monkeypatch.setattr(store_module, "leave_without_lease", lambda: None)
+    directory = tmp_path / "store"
+    url = directory if place == "local" else f"local-url://{directory}"
+    if place == "url":
+        if writer == "process":
+            pytest.skip("the writer's own process does not know the protocol")
+        fsspec.register_implementation("local-url", LocalUrl, clobber=True)
+    with CheckpointStore(url, writer=writer) as store:
+        store.save(1, state_of(1))
+        names = sorted(path for path in directory.rglob("*") if path.is_file())
+        # As the last bytes are written.
+        state = {"data": LosesLease(fence)}
+        handle = store.save_async(2, state)
+        assert "job 8 on host h2 has taken over this run" in str(handle.result().error)
+        with pytest.raises(LeaseLostError, match="nothing more is saved by this process"):
+            store.save_async(3, state_of(3))
+        left = [path for path in directory.rglob("*") if path.is_file() and path not in names]
+        assert not [path for path in left if path.suffix == ".json"], left
+    monkeypatch.delenv(LEASE_FILE)
+    check(directory, 1)
+
+
+class LosesLease(Holder):
+    """A state while whose copy another job takes the lease."""
+
+    def __init__(self, fence: Path) -> None:
+        super().__init__({"x": torch.arange(500) * 2, "value": 2})
+        self._fence = fence
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fence.write_text('{"job": "8", "host": "h2", "token": "other"}')
+        return super().state_dict()
+
+
+class LocalUrl(fsspec.implementations.local.LocalFileSystem):
+    """Files behind a protocol, so that the store takes them for objects."""
+
+    protocol = "local-url"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(super()._strip_protocol(str(path).removeprefix("local-url://")))
+
+
+def test_a_store_that_was_taken_over_is_not_sealed_by_its_first_owner(tmp_path: Path) -> None:
+    """As when this process was suspended for so long that another host broke its lock."""
+    with open_store(tmp_path) as store:
+        store.save(1, state_of(1))
+        lock = tmp_path / "owner"
+        lock.write_text(lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1'))
+        with pytest.raises(LeaseLostError, match="was taken over by process 1 on host"):
+            store.save_async(2, state_of(2))
+    assert steps_in(tmp_path) == [1]

@@ -47,7 +47,9 @@ def test_a_link_is_a_step_of_all_its_processes(monkeypatch: pytest.MonkeyPatch) 
     files = ChainFiles(Path("/runs/n/chain"))
     monkeypatch.setenv("PATH", "/nowhere")
     train = ["python", "-m", "outlast", "train", "/runs/n/chain/job.toml"]
-    step = ["srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=0"]
+    # Ranks that stop to be continued end with 0 there: see tests/slurm/test_slurm_chain.py.
+    step = ["srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1"]
+    step.append("--export=ALL,OUTLAST_LINK_RECORD=1")
     assert program_of(files, PLAN, 5) == [*step, *train]
     alone = replace(PLAN, nodes=(1,), tasks_per_node=1)
     assert program_of(files, alone, 1) == train, "in a container without srun"

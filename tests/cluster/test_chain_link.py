@@ -1,12 +1,14 @@
 """The life of a link beside others: fences, fillers, the link that follows."""
 
+import json
 import resource
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_programs import put_command, shown, slurm_commands
+from slurm_programs import FORGOTTEN, put_command, shown, slurm_commands
 
 from outlast.cluster.chain import fence, link, succession
 from outlast.cluster.chain.ending import Ending
@@ -14,9 +16,10 @@ from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.filling import filler_plan
 from outlast.cluster.chain.journal import entries, finished, note, of_kind
 from outlast.cluster.chain.link import Link
+from outlast.cluster.chain.manage import resume
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
 from outlast.cluster.chain.verdict import Verdict
-from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, ClusterError
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", command="exit 0")
 
@@ -173,3 +176,56 @@ def test_a_full_disk_ends_no_link(files: ChainFiles) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [each["kind"] for each in entries(files)] == ["created", "submitted"]
+
+
+@pytest.mark.parametrize(
+    ("squeue", "outcome"),
+    [
+        (f"echo '{shown('7', 'RUNNING')}'", "done"),
+        (f"echo '{shown('7', 'NODE_FAIL')}'", ""),
+        (f"echo '{shown('7', 'TIMEOUT')}'", ""),
+        (f"echo '{FORGOTTEN}' >&2; exit 1", ""),
+        ("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", ""),
+    ],
+)
+def test_a_program_without_a_record_is_done_where_slurm_says_that_all_is_well(
+    files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, outcome: str
+) -> None:
+    monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.5)
+    put_command(tmp_path, "squeue", squeue)
+    code = Link(files, PLAN, 1, "7").run()
+    ending = finished(entries(files))
+    assert (code, ending["outcome"] if ending else "") == (3 if not outcome else 0, outcome)
+
+
+def test_a_squeue_that_fails_for_a_moment_is_asked_again(files: ChainFiles, tmp_path: Path) -> None:
+    put_command(
+        tmp_path,
+        "squeue",
+        f"if [ -e {tmp_path}/asked ]; then echo '{shown('7', 'RUNNING')}'; "
+        f"else touch {tmp_path}/asked; echo 'error: Socket timed out' >&2; exit 1; fi",
+    )
+    assert Link(files, PLAN, 1, "7").run() == EXIT_DONE
+
+
+def test_a_link_whose_fence_was_taken_meanwhile_decides_nothing(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    """Slurm has lost its node: the successor runs, and must not be cancelled by it."""
+    put_command(tmp_path, "scancel", f"touch {tmp_path}/cancelled")
+    other = '{"job": "9", "host": "h", "boot": "b", "process": 1, "started": 1.0, "token": "t"}'
+    plan = replace(PLAN, command=f"echo '{other}' > {files.fence}")
+    assert Link(files, plan, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    assert finished(entries(files)) is None
+    assert not (tmp_path / "cancelled").exists()
+    assert files.fence.exists()
+
+
+def test_a_chain_that_was_taken_for_done_can_be_resumed(files: ChainFiles, tmp_path: Path) -> None:
+    put_command(tmp_path, "squeue", "exit 0")
+    note(files, "finished", outcome="done", reason="all steps are done")
+    with pytest.raises(ClusterError, match="is done; there is nothing to resume"):
+        resume(files)
+    started = {"v": 1, "kind": "attempt_started", "attempt": 1, "total_steps": 4000}
+    (files.run / "events.jsonl").write_text(json.dumps(started) + "\n")
+    assert resume(files) == ["9"]

@@ -1,18 +1,22 @@
 """What the end of a link means for its chain."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outlast.cluster.chain.journal import entries, finished, note, since_resumed
-from outlast.cluster.chain.plan import ChainFiles
+from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
+from outlast.cluster.chain.progress import unfinished, write_progress
 from outlast.cluster.chain.verdict import (
     Verdict,
     fruitless_links,
     verdict_of,
     verdict_of_lost,
 )
+from outlast.cluster.slurm.states import ENDED
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -65,6 +69,113 @@ def test_what_slurm_did_is_no_attempt() -> None:
     for state in ("PREEMPTED", "NODE_FAIL"):
         verdict = of(143, progressed=False, fruitless=2, state=state, signal="SIGTERM")
         assert verdict.outcome == "continue"
+
+
+@pytest.mark.parametrize("state", [*sorted(ENDED - {"COMPLETED"}), "PENDING", "REQUEUED"])
+@pytest.mark.parametrize("unfinished", ["", "the run's record ends at step 320 of 4000"])
+def test_an_exit_code_of_0_is_no_end_where_slurm_or_the_record_denies_it(
+    state: str, unfinished: str
+) -> None:
+    for progressed in (True, False):
+        verdict = of(EXIT_DONE, state=state, unfinished=unfinished, progressed=progressed)
+        assert verdict.outcome == ("cancelled" if state == "CANCELLED" else "continue")
+        assert state in verdict.reason or verdict.outcome == "cancelled"
+        assert unfinished in verdict.reason or verdict.outcome == "cancelled"
+
+
+@pytest.mark.parametrize("state", [None, "RUNNING", "COMPLETING", "COMPLETED"])
+def test_a_record_that_ends_too_early_is_no_end_whatever_slurm_says(state: str | None) -> None:
+    assert of(EXIT_DONE, state=state).outcome == "done"
+    for fruitless, outcome in ((0, "continue"), (2, "gave_up")):
+        verdict = of(
+            EXIT_DONE, state=state, unfinished="why", progressed=False, fruitless=fruitless
+        )
+        assert verdict.outcome == outcome
+        assert "ended with code 0, but why" in verdict.reason
+
+
+def put(files: ChainFiles, *events: dict[str, Any]) -> None:
+    files.run.mkdir(parents=True, exist_ok=True)
+    common = {"v": 1, "time": 1.0, "monotonic": 1.0, "rank": 0}
+    with (files.run / "events.jsonl").open("a") as file:
+        for event in events:
+            kind = {"v": 1, "kind": event["kind"]}
+            file.write(json.dumps({**kind, **common, **event}) + "\n")
+
+
+def begins(attempt: int, steps: int = 4000) -> dict[str, Any]:
+    return {"kind": "attempt_started", "attempt": attempt, "total_steps": steps}
+
+
+def saved(attempt: int, step: int) -> dict[str, Any]:
+    return {"kind": "checkpoint_saved", "attempt": attempt, "step": step, "seconds": 1.0}
+
+
+def ends(attempt: int, outcome: str) -> dict[str, Any]:
+    return {"kind": "attempt_ended", "attempt": attempt, "outcome": outcome, "step": 4000}
+
+
+TRAIN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", steps=4000)
+OWN = replace(TRAIN, command="srun python train.py", steps=450)
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ((begins(1), saved(1, 320)), "ends at step 320 of 4000 (without an end)"),
+        ((begins(1), saved(1, 320), ends(1, "to_be_continued")), "(to_be_continued)"),
+        ((begins(1), saved(1, 320), ends(1, "failed")), "(failed)"),
+        # An earlier attempt that lived on says nothing of this one.
+        ((begins(1), saved(1, 320), begins(2), ends(1, "completed")), "(without an end)"),
+        ((begins(1), saved(1, 3999), ends(1, "completed")), "newest checkpoint is of step 3999"),
+        # The job has been given more steps since.
+        ((begins(1, 300), saved(1, 300), ends(1, "completed")), "is of step 300"),
+        ((begins(1), saved(1, 4000), ends(1, "completed")), ""),
+    ],
+)
+def test_a_run_is_complete_by_its_own_record(
+    tmp_path: Path, events: tuple[dict[str, Any], ...], words: str
+) -> None:
+    files = chain_files(tmp_path / "run")
+    put(files, *events)
+    found = unfinished(files, TRAIN)
+    assert found is not None
+    assert words in found if words else not found
+
+
+def test_a_loop_of_ones_own_may_end_before_its_last_step(tmp_path: Path) -> None:
+    files = chain_files(tmp_path / "run")
+    put(files, begins(1), saved(1, 100))
+    assert unfinished(files, OWN)
+    put(files, ends(1, "completed"))
+    assert unfinished(files, OWN) == ""
+
+
+def test_a_script_is_complete_when_all_its_ranks_say_so(tmp_path: Path) -> None:
+    files = chain_files(tmp_path / "run")
+    folder = files.run / "script"
+    folder.mkdir(parents=True)
+    for file, word in (("outcome.json", "finished"), ("outcome.rank1.json", "running")):
+        (folder / file).write_text(json.dumps({"word": word, "step": 1, "when": ""}))
+    assert "running" in str(unfinished(files, OWN))
+    (folder / "outcome.rank1.json").write_text('{"word": "finished"}')
+    assert unfinished(files, OWN) == ""
+
+
+def test_a_program_is_complete_when_it_has_reported_all_steps(tmp_path: Path) -> None:
+    files = chain_files(tmp_path / "run")
+    files.path.mkdir(parents=True)
+    assert unfinished(files, OWN) is None, "it keeps no record"
+    write_progress(files, 3)
+    assert unfinished(files, OWN) is None
+    write_progress(files, 3, 10)
+    assert "step 3 of 10" in str(unfinished(files, OWN))
+    write_progress(files, 10)
+    assert unfinished(files, OWN) == ""
+    write_progress(files, outcome="running")
+    assert "running" in str(unfinished(files, OWN))
+    write_progress(files, outcome="completed")
+    assert unfinished(files, OWN) == ""
 
 
 def test_a_cancelled_job_stays_cancelled_even_if_it_could_save() -> None:

@@ -10,14 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from outlast.errors import RunError
+from outlast.errors import EXIT_CRASHED, LeaseLostError, RunError
 from outlast.records import OwnerLock, RunDirectory
+from outlast.records.lock import LEASE_FILE, LEASE_TOKEN, Lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,7 +135,7 @@ def test_owner_stays_alive_when_the_clock_is_set(
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"boot": "another boot"}])
 def test_owner_that_cannot_be_examined_lives_by_its_heartbeat(
-    tmp_path: Path, change: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
 ) -> None:
     lock_of(tmp_path).acquire()
     edit(tmp_path, **change, pid=1)
@@ -142,8 +144,144 @@ def test_owner_that_cannot_be_examined_lives_by_its_heartbeat(
         lock_of(tmp_path).acquire()
     old = time.time() - OwnerLock.stale_after_seconds - 1
     os.utime(tmp_path / "lock", (old, old))
+    monkeypatch.setattr(OwnerLock, "watch_seconds", 0.2)
     lock_of(tmp_path).acquire()
     assert_is_ours(tmp_path)
+
+
+def test_owner_whose_clock_is_behind_lives_by_a_heartbeat_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats look hours old to a host whose clock is ahead."""
+    lock_of(tmp_path).acquire()
+    edit(tmp_path, host="elsewhere", pid=1)
+    hours_ago = time.time() - 10_000.0
+    os.utime(tmp_path / "lock", (hours_ago, hours_ago))
+    monkeypatch.setattr(OwnerLock, "watch_seconds", 20.0)
+    beat = threading.Timer(0.5, os.utime, (tmp_path / "lock", (hours_ago + 20.0,) * 2))
+    beat.start()
+    with pytest.raises(RunError, match="in use by process 1 on host elsewhere"):
+        lock_of(tmp_path).acquire()
+    beat.join()
+
+
+def test_lock_that_was_taken_over_lets_its_first_owner_commit_nothing(tmp_path: Path) -> None:
+    lock = lock_of(tmp_path)
+    lock.check()
+    lock.acquire()
+    lock.check()
+    edit(tmp_path, host="elsewhere", pid=7)
+    with pytest.raises(LeaseLostError, match="was taken over by process 7 on host elsewhere"):
+        lock.check()
+    (tmp_path / "lock").unlink()
+    with pytest.raises(LeaseLostError, match="was taken over by another process"):
+        lock.check()
+
+
+def leased(monkeypatch: pytest.MonkeyPatch, file: Path, token: str) -> None:
+    monkeypatch.setenv(LEASE_FILE, str(file))
+    monkeypatch.setenv(LEASE_TOKEN, token)
+
+
+def give(file: Path, token: str) -> None:
+    file.write_text(json.dumps({"job": "8", "host": "gpu8", "token": token}))
+
+
+def test_live_owner_of_a_lost_lease_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job's node was lost; it lives, on this host or on one that cannot be asked."""
+    fence = tmp_path / "fence.json"
+    for change in ({}, {"host": "elsewhere"}):
+        give(fence, "first")
+        leased(monkeypatch, fence, "first")
+        first = lock_of(tmp_path)
+        first.acquire()
+        edit(tmp_path, **change)
+        leased(monkeypatch, fence, "second")
+        with pytest.raises(RunError, match="is in use"):
+            lock_of(tmp_path).acquire()
+        give(fence, "second")
+        second = lock_of(tmp_path)
+        second.acquire()
+        with pytest.raises(LeaseLostError):
+            first.check()
+        second.check()
+        second.release()
+
+
+def test_a_lease_of_another_run_breaks_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        give(tmp_path / name, name)
+    leased(monkeypatch, tmp_path / "one", "one")
+    lock_of(tmp_path).acquire()
+    leased(monkeypatch, tmp_path / "two", "two")
+    with pytest.raises(RunError, match="is in use"):
+        lock_of(tmp_path).acquire()
+
+
+WATCHED = """
+import sys, time
+from outlast.records import lock
+lock._LEASE_LOOK_SECONDS, lock.LEASE_SILENT_SECONDS = 0.05, float(sys.argv[1])
+lock.leave_without_lease()
+print("began", flush=True)
+time.sleep(60)
+"""
+
+
+def watched(file: Path, token: str, silent_seconds: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WATCHED, str(silent_seconds)],
+        env={**os.environ, LEASE_FILE: str(file), LEASE_TOKEN: token},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.parametrize("lost", ["taken", "gone", "silent", "suspended"])
+def test_a_process_without_its_lease_ends(tmp_path: Path, lost: str) -> None:
+    fence = tmp_path / "fence.json"
+    give(fence, "mine")
+    # Wherever the clock of the host stands that touches it.
+    os.utime(fence, (4e9, 4e9))
+    with watched(fence, "mine", 0.5 if lost == "silent" else 1e9) as process:
+        try:
+            if lost == "suspended":
+                process.send_signal(signal.SIGSTOP)
+            if lost in ("taken", "suspended"):
+                give(fence, "other")
+            if lost == "gone":
+                fence.unlink()
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(timeout=20) == EXIT_CRASHED
+            assert process.stderr is not None
+            words = {"gone": "is gone", "silent": "has been silent for"}
+            said = process.stderr.read()
+            assert words.get(lost, "job 8 on host gpu8 has taken over this run") in said
+        finally:
+            process.kill()
+
+
+def test_a_process_lives_while_its_lease_is_touched_or_cannot_be_read(tmp_path: Path) -> None:
+    fence = tmp_path / "fence.json"
+    give(fence, "mine")
+    with watched(fence, "mine", 1.0) as process:
+        try:
+            for beat in range(12):
+                os.utime(fence, (float(beat), float(beat)))
+                time.sleep(0.2)
+            assert process.poll() is None
+        finally:
+            process.kill()
+    (tmp_path / "folder").mkdir()
+    assert Lease(tmp_path / "folder", "mine").problem() == ""
 
 
 def test_refresh_is_the_heartbeat(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class SlurmSection(Section):
         "that is predicted to end the run first on the queue as it is then; empty: the longest "
         "that the partition allows, 7 days where it has no limit",
         identity=False,
-        form='a time in quotes, such as "8:00:00", "2-00:00:00", "90min" or "8h", or "auto"',
+        form="a time such as 8:00:00, 2-00:00:00, 90min or 8h, or auto",
         pattern=WALL_TIME,
     )
     link_seconds: Annotated[float, Field(ge=0.0)] = setting(

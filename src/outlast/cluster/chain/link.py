@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
 
 _SIGNAL_DELAY_SECONDS = 1.0
+# What a link waits for Slurm's word at its end.
+_ANSWER_SECONDS = 30.0
 
 
 def run_link(
@@ -211,7 +213,7 @@ class Link:
     def _work(self, fence: Fence) -> Verdict:
         """Train, beside the submission of the next link, and judge how it went."""
         log = run_log(self.files)
-        first = log.step
+        first, attempt = log.step, log.attempt
         fruitless = fruitless_links(entries(self.files), first)
         attempts = self.plan.attempts_without_progress
         if fruitless >= attempts:
@@ -239,6 +241,8 @@ class Link:
         code = self._train(watch)
         last = run_log(self.files).step
         log.read()
+        if (code, log.outcome) == (EXIT_DONE, "to_be_continued") and log.attempt > attempt:
+            code = EXIT_TO_BE_CONTINUED
         self._succession.join()
         verdict = self._verdict(code, first, last, fruitless, watch)
         self._note_end(code, verdict, last, watch)
@@ -257,7 +261,8 @@ class Link:
 
     def _doubts(self, watch: Watch) -> str:
         """Why the program's exit code of 0 is no proof that all is done; empty where it is."""
-        patience = Patience(total_seconds=min(30.0, max(watch.clock.limit_left_seconds(), 0.0)))
+        left = max(watch.clock.limit_left_seconds(), 0.0)
+        patience = Patience(total_seconds=min(_ANSWER_SECONDS, left))
         silent = ""
         try:
             watch.state = state_now(os.environ["SLURM_JOB_ID"], patience) or watch.state

@@ -9,7 +9,7 @@ from outlast.cluster.chain.filling import fill
 from outlast.cluster.chain.journal import entries, finished, is_filler, note, of_kind
 from outlast.cluster.chain.leading import lead_seconds_of
 from outlast.cluster.chain.plan import read_plan, write_plan
-from outlast.cluster.chain.progress import run_log
+from outlast.cluster.chain.progress import run_log, unfinished
 from outlast.cluster.chain.submission import cancel, live_jobs, submit_chain
 from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.queue import queued
@@ -153,7 +153,9 @@ def resume(files: ChainFiles, plan: ChainPlan | None = None, job_text: str = "")
     """
     before = read_plan(files)
     ending = finished(entries(files))
-    if ending is not None and ending["outcome"] == "done":
+    done = ending is not None and ending["outcome"] == "done"
+    # Its own record counts for more than what an exit code was once taken for.
+    if done and not unfinished(files, before):
         raise ClusterError(f"the chain of {files.run} is done; there is nothing to resume")
     refuse_second(files)
     used = before

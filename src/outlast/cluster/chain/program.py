@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
+from outlast.cluster.chain.stopping import RECORD_TELLS
 from outlast.cluster.slurm.commands import installed
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ def program_of(files: ChainFiles, plan: ChainPlan, number: int) -> list[str]:
     nodes, processes = plan.nodes_of(number), plan.processes_of(number)
     if processes == 1 and not installed("srun"):
         return train
-    # Ranks that end with 3 do so one after the other: the first must not end the rest.
+    # A rank that died must not leave the others waiting for it. Those that stop to be continued end
+    # with 0 here, one after the other.
     return [
         "srun",
         f"--nodes={nodes}",
         f"--ntasks={processes}",
-        "--kill-on-bad-exit=0",
+        "--kill-on-bad-exit=1",
+        f"--export=ALL,{RECORD_TELLS}=1",
         *train,
     ]
 

@@ -39,6 +39,10 @@ CHAIN = "OUTLAST_CHAIN"
 JOB = "OUTLAST_LINK_JOB"
 """And the number of the link's job."""
 
+RECORD_TELLS = "OUTLAST_LINK_RECORD"
+"""Set where ranks that stop to be continued end with 0, since srun ends the others after any other
+code: the link takes it from the run's record."""
+
 DEFAULT_LEAD_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 _REMEMBERED_STEPS = 20
