@@ -116,7 +116,7 @@ def commands() -> Bar:
         for typed, told in WALL_TIMES.items():
             arguments = ("submit", "--dry-run", f"slurm.wall_time={typed}")
             counts(_outlast(folder, *arguments, environment=nowhere), f"--time={told}\n")
-    with own_slurm(nodes=1) as (slurm, place):
+    with own_slurm(nodes=2) as (slurm, place):
         loop = [sys.executable, str(SLURM_TESTS / "own_loop.py"), str(place / "runs"), "own", "30"]
         subprocess.run([*loop, "0"], check=True, capture_output=True, timeout=60)
         command = f"slurm.command={shlex.join(['srun', *loop, '0'])}"

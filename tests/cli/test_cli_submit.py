@@ -16,9 +16,11 @@ from typer.main import get_command
 
 from outlast.cli.cluster import cluster
 from outlast.cli.main import main
+from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.journal import entries, note
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, read_plan, write_plan
-from outlast.job import load_job, to_toml
+from outlast.job import LoopJob, load_job, to_toml
+from outlast.job.sections import RunSection
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -41,6 +43,11 @@ def outlast(
         return int(ended.value.code or 0), said.out, said.err
 
     return run
+
+
+def shown(job: str, state: str) -> str:
+    """A line of squeue's answer."""
+    return "\x1f".join([job, state, "1", *["x"] * 8, ""])
 
 
 def put(folder: Path, name: str, body: str) -> None:
@@ -433,3 +440,174 @@ def test_sizes_that_the_partition_has_not_are_refused(outlast: Outlast, tmp_path
     code, _, err = outlast("submit", *AUTO, "slurm.sizes=[16, 32]", "--dry-run")
     assert code == 2
     assert "slurm.sizes = [16, 32]: one job may have 8 nodes there; add smaller numbers" in err
+
+
+def test_without_a_time_limit_and_without_slurm_all_is_said(outlast: Outlast) -> None:
+    code, out, _ = outlast("submit", "--dry-run")
+    assert code == 0
+    assert "--time" not in out
+    code, out, _ = outlast("cluster", "plan")
+    assert code == 0
+    lead = float(out.partition("its last save begins ")[2].split()[0])
+    assert 30.0 < lead < 600.0
+    assert outlast("cluster", "explain")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("10:00:00", "10:00:00"),
+        ("2:30:00", "02:30:00"),
+        ("1-00:00:00", "1-00:00:00"),
+        ("90", "01:30:00"),
+        ("8h", "08:00:00"),
+        ("30m", "00:30:00"),
+        ("10:00", "00:10:00"),
+        ('"10:00:00"', "10:00:00"),
+        ("99999999h", "4166666-15:00:00"),
+    ],
+)
+def test_a_time_limit_is_taken_as_it_is_typed(outlast: Outlast, typed: str, told: str) -> None:
+    code, out, err = outlast("submit", "--dry-run", f"slurm.wall_time={typed}")
+    assert code == 0, err
+    assert f"#SBATCH --time={told}\n" in out
+    warned = int(out.partition("B:USR1@")[2].split()[0])
+    assert 10 <= warned <= 65535, "what sbatch takes"
+
+
+@pytest.mark.parametrize("typed", ["0", "00:00:00", "0.0h", "-5", "unlimited", "2026-01-01"])
+def test_what_is_no_time_limit_is_refused_in_a_sentence(outlast: Outlast, typed: str) -> None:
+    code, out, err = outlast("submit", "--dry-run", f"slurm.wall_time={typed}")
+    assert (code, out) == (2, "")
+    assert "slurm.wall_time" in err
+    assert "8h" in err
+
+
+def test_a_time_of_day_in_a_file_is_asked_for_in_quotes(outlast: Outlast, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[slurm]\nwall_time = 10:00:00\n")
+    code, _, err = outlast("submit", "--dry-run", "job.toml")
+    assert code == 2
+    assert 'should be text in quotes, such as "10:00:00"' in err
+
+
+def begun_by_run(folder: Path) -> Path:
+    """The directory of a run as `outlast.Run` begins it."""
+    run = folder / "runs" / "own"
+    run.mkdir(parents=True)
+    (run / "job.toml").write_text(to_toml(LoopJob(run=RunSection(name="own"))))
+    return run
+
+
+def test_a_run_of_ones_own_loop_is_submitted_by_its_command(
+    outlast: Outlast, tmp_path: Path
+) -> None:
+    run = begun_by_run(tmp_path)
+    for arguments in (["run.name=own"], [run / "job.toml"]):
+        code, out, err = outlast("submit", "--dry-run", *arguments)
+        assert (code, out) == (2, "")
+        assert "was begun by outlast.Run" in err
+        assert 'slurm.command="srun python train.py"' in err
+        own = "slurm.command=srun python train.py"
+        code, out, err = outlast("submit", "--dry-run", *arguments, own)
+        assert code == 0, err
+        assert "#SBATCH --job-name=own\n" in out
+
+
+def test_a_run_of_ones_own_loop_is_adopted_by_its_directory(
+    outlast: Outlast, tmp_path: Path
+) -> None:
+    run = begun_by_run(tmp_path)
+    put(tmp_path, "squeue", f"echo '{shown('7', 'RUNNING')}'")
+    put(tmp_path, "sbatch", "echo 8")
+    code, _, err = outlast("cluster", "adopt", "7", run)
+    assert code == 2
+    assert "slurm.command" in err
+    # Wherever it is called from, and whatever the job says of its place.
+    code, out, err = outlast("cluster", "adopt", "7", "runs/own", "slurm.command=python t.py")
+    assert code == 0, err
+    assert "submitted 8 to follow job 7" in out
+    assert read_plan(chain_files(run)).command == "python t.py"
+
+
+def test_a_script_with_a_run_of_its_own_is_submitted_as_it_is(
+    outlast: Outlast, tmp_path: Path
+) -> None:
+    put(tmp_path, "sbatch", "echo 8")
+    for number, text in enumerate(
+        ("import outlast\nwith outlast.Run() as run: pass\n", "from outlast import Run\n")
+    ):
+        script = tmp_path / f"own{number}.py"
+        script.write_text(text)
+        code, _, err = outlast("submit", "--script", f"{script} --lr 3")
+        assert code == 0, err
+        plan = read_plan(chain_files(tmp_path / "runs" / f"own{number}"))
+        assert plan.command == f"{sys.executable} {script} --lr 3"
+        code, _, err = outlast("submit", "--script", script, "--every", "5", "run.name=b")
+        assert code == 2
+        assert "leave out --every and --keep" in err
+        code, _, err = outlast("submit", "--script", script, "slurm.nodes=[2]", "run.name=b")
+        assert code == 2
+        assert "slurm.command=" in err
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("JobHeldUser", "you hold it (JobHeldUser); `scontrol release 7` lets it start"),
+        ("JobHeldAdmin", "an administrator holds it"),
+        ("(ReqNodeNotAvail, UnavailableNodes:n1)", "down, drained or reserved"),
+        (
+            (
+                "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority "
+                "partitions"
+            ),
+            "`sinfo -R` says why",
+        ),
+        (
+            "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority",
+            "`sinfo -R` says why",
+        ),
+        ("Dependency", "the end of the job before it"),
+        ("DependencyNeverSatisfied", "did not end as it asked"),
+        ("QOSMaxJobsPerUserLimit", "as many jobs as your account or QOS allows"),
+        ("QOSGrpNodeLimit", "a limit of its quality of service"),
+        ("AssocGrpGRESMinutes", "a limit of its account"),
+        ("AssocMaxWallDurationPerJobLimit", "more time than your account or QOS allows"),
+        ("PartitionTimeLimit", "resume RUN slurm.wall_time="),
+        ("Resources", "when enough nodes are free"),
+        ("Priority", "higher priority"),
+        ("None", "has not looked at it yet"),
+        ("Brandnew", "Slurm says: Brandnew; `scontrol show job 7`"),
+    ],
+)
+def test_status_says_why_a_job_waits(
+    outlast: Outlast, tmp_path: Path, reason: str, words: str
+) -> None:
+    files = chain_files(tmp_path / "runs" / "a")
+    write_plan(files, ChainPlan("abc", "a", "dependent", (1,), 1, 3600.0, "/", "python"))
+    note(files, "created")
+    note(files, "submitted", job="7", number=1)
+    line = "\x1f".join(["7", "PENDING", "1", *["x"] * 7, reason, ""])
+    put(tmp_path, "squeue", f"echo '{line}'")
+    code, out, _ = outlast("cluster", "status", "runs/a")
+    assert code == 0
+    shown_job = next(row for row in out.splitlines() if row.startswith("job 7: pending: "))
+    assert words in shown_job
+    assert words in out.splitlines()[0], "the first line says why it waits"
+    code, out, _ = outlast("cluster", "status", "runs/a", "--json")
+    assert words in json.loads(out)["waits"]["7"]
+
+
+def test_a_link_whose_node_was_lost_does_not_run_for_its_fence(
+    outlast: Outlast, tmp_path: Path
+) -> None:
+    """Nobody was left to give the fence back."""
+    files = chain_files(tmp_path / "runs" / "a")
+    write_plan(files, ChainPlan("abc", "a", "dependent", (1,), 1, 3600.0, "/", "python"))
+    note(files, "submitted", job="7", number=1)
+    note(files, "started", job="7", number=1, began=1.0, step=0)
+    Fence(files.fence, "7", lambda job: None).acquire()
+    put(tmp_path, "squeue", f"echo '{shown('7', 'NODE_FAIL')}'")
+    code, out, _ = outlast("cluster", "status", "runs/a")
+    assert code == 0
+    assert out.splitlines()[0].startswith("chain abc of run a: stalled")

@@ -144,4 +144,4 @@ def _own_loop(job: Job, program: list[str], every: str | None, keep: int | None)
             f"{program[1]} makes its processes' group itself, so say how they are started, in "
             'place of --script: slurm.command="srun torchrun ... train.py"'
         )
-    return ["srun", *program]
+    return program

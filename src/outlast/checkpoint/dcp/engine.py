@@ -293,6 +293,14 @@ def hold(storage: Storage) -> None:
     _held[key] = _Hold(own(storage), os.getpid(), threading.current_thread())
 
 
+def check_held(storage: Storage) -> None:
+    """Raise LeaseLostError where another process has taken over the store that this one owns."""
+    if isinstance(storage, LocalStorage):
+        held = _held.get(str(storage.root.absolute()))
+        if held is not None and held.process == os.getpid():
+            held.lock.check()
+
+
 def give_up(storage: Storage) -> None:
     """Own the store no longer, if this process does."""
     if isinstance(storage, LocalStorage):

@@ -28,7 +28,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from outlast.checkpoint.dcp.content import DCP_FILE, metadata_file, newest_contents
-from outlast.checkpoint.dcp.engine import Engine, Task, engine_of_copies, facts_of, give_up, hold
+from outlast.checkpoint.dcp.engine import (
+    Engine,
+    Task,
+    check_held,
+    engine_of_copies,
+    facts_of,
+    give_up,
+    hold,
+)
 from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.format.retention import Retention, prune
@@ -211,6 +219,7 @@ class OutlastWriter(StorageWriter):
             content = metadata_file(metadata)
             with storage.create(f"{version.folder}/{DCP_FILE}") as file:
                 file.write(content)
+            check_held(storage)
             seal(storage, version)
             self._engine.served = (self._identity, self._request)
             with contextlib.suppress(OSError, CheckpointError):
