@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from slurm_programs import accounted, put_command, shown, slurm_commands
 
-from outlast.cluster.chain import runlock
+from outlast.cluster.chain import judging, runlock
 from outlast.cluster.chain.journal import entries, note, of_kind
 from outlast.cluster.chain.judging import judge_previous
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
+from outlast.cluster.slurm.commands import Patience
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python")
 
@@ -104,3 +105,26 @@ def test_a_cancelled_job_that_was_adopted_cancels_the_chain(
     note(files, "started", job="8", step=0, hosts=[])
     note(files, "ended", job="8", code=1)
     assert judge_previous(files, PLAN, "9") is None
+
+
+@pytest.mark.parametrize(("fails", "outcome"), [(1, "cancelled"), (99, None)])
+def test_a_silent_slurm_cancels_no_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int, outcome: str | None
+) -> None:
+    """The link before was told to end early, and squeue fails for a moment or for long."""
+    files = chain(tmp_path)
+    started(files)
+    note(files, "signalled", job="7", signal="SIGTERM", left=999.0, state=None)
+    monkeypatch.setattr(judging, "_PATIENCE", Patience(total_seconds=2.0))
+    slurm_commands(tmp_path, monkeypatch)
+    count = tmp_path / "count"
+    put_command(
+        tmp_path,
+        "squeue",
+        f"echo >> {count}; if [ $(wc -l < {count}) -gt {fails} ]; "
+        f"then echo '{shown('7', 'CANCELLED')}'; else echo 'Socket timed out' >&2; exit 1; fi",
+    )
+    verdict = judge_previous(files, PLAN, "8")
+    assert (verdict.outcome if verdict else None) == outcome
+    state = of_kind(entries(files), "lost")[0]["state"]
+    assert state == ("CANCELLED" if outcome else "UNKNOWN")

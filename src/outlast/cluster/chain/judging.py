@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster.chain.journal import entries, is_filler, note_or_print, of_kind
 from outlast.cluster.chain.runlock import wait_for_lock
 from outlast.cluster.chain.verdict import verdict_of_lost
-from outlast.cluster.slurm.commands import IMPATIENT
+from outlast.cluster.slurm.commands import IMPATIENT, Patience
 from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.states import has_ended
 from outlast.errors import ClusterError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outlast.cluster.chain.plan import ChainFiles, ChainPlan
     from outlast.cluster.chain.verdict import Verdict
 
+_PATIENCE = Patience(answer_seconds=10.0, total_seconds=20.0)
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a program that dies of SIGTERM, by itself and as a shell or srun says it."""
 
@@ -70,9 +71,11 @@ def _judge(
     terminated = any(each["signal"] == "SIGTERM" for each in signals)
     if told and not terminated and told[-1].get("code") not in TERMINATED:
         return None
-    state = None
-    with contextlib.suppress(ClusterError):
-        state = state_now(job, IMPATIENT)
+    try:
+        state = state_now(job, _PATIENCE)
+    except ClusterError:
+        # That Slurm is silent does not mean that it has forgotten the job.
+        state = str((signals[-1].get("state") if signals else None) or "UNKNOWN")
     kind = "judged" if told or last.get("adopted") else "lost"
     note_or_print(files, kind, job=job, state=state)
     verdict = verdict_of_lost(state, signals[-1] if signals else None, preemptible=plan.preemptible)
