@@ -19,7 +19,13 @@ import pytest
 
 from outlast.errors import EXIT_CRASHED, LeaseLostError, RunError
 from outlast.records import OwnerLock, RunDirectory
-from outlast.records.lock import LEASE_FILE, LEASE_TOKEN, Lease
+from outlast.records.lock import (
+    LEASE_FILE,
+    LEASE_TOKEN,
+    Lease,
+    check_lease,
+    leave_without_lease,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -245,6 +251,16 @@ def watched(file: Path, token: str, silent_seconds: float) -> subprocess.Popen[s
     return process
 
 
+def test_a_chain_that_a_container_does_not_show_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leased(monkeypatch, tmp_path / "not-mounted" / "fence.json", "mine")
+    monkeypatch.setattr("outlast.records.lock._watching", set())
+    with pytest.warns(UserWarning, match="not-mounted, the folder of the chain, is not visible"):
+        leave_without_lease()
+    check_lease()
+
+
 @pytest.mark.parametrize("lost", ["taken", "gone", "silent", "suspended"])
 def test_a_process_without_its_lease_ends(tmp_path: Path, lost: str) -> None:
     fence = tmp_path / "fence.json"
@@ -280,6 +296,7 @@ def test_a_process_lives_while_its_lease_is_touched_or_cannot_be_read(tmp_path: 
             assert process.poll() is None
         finally:
             process.kill()
+    assert Lease(tmp_path / "not-mounted" / "fence.json", "mine").problem() == ""
     (tmp_path / "folder").mkdir()
     assert Lease(tmp_path / "folder", "mine").problem() == ""
 

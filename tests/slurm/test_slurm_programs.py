@@ -306,3 +306,22 @@ def test_a_refusal_is_sbatchs_own_words(tmp_path: Path, slurm: LocalSlurm) -> No
         begin(files, plan, "")
     assert not noted(files, "submitted")
     assert "Invalid partition name" in noted(files, "refused")[0]["words"]
+
+
+def test_status_says_why_a_job_waits_in_slurms_words_and_plain_ones(
+    tmp_path: Path, slurm: LocalSlurm
+) -> None:
+    files, plan = program_plan(tmp_path, "exit 0", directives=("--hold",))
+    (job,) = begin(files, plan, "")
+    found = status_of(files)
+    assert found.outcome == "waiting"
+    assert "you hold it" in found.reason
+    assert f"`scontrol release {job}` lets it start" in found.waits[job]
+    slurm.run("scontrol", "update", "NodeName=n[1-8]", "State=DRAIN", "Reason=test")
+    try:
+        slurm.run("scontrol", "release", job)
+        wait(lambda: "down, drained or reserved" in status_of(files).reason, files, 30.0)
+        assert "`sinfo -R` says why" in status_of(files).waits[job]
+    finally:
+        slurm.run("scontrol", "update", "NodeName=n[1-8]", "State=RESUME")
+    assert wait(lambda: ending(files), files)["outcome"] == "done"

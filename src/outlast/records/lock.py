@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ class Lease:
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
+            if not self.path.parent.is_dir():
+                # A container that does not show the chain's folder: see `leave_without_lease`.
+                return ""
             return f"{self.path} is gone, so the job that started this process has ended"
         except OSError:
             # A file system that does not answer for a moment takes no right away.
@@ -97,6 +101,12 @@ def leave_without_lease() -> None:
     if lease is None or os.getpid() in _watching:
         return
     _watching.add(os.getpid())
+    if not lease.path.parent.is_dir():
+        warnings.warn(
+            f"{lease.path.parent}, the folder of the chain, is not visible to this process: it "
+            "does not find out when another job takes the run over; mount it at the same path",
+            stacklevel=2,
+        )
     threading.Thread(target=_leave_without, args=(lease,), name="lease", daemon=True).start()
 
 
