@@ -261,6 +261,20 @@ def test_a_chain_that_a_container_does_not_show_is_warned_of(
     check_lease()
 
 
+def test_a_process_whose_reader_is_gone_ends_all_the_same(tmp_path: Path) -> None:
+    """As that of a task whose srun has died."""
+    fence = tmp_path / "fence.json"
+    give(fence, "mine")
+    with watched(fence, "mine", 1e9) as process:
+        try:
+            assert process.stderr is not None
+            process.stderr.close()
+            give(fence, "other")
+            assert process.wait(timeout=20) == EXIT_CRASHED
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("lost", ["taken", "gone", "silent", "suspended"])
 def test_a_process_without_its_lease_ends(tmp_path: Path, lost: str) -> None:
     fence = tmp_path / "fence.json"

@@ -124,8 +124,10 @@ def _leave_without(lease: Lease) -> None:
         if not problem and silent_seconds > LEASE_SILENT_SECONDS:
             problem = f"the job's own process has been silent for {silent_seconds:.0f} s"
         if problem:
-            # Past Python's buffers and handlers: another job may write this run already.
-            os.write(2, f"outlast: {problem}; this process ends\n".encode())
+            # Past Python's buffers and handlers: another job may write this run already. Whoever
+            # read what this process prints may be gone as well.
+            with contextlib.suppress(OSError):
+                os.write(2, f"outlast: {problem}; this process ends\n".encode())
             os._exit(EXIT_CRASHED)
 
 
