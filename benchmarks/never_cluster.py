@@ -80,15 +80,15 @@ def node_failure() -> Bar:
         _wait(lambda: not any(map(_lives, orphans)), LEAVES_SECONDS)
         left = sum(map(_lives, orphans))
         _wait(lambda: ending(files), 40.0)
-        end, log = ending(files), run_log(files)
+        end, run = ending(files), read_run(files.run)
         newest, late = 0, 0
-        for record in read_run(files.run).records:
+        for record in run.records:
             if isinstance(record.event, AttemptStarted):
                 newest = max(newest, record.attempt)
             late += isinstance(record.event, CheckpointSaved) and record.attempt < newest
         wrong = (
-            int(end is None or end["outcome"] != "done" or log.outcome != "completed")
-            + int(log.step < STEPS)
+            int(end is None or end["outcome"] != "done" or run.attempts[-1].outcome != "completed")
+            + int(run_log(files).step < STEPS)
             + int(len(noted(files, "started")) < 2)
             + left
             + late

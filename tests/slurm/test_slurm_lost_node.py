@@ -52,8 +52,7 @@ def nodes() -> Iterator[LocalSlurm]:
 def _all_nodes(nodes: LocalSlurm) -> Iterator[None]:
     """The queue is empty and all nodes are back before the next test."""
     yield
-    nodes.run("scancel", "--user=root", check=False)
-    wait_for(lambda: not nodes.run("squeue", "-h", check=False).strip())
+    wait_for(lambda: emptied(nodes))
     for name in ("n1", "n2", "n3"):
         if not (nodes.root / "run" / f"slurmd.{name}.pid").exists():
             continue
@@ -62,6 +61,14 @@ def _all_nodes(nodes: LocalSlurm) -> Iterator[None]:
             nodes.start_node(name)
             nodes.run("scontrol", "update", f"NodeName={name}", "State=RESUME", check=False)
     wait_for(lambda: len(idle(nodes)) == 3)
+
+
+def emptied(slurm: LocalSlurm) -> bool:
+    """Whether no job is left; a link that ends may have submitted another meanwhile."""
+    jobs = slurm.run("squeue", "-h", "-o", "%A", check=False).split()
+    if jobs:
+        slurm.run("scancel", *jobs, check=False)
+    return not jobs
 
 
 def idle(slurm: LocalSlurm) -> list[str]:
