@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.guard.coverage import OPERATIONS, Coverage
+    from outlast.guard.coverage import OPERATIONS, Coverage, Uncovered
     from outlast.guard.findings import Finding, Ledger, Site
     from outlast.guard.handle import Guard, guard
     from outlast.guard.policy import LEVELS, Policy
@@ -29,6 +29,7 @@ _HOMES = {
     "Ledger": "findings",
     "Policy": "policy",
     "Site": "findings",
+    "Uncovered": "coverage",
     "Verdict": "verdict",
     "guard": "handle",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "Ledger",
     "Policy",
     "Site",
+    "Uncovered",
     "Verdict",
     "guard",
 ]

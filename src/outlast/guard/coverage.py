@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from outlast.guard.policy import Level
 
@@ -227,7 +228,8 @@ class Coverage:
     Attributes:
         module: Its name in the model.
         kind: Its class.
-        operations: The checks that it gets; empty for a module without any.
+        operations: The checks that were made in its optimizer's last step, or since; before the
+            first step those that are expected. Empty for a module without any.
         why_not: In a few words, where `operations` is empty.
     """
 
@@ -235,6 +237,72 @@ class Coverage:
     kind: str
     operations: tuple[str, ...]
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """What no executed check has watched in the last step of each optimizer.
+
+    Checks of optimizer state and of weights at rest are no part of it: they do not see what a
+    module computes.
+
+    Attributes:
+        modules: Modules with parameters in which no check was made, and why.
+        parameters: Parameters with a gradient that was made, in whole or in part, by an operation
+            without a check, and why.
+        operations: Matrix products and the like without a check, of the last step whose graph was
+            looked at, and how often each was called.
+        count: Number of parameters with a gradient.
+        elements: Their elements.
+        unwatched: Elements of `parameters`.
+        flops: Share of the operations without a check in the FLOPs of the forward passes' matrix
+            products; None where that is not known, as behind compiled graphs.
+    """
+
+    modules: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+    elements: int = 0
+    unwatched: int = 0
+    flops: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.parameters or self.operations)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.parameters:
+            share = self.unwatched / max(self.elements, 1)
+            parts.append(
+                f"{len(self.parameters)} of {self.count} parameters ({share:.3g} of the trained "
+                f"elements) got a gradient that no check watched: {summarized(self.parameters)}"
+            )
+        # The others are in the names of their parameters.
+        holders = {name.rpartition(".")[0] for name in self.parameters}
+        idle = {name: why for name, why in self.modules.items() if name not in holders}
+        if idle:
+            parts.append(f"no check ran in {summarized(idle)}")
+        if self.operations:
+            calls = {name: f"{count}x" for name, count in sorted(self.operations.items())}
+            parts.append(f"operations without a check: {summarized(calls)}")
+        if self.flops:
+            parts.append(f"{self.flops:.3g} of the matrix products' FLOPs had no check")
+        return "; ".join(parts)
+
+
+def summarized(named: dict[str, str], most: int = 6) -> str:
+    """Names with what is said of each; those that differ in numbers alone are one, and counted."""
+    alike: dict[tuple[str, str], int] = {}
+    for name, said in named.items():
+        key = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), said
+        alike[key] = alike.get(key, 0) + 1
+    texts = [
+        f"{pattern or 'the model itself'} ({f'{count} of them, ' if count > 1 else ''}{said})"
+        for (pattern, said), count in alike.items()
+    ]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def table() -> str:

@@ -80,7 +80,7 @@ class EmbeddingChecks(StandIn):
         weight = self.module.weight
         unchecked = (
             torch.compiler.is_compiling()
-            or not self.module.training
+            or not self.trains(weight)
             or ids.numel() == 0
             or isinstance(weight, DTensor)
         )

@@ -49,6 +49,7 @@ class Site:
         total: Sum of squared differences, in standard deviations, of checks that passed.
         detection_point: Largest error that could have passed a check, as a share of the norm of
             what was checked; None before the first check, and where the check is exact.
+        last: The period in which it was last made; see `Watch.period`.
     """
 
     module: str
@@ -58,6 +59,7 @@ class Site:
     worst: float = 0.0
     total: float = 0.0
     detection_point: float | None = None
+    last: int = -1
 
     def add(self, checks: int, worst: float, total: float, widest: float) -> None:
         """Count `checks` comparisons that passed; see `outlast.guard.judged.Judged`."""

@@ -14,6 +14,7 @@ from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Level, Policy, policy_of
+from outlast.guard.survey import Survey
 from outlast.guard.verdict import GradientReduction, Verdict, agree, install_collectives, remedy
 from outlast.guard.watch import Watch
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from outlast.guard.coverage import Coverage
+    from outlast.guard.coverage import Coverage, Uncovered
     from outlast.guard.findings import Finding, Ledger
 
 
@@ -76,6 +77,14 @@ class Guard:
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._survey = Survey(
+            self.watch,
+            self._model,
+            self._installed.coverage,
+            self._installed.linear,
+            self._optimizers,
+        )
+        self._undo.enter_context(self._survey.installed())
         try:
             self._install_rest(model)
         except BaseException:
@@ -110,8 +119,15 @@ class Guard:
         return certificates(self.ledger)
 
     def coverage(self) -> list[Coverage]:
-        """Every module that holds parameters, with its checks or why it has none."""
-        return self._installed.current_coverage()
+        """Every module that holds parameters, with the checks made in the last step, or why none.
+
+        Before the first step these are the checks that are expected.
+        """
+        return self._survey.coverage()
+
+    def uncovered(self) -> Uncovered:
+        """What no check has watched in the last step: modules, parameters and operations."""
+        return self._survey.uncovered()
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -267,11 +283,11 @@ class Guard:
             # Some optimizers step more often than others: this is a step of its own.
             self._advance()
         approved, self._approved = self._approved or bool(self._stepped), False
-        if approved:
-            return
-        verdict = self.verdict()
-        if not verdict.clean:
-            raise self._wrong(verdict)
+        if not approved:
+            verdict = self.verdict()
+            if not verdict.clean:
+                raise self._wrong(verdict)
+        self._survey.judge(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         self._stepped.add(id(optimizer))
@@ -281,6 +297,7 @@ class Guard:
 
     def _advance(self) -> None:
         self._stepped.clear()
+        self._survey.advance()
         if self.patrol is not None:
             self.patrol.after_step()
         self.watch.advance()

@@ -42,20 +42,6 @@ class Installed:
     functions: list[AttentionChecks | LossChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def current_coverage(self) -> list[Coverage]:
-        """`coverage` as use has shown it: without layers whose checks were never called."""
-        found = []
-        used = {site.module for site in self.watch.ledger.sites.values() if site.checks}
-        for each in self.coverage:
-            layer = self.linear.get(each.module)
-            why_not = layer.why_not if layer is not None else ""
-            if not why_not and self.watch.step and each.operations:
-                names = (each.module, f"{each.module}.")
-                if not any(name == names[0] or name.startswith(names[1]) for name in used):
-                    why_not = "never called by its forward, or inside a compiled graph"
-            found.append(Coverage(each.module, each.kind, (), why_not) if why_not else each)
-        return found
-
 
 def install(watch: Watch, model: nn.Module) -> Installed:
     """Put the checks that the policy asks for into `model`; warns once of modules without any."""

@@ -72,7 +72,7 @@ class LinearChecks(StandIn):
         """The layer's output for x (..., inputs)."""
         weight: Any = self.module.weight
         bias: Any = self.module.bias
-        if not self.module.training:
+        if not self.trains(x, weight, bias):
             return functional.linear(x, weight, bias)
         return self.multiply(x, weight, bias)
 

@@ -156,7 +156,9 @@ class NormChecks(StandIn):
 
     def _applies(self, x: Tensor) -> bool:
         weight, bias = self._parameters()
-        if not self.module.training or not self._known or x.numel() == 0 or isinstance(x, DTensor):
+        if not self.trains(x, weight, bias) or not self._known:
+            return False
+        if x.numel() == 0 or isinstance(x, DTensor):
             return False
         if isinstance(weight, DTensor) or isinstance(bias, DTensor):
             return False

@@ -100,7 +100,7 @@ class Seen:
     replaceable: bool = True
 
 
-class _Record:
+class Record:
     """What one call of a watched operation leaves for its backward pass."""
 
     def __init__(
@@ -117,6 +117,10 @@ class _Record:
         self.inputs = inputs
         self.dy: Tensor | None = None
         self.replaceable = True
+        # Of the module or function that is checked.
+        self.name = str(getattr(getattr(check, "__self__", None), "name", "loss"))
+        # The numbers of autograd's nodes that `compute` makes.
+        self.first = self.end = 0
         self._autocast = (device, torch.get_autocast_dtype(device))
         self._autocast_on = torch.is_autocast_enabled(device)
 
@@ -163,7 +167,7 @@ class _Record:
         return tuple(every)
 
 
-class _PartsRecord(_Record):
+class _PartsRecord(Record):
     """The same where gradients come in parts from all nodes that use the inputs."""
 
     def __init__(
@@ -252,7 +256,7 @@ class _Probe(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, record: _Record, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, record: Record, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         count = len(record.wanted)
         ctx.record = record
         ctx.set_materialize_grads(False)
@@ -328,19 +332,34 @@ def watched(
     assert first is not None
     if separate:
         parts = _PartsRecord(compute, check, inputs, wanted, first.device.type)
+        parts.first = _next_node()
         y = compute(*inputs)
+        parts.end = _next_node()
         parts.hook(y)
         output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
         return output
-    record = _Record(compute, check, wanted, len(inputs), first.device.type)
+    record = Record(compute, check, wanted, len(inputs), first.device.type)
     probed = _Probe.apply(  # type: ignore[no-untyped-call]
         record, *(inputs[index] for index in wanted), *keep
     )
     for index, view in zip(wanted, probed, strict=True):
         passed[index] = view
+    record.first = _next_node()
     y = compute(*passed)
+    record.end = _next_node()
     record.follow(y)
     return y
+
+
+def record_of(node: Node) -> Record | None:
+    """What a watched operation has left on this node of the graph, if anything."""
+    owner = getattr(node, "_forward_cls", None)
+    return node.record if owner is _Probe or owner is _PartsOutput else None  # type: ignore[attr-defined]
+
+
+def _next_node() -> int:
+    """The number of the node that autograd makes next in this thread."""
+    return int(torch.autograd._get_sequence_nr())
 
 
 def put_right(

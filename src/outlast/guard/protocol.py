@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from outlast.guard.linear import LinearChecks
+from outlast.guard.standin import trains
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,11 +69,15 @@ class CheckedProducts:
         watch: What all checks of the guard share.
         module: A `ProductLayer`.
         name: Its name in the model.
+
+    Attributes:
+        away: As of a `StandIn`.
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
         assert isinstance(module, ProductLayer)
         self._module = module
+        self.away = False
         # Of no layer: what is multiplied may be a view of a parameter, or made of several.
         self._checks = {
             each: LinearChecks(watch, nn.Module(), f"{name}.{each}")
@@ -85,6 +90,6 @@ class CheckedProducts:
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ProductFunction`."""
-        if not self._module.training:
+        if self.away or not trains(self._module, x, weight, bias):
             return functional.linear(x, weight, bias)
         return self._checks[name].multiply(x, weight, bias)

@@ -21,18 +21,19 @@ _AWAY = threading.local()
 @contextmanager
 def looking_away(model: nn.Module) -> Iterator[None]:
     """Have nothing checked in this thread, for passes of `model` over meaningless numbers."""
-    # A layer's stand-in checks in training only; in evaluation its forward is the same.
-    guarded = [each for each in model.modules() if "forward" in each.__dict__ and each.training]
+    # What the guard has put into a module's dict: a stand-in's method, or checked products.
+    put = (module.__dict__.get(name) for module in model.modules() for name in ("forward", "product"))
+    stand_ins = [found for each in put if hasattr(found := getattr(each, "__self__", each), "away")]
     before = getattr(_AWAY, "looks", False)
     _AWAY.looks = True
-    for each in guarded:
-        each.training = False
+    for stand_in in stand_ins:
+        stand_in.away = True
     try:
         yield
     finally:
         _AWAY.looks = before
-        for each in guarded:
-            each.training = True
+        for stand_in in stand_ins:
+            stand_in.away = False
 
 
 class Replaced:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from outlast.guard.watch import Watch
 
@@ -18,12 +20,20 @@ class StandIn:
         watch: What all checks of the guard share.
         module: The module.
         name: Its name in the model.
+
+    Attributes:
+        away: Whether passes over meaningless numbers run, in which nothing is checked.
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
         self.watch = watch
         self.module = module
         self.name = name
+        self.away = False
+
+    def trains(self, *tensors: Tensor | None) -> bool:
+        """Whether a call with these tensors is part of training; see `trains`."""
+        return not self.away and trains(self.module, *tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Of a copied model: watched together with its original, under the same names."""
@@ -36,3 +46,14 @@ class StandIn:
         Its `forward`, which is all that a model refers to, is then the class's own.
         """
         return operator.itemgetter(0), ((self.module,),)
+
+
+def trains(module: nn.Module, *tensors: Tensor | None) -> bool:
+    """Whether a call of `module` with these tensors is part of training.
+
+    In evaluation mode, too, where a gradient goes through it: a layer may be set to ``.eval()`` for
+    its dropout or statistics, and train.
+    """
+    return module.training or (
+        torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    )

@@ -45,6 +45,7 @@ class Watch:
         seconds: Time that checks took so far; on devices that run behind the host, only of the
             host.
         generation: Counts the times that weights were written to; sums of weights fit one.
+        period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         seam: See `outlast.guard.seam`.
     """
@@ -59,6 +60,7 @@ class Watch:
         self._not_finite: list[Site] = []
         self.seconds = 0.0
         self.generation = 0
+        self.period = 0
         self.driven = False
         self.seam: Seam | None = None
         self._on_finding = on_finding
@@ -217,6 +219,8 @@ class Watch:
     def _count(self, site: Site, rows: int, exceeded: int, *numbers: float) -> None:
         worst, total, widest = numbers
         site.exceeded += exceeded
+        if rows:
+            site.last = self.period
         if not exceeded and self._not_finite and site in self._not_finite:
             self._not_finite.remove(site)
         site.add(rows, 0.0 if exceeded else worst, total, widest)

@@ -1,0 +1,555 @@
+"""Which gradients of a step an executed check has watched, and what has made the others.
+
+What a module's kind promises says little about a run: a layer's weight may be used by another
+module, its call may be inside a compiled graph, a branch may not be taken any more. So two things
+are looked at instead:
+
+- in every step, the checks that were made since the optimizer's last one (`Site.last`);
+- autograd's graph, where a backward pass begins: in the first step, in steps 2, 4, 8 and so on, and
+  after a change. Whatever a model is made of, every use of a parameter ends at its
+  ``AccumulateGrad``. The gradient was watched if all nodes that use the parameter belong to checks,
+  and these were made.
+
+The graph is only read: nothing that autograd has saved is unpacked, so nothing is computed again.
+What runs inside of reentrant checkpointing is seen in the backward pass that it begins itself. A
+compiled graph is one node: there every module that holds the parameter must have been checked; so
+it is where no graph was seen, as with ``torch.autograd.grad``.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from outlast.guard.coverage import Coverage, Uncovered
+from outlast.guard.linear import CheckedLinear
+from outlast.guard.probes import record_of
+from outlast.guard.protocol import ProductLayer
+from outlast.guard.replaced import Replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor, nn
+    from torch.autograd.graph import Node
+    from torch.optim import Optimizer
+
+    from outlast.guard.linear import LinearChecks
+    from outlast.guard.watch import Watch
+
+_REPLACED = Replaced(torch.autograd, "backward")
+_SURVEYS: weakref.WeakSet[Survey] = weakref.WeakSet()
+
+_OF_GRADIENTS = (
+    *("linear.dw", "embedding.dw", "norm.dw"),
+    *("attention.dv", "attention.dk", "loss.dlogits"),
+)
+"""Checks that watch the gradient of an operation's inputs."""
+_WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
+"""Checks that are made where another one fails, and so are there whenever that one is made."""
+_NO_CHECK_RAN = "not called in the step, or where its checks do not see it"
+_NOT_WATCHED = "the check of its gradient was not made"
+
+_MOVES = frozenset(
+    (
+        *("Alias", "AsStrided", "Cat", "Clone", "Permute", "ReshapeAlias", "Select", "Slice"),
+        *("Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind"),
+        *("UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView", "Unsqueeze", "View"),
+    )
+)
+"""Operations that move numbers and add none, so that what a check behind them sees is the gradient.
+
+Not among them is ``Expand``, whose gradient is a sum."""
+_PRODUCTS = {
+    **dict.fromkeys(("Mm", "Bmm", "Mv", "Dot", "GroupedMm", "ScaledGroupedMm"), (0, 1)),
+    **dict.fromkeys(("Addmm", "Addmv", "Baddbmm", "Addbmm"), (1, 2)),
+    **dict.fromkeys(("Linear", "MkldnnLinear", "Trilinear"), (0, 1)),
+}
+"""Matrix products, and which of their operands are multiplied."""
+_OTHER_OPERATIONS = re.compile("Softmax|LogSoftmax|NllLoss|ScaledDot|.*Convolution|.*(Rnn|Lstm|Gru)")
+_OF_LEVEL_FULL = ("attention", "log_softmax", "nll_loss")
+"""Operations that level ``linear`` leaves out by itself, and does not warn of."""
+_COMPILED = "CompiledFunction"
+_FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
+"""Whose autograd functions multiply nothing themselves."""
+
+
+@dataclass
+class _Uses:
+    """What uses a parameter: the names of checks, operations without one, or a compiled graph."""
+
+    checks: set[str] = field(default_factory=set)
+    operations: set[str] = field(default_factory=set)
+    compiled: bool = False
+
+
+@dataclass
+class _Seen:
+    """What the graphs of a step have shown; FLOPs are those of forward passes."""
+
+    uses: dict[int, _Uses] = field(default_factory=dict)
+    operations: Counter[str] = field(default_factory=Counter)
+    checked_flops: Counter[str] = field(default_factory=Counter)
+    other_flops: float = 0.0
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The checks that together watch the gradient of one parameter, or why none do."""
+
+    name: str
+    elements: int
+    checks: tuple[str, ...]
+    why_not: str
+
+
+@dataclass
+class _Judged:
+    """Of the parameters that an optimizer has updated in its last step."""
+
+    count: int = 0
+    elements: int = 0
+    unwatched: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class Survey:
+    """Of one guarded model; see the module.
+
+    Args:
+        watch: What all checks of the guard share.
+        model: The guarded model.
+        planned: Of every module that holds parameters, as it was found.
+        linear: The linear layers' checks by name; what a use of them shows may change coverage.
+        optimizers: That step; without any, all that happens counts as one step.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        model: nn.Module,
+        planned: list[Coverage],
+        linear: dict[str, LinearChecks],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._watch, self._model, self._planned, self._linear = watch, model, planned, linear
+        self._optimizers = list(optimizers)
+        # The names under which a module's checks count.
+        self._checks: dict[str, tuple[str, ...]] = {}
+        for each in planned:
+            module = model.get_submodule(each.module)
+            products = module.product_names if isinstance(module, ProductLayer) else ()
+            own = tuple(f"{each.module}.{product}" for product in products)
+            self._checks[each.module] = own or (each.module,)
+        self._names: dict[int, str] = {}
+        self._holders: dict[int, list[Coverage]] = {}
+        self._expected: dict[int, _Expected] = {}
+        # By optimizer: when its step began, and what was found in the last one.
+        self._since: dict[int, int] = {}
+        self._judged: dict[int, _Judged] = {}
+        # By module: when the step of its optimizer began, or that of all.
+        self._begun: dict[str, int] = {}
+        self._step_began = 0
+        self._uses: dict[int, _Uses] = {}
+        self._seen = self._shown = _Seen()
+        self._told: set[str] = set()
+        self._steps = 0
+        self._due = True
+
+    def installed(self) -> ExitStack:
+        """See the backward passes of the process until what this returns is closed."""
+        undo = ExitStack()
+        _SURVEYS.add(self)
+        undo.callback(_SURVEYS.discard, self)
+        undo.enter_context(_REPLACED.by(_backward))
+        return undo
+
+    def look(self, roots: Any) -> None:
+        """Read the graph of a backward pass that begins at `roots`, if this step is looked at."""
+        if not self._due:
+            return
+        tensors = [each for each in tree_leaves(roots) if isinstance(each, torch.Tensor)]
+        self._know_parameters()
+        _Graph([each.grad_fn for each in tensors], self._variables()).read(self._seen)
+
+    def passed(self) -> None:
+        """End a backward pass: without an optimizer, the first one is judged."""
+        if self._due and not self._optimizers:
+            self._judge_all()
+            self._tell()
+            self._due = False
+
+    def judge(self, optimizer: Optimizer | None) -> None:
+        """Find what has watched the gradients that `optimizer` is about to use.
+
+        All checks of its step are counted by then.
+        """
+        key, watch = id(optimizer), self._watch
+        since = self._since.get(key, 0)
+        if optimizer is not None:
+            watch.period += 1
+            self._since[key] = watch.period
+        if self._due:
+            self._uses |= self._seen.uses
+            self._shown = self._seen
+            self._know_parameters()
+        own = self._parameters_of(optimizer)
+        made = cache(lambda check: self._made(check, _OF_GRADIENTS, since))
+        judged = self._judged[key] = _Judged()
+        # Some frameworks keep gradients elsewhere.
+        trained = [each for each in own if each.grad is not None]
+        for number, each in enumerate(trained or [each for each in own if each.requires_grad]):
+            expected = self._expected.get(id(each))
+            if expected is None:
+                name = f"parameter {number} of {type(optimizer).__name__}"
+                expected = _Expected(name, each.numel(), (), "not in the guarded model")
+            judged.count += 1
+            judged.elements += expected.elements
+            why_not = expected.why_not
+            if not why_not and not all(made(check) for check in expected.checks):
+                why_not = _NOT_WATCHED
+            if why_not:
+                judged.unwatched[expected.name] = expected.elements, why_not
+        modules = self._modules_of(own)
+        self._begun.update(dict.fromkeys(modules, since))
+        self._begun.update(dict.fromkeys(self._never_updated - modules, self._step_began))
+
+    def advance(self) -> None:
+        """End a step of all optimizers, and warn of what it has shown for the first time."""
+        self._steps += 1
+        self._step_began = self._watch.period
+        self._due = self._tell() or self._steps & (self._steps - 1) == 0
+        if self._due:
+            self._seen = _Seen()
+
+    def coverage(self) -> list[Coverage]:
+        """Every module that holds parameters, with the checks that were made in it."""
+        self._judge_all()
+        found = []
+        for each in self._planned:
+            operations, why_not = each.operations, self._why_not(each)
+            if each.module in self._begun and not why_not:
+                made = self._made_in(each, operations)
+                operations = tuple(
+                    name for name in operations if {name, _WITH_ANOTHER.get(name)} & made
+                )
+                why_not = "" if operations else _NO_CHECK_RAN
+            found.append(Coverage(each.module, each.kind, () if why_not else operations, why_not))
+        return found
+
+    def uncovered(self) -> Uncovered:
+        """What no check has watched in the last step."""
+        modules = {each.module: each.why_not for each in self.coverage() if each.why_not}
+        judged = [*self._judged.values()]
+        unwatched = {name: own for each in judged for name, own in each.unwatched.items()}
+        return Uncovered(
+            modules,
+            {name: why for name, (_, why) in unwatched.items()},
+            dict(self._shown.operations),
+            sum(each.count for each in judged),
+            sum(each.elements for each in judged),
+            sum(elements for elements, _ in unwatched.values()),
+            self._flops(),
+        )
+
+    def _judge_all(self) -> None:
+        if not self._optimizers and self._watch.ledger.sites:
+            self._watch.settle()
+            self.judge(None)
+
+    def _tell(self) -> bool:
+        """Warn of what is new; whether anything is."""
+        told, watch = self._told, self._watch
+        idle = [
+            each.module
+            for each in self._planned
+            if each.operations and each.module not in told and not self._why_not(each)
+            if each.module in self._begun and not self._made_in(each, each.operations[:1])
+        ]
+        names = {name for each in self._judged.values() for name in each.unwatched}
+        names |= self._shown.operations.keys()
+        if not idle and names <= told:
+            return False
+        now = self.uncovered()
+        new = replace(
+            now,
+            modules={name: why for name, why in now.modules.items() if name not in told},
+            parameters={name: why for name, why in now.parameters.items() if name not in told},
+            operations={name: calls for name, calls in now.operations.items() if name not in told},
+        )
+        told |= {*new.modules, *new.parameters, *new.operations}
+        full = watch.policy.reaches("full")
+        called = [name for name in new.operations if full or not name.startswith(_OF_LEVEL_FULL)]
+        # What a module lacks by its kind was said when the guard was installed.
+        worth = bool(new.parameters or called or _NO_CHECK_RAN in new.modules.values())
+        if worth and watch.policy.reaches("linear"):
+            text = f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all"
+            warnings.warn(text, stacklevel=2)
+        return worth
+
+    def _why_not(self, planned: Coverage) -> str:
+        layer = self._linear.get(planned.module)
+        return planned.why_not or (layer.why_not if layer is not None else "")
+
+    def _made(self, check: str, operations: Iterable[str], since: int) -> bool:
+        sites = self._watch.ledger.sites
+        found = (sites.get((check, operation)) for operation in operations)
+        return any(site is not None and site.last >= since for site in found)
+
+    def _made_in(self, planned: Coverage, operations: Iterable[str]) -> set[str]:
+        """Which of these checks of a module were made in the last step of its optimizer."""
+        since = self._begun[planned.module]
+        return {
+            name
+            for name in operations
+            if any(self._made(check, (name,), since) for check in self._checks[planned.module])
+        }
+
+    def _flops(self) -> float | None:
+        """The share of products without a check; one that was not made covers none."""
+        seen, sites = self._shown, self._watch.ledger.sites
+        since = min(self._begun.values(), default=0)
+        made = {check for (check, _), site in sites.items() if site.last >= since}
+        lost = sum(flops for check, flops in seen.checked_flops.items() if check not in made)
+        total = sum(seen.checked_flops.values()) + seen.other_flops
+        return None if seen.compiled or not total else (seen.other_flops + lost) / total
+
+    def _parameters_of(self, optimizer: Optimizer | None) -> list[Tensor]:
+        groups = [] if optimizer is None else optimizer.param_groups
+        given = [each for group in groups for each in group["params"]]
+        if not self._names or any(id(each) not in self._names for each in given):
+            self._know_parameters()
+        if any(id(each) in self._names for each in given):
+            return given
+        # There is no optimizer, or it updates copies of the model's parameters.
+        return [*self._model.parameters()]
+
+    def _modules_of(self, parameters: Iterable[Tensor]) -> set[str]:
+        holders = (self._holders.get(id(each), ()) for each in parameters)
+        return {each.module for several in holders for each in several}
+
+    def _know_parameters(self) -> None:
+        """Find the model's parameters, which FSDP2 may have replaced, and what uses them."""
+        self._names = {id(each): name for name, each in self._model.named_parameters()}
+        self._holders = {number: [] for number in self._names}
+        for planned in self._planned:
+            module = self._model.get_submodule(planned.module)
+            for each in module.parameters(recurse=isinstance(module, ProductLayer)):
+                self._holders.setdefault(id(each), []).append(planned)
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        updated = self._modules_of(each for group in groups for each in group["params"])
+        self._never_updated = {each.module for each in self._planned} - updated
+        self._expected = {
+            id(each): self._expect(each, name) for name, each in self._model.named_parameters()
+        }
+
+    def _expect(self, parameter: Tensor, name: str) -> _Expected:
+        holders, uses = self._holders[id(parameter)], self._uses.get(id(parameter))
+        reasons = sorted({why for each in holders if (why := self._why_not(each))})
+        checks: Iterable[str] = ()
+        why_not = ""
+        if uses is not None and uses.operations:
+            why_not = ": ".join([", ".join(sorted(uses.operations)), *reasons])
+        elif uses is not None and not uses.compiled:
+            checks = uses.checks
+        elif reasons or not holders:
+            why_not = ", ".join(reasons) or _NOT_WATCHED
+        else:
+            checks = [check for each in holders for check in self._checks[each.module]]
+        return _Expected(name, parameter.numel(), tuple(checks), why_not)
+
+    def _variables(self) -> dict[int, tuple[int, str]]:
+        """Of every leaf of the graph that stands for a parameter: the parameter and its name."""
+        found = {number: (number, name) for number, name in self._names.items()}
+        for module in self._model.modules():
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            for group in getattr(state, "_fsdp_param_groups", None) or ():
+                for each in group.fsdp_params:
+                    gathered = getattr(each, "_unsharded_param", None)
+                    if gathered is not None and id(each.sharded_param) in found:
+                        found[id(gathered)] = found[id(each.sharded_param)]
+        return found
+
+
+def _backward(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Stand in for ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+    roots = args[0] if args else options.get("tensors")
+    for survey in [*_SURVEYS]:
+        survey.look(roots)
+    original(*args, **options)
+    for survey in [*_SURVEYS]:
+        survey.passed()
+
+
+class _Graph:
+    """Autograd's graph of one backward pass.
+
+    Args:
+        roots: Where it begins.
+        variables: By the id of a leaf: the id of the parameter that it stands for, and its name.
+    """
+
+    def __init__(
+        self, roots: Iterable[Node | None], variables: dict[int, tuple[int, str]]
+    ) -> None:
+        self._variables = variables
+        # Every node with those that use what it has made.
+        self._users: dict[Node, list[Node]] = {root: [] for root in roots if root is not None}
+        waiting = [*self._users]
+        while waiting:
+            node = waiting.pop()
+            for child, _ in node.next_functions:
+                if child is None:
+                    continue
+                if child not in self._users:
+                    self._users[child] = []
+                    waiting.append(child)
+                self._users[child].append(node)
+        # Nodes that an operation has made while it was watched: their numbers, and by whom. Numbers
+        # count within the thread that runs the forward pass.
+        records = {id(own): own for node in self._users if (own := record_of(node)) is not None}
+        self._spans = sorted((own.first, own.end, own.name) for own in records.values())
+
+    def read(self, seen: _Seen) -> None:
+        """Add what is in it to `seen`."""
+        for node in self._users:
+            if (number := self._leaf(node)) is not None:
+                self._read_uses(node, seen.uses.setdefault(number[0], _Uses()))
+                continue
+            kind, check = _kind(node), self._check(node)
+            flops = _flops(node, kind)
+            if check:
+                seen.checked_flops[check] += flops
+                continue
+            seen.other_flops += flops
+            seen.compiled |= kind == _COMPILED
+            if kind in _PRODUCTS or _OTHER_OPERATIONS.match(kind) or _is_custom(node, kind):
+                seen.operations[f"{_label(node, kind)} in {self._place(node)}"] += 1
+
+    def _leaf(self, node: Node) -> tuple[int, str] | None:
+        variable = getattr(node, "variable", None)
+        return None if variable is None else self._variables.get(id(variable))
+
+    def _check(self, node: Node) -> str:
+        """The name of the check that watches the gradient which this node makes, or nothing."""
+        if getattr(node, "_forward_cls", None) is CheckedLinear:
+            return str(node.layer.name)
+        if (own := record_of(node)) is not None:
+            return own.name
+        number = node._sequence_nr()
+        place = bisect_right(self._spans, (number, float("inf"), "")) - 1
+        return self._spans[place][2] if place >= 0 and number < self._spans[place][1] else ""
+
+    def _read_uses(self, leaf: Node, uses: _Uses) -> None:
+        waiting = [leaf]
+        while waiting:
+            for user in self._users[waiting.pop()]:
+                kind = _kind(user)
+                if check := self._check(user):
+                    uses.checks.add(check)
+                elif kind in _MOVES:
+                    waiting.append(user)
+                elif kind == _COMPILED:
+                    uses.compiled = True
+                else:
+                    uses.operations.add(_label(user, kind))
+
+    def _place(self, node: Node) -> str:
+        """The module in which an operation was called, by what its inputs come from."""
+        waiting, known, found = [node], {node}, []
+        for own in waiting:
+            if own is not node and (check := self._check(own)):
+                found.append(check)
+            elif (leaf := self._leaf(own)) is not None:
+                # A parameter that is used by the operation itself names its module.
+                if all(_kind(user) in _MOVES or user is node for user in self._users[own]):
+                    return leaf[1].rpartition(".")[0] or "the model itself"
+                found.append(leaf[1].rpartition(".")[0])
+            else:
+                for child, _ in own.next_functions:
+                    if child is not None and child not in known:
+                        known.add(child)
+                        waiting.append(child)
+            if len(set(found)) > 1 or len(known) > _FAR:
+                break
+        parts = [name.split(".")[:-1] for name in found]
+        shared = []
+        for level in zip(*parts, strict=False):
+            if len(set(level)) > 1:
+                break
+            shared.append(level[0])
+        if not found:
+            return "nothing that is guarded"
+        return ".".join(shared) or "the model itself"
+
+
+_FAR = 200
+"""Nodes behind which it is no longer asked where an operation's inputs come from."""
+
+
+@cache
+def _kind_of(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name.rpartition(":")[2])
+
+
+def _kind(node: Node) -> str:
+    return _kind_of(node.name())
+
+
+def _label(node: Node, kind: str) -> str:
+    """What torch calls an operation, from the name of its node."""
+    if _is_custom(node, kind):
+        return "custom operation " + kind.removeprefix(_CUSTOM)
+    if kind.startswith("ScaledDot"):
+        return "attention"
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+
+
+_CUSTOM = "GeneratedBackwardFor_"
+
+
+def _is_custom(node: Node, kind: str) -> bool:
+    """Whether somebody's own code makes the gradient: of ``torch.library`` or a Function."""
+    owner = getattr(node, "_forward_cls", None)
+    if kind.startswith(_CUSTOM):
+        return True
+    return owner is not None and not owner.__module__.startswith(_FRAMEWORKS)
+
+
+def _flops(node: Node, kind: str) -> float:
+    """Of the forward pass of a matrix product, from shapes alone; 0 for what is none."""
+    if getattr(node, "_forward_cls", None) is CheckedLinear:
+        kind = "Linear"
+    shapes = [
+        None if child is None else tuple(child._input_metadata[index].shape)
+        for child, index in node.next_functions
+    ]
+    out = tuple(node._input_metadata[0].shape) if node._input_metadata else ()
+    if kind in _PRODUCTS:
+        left, right = (shapes[place] if place < len(shapes) else None for place in _PRODUCTS[kind])
+        if left:
+            return 2.0 * prod(out) * left[-1]
+        # The weight of a linear layer stands the other way round.
+        return 2.0 * prod(out) * right[-1 if kind == "Linear" else -min(2, len(right))] if right else 0.0
+    if kind.endswith("Convolution"):
+        weight = shapes[1] if len(shapes) > 1 else None
+        return 2.0 * prod(out) * prod(weight[1:]) if weight else 0.0
+    if kind.startswith("ScaledDot"):
+        keys = next((each for each in shapes[1:3] if each), out)
+        return 4.0 * prod(out) * keys[-2] if len(keys) > 1 else 0.0
+    if _OTHER_OPERATIONS.match(kind) and "oftmax" not in kind and "Nll" not in kind:
+        rows = prod(out) / out[-1] if out else 0.0
+        return 2.0 * rows * sum(prod(each) for each in shapes if each and len(each) == 2)
+    return 0.0
