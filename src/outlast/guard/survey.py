@@ -60,6 +60,7 @@ _OF_GRADIENTS = (
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
 """Checks that are made where another one fails, and so are there whenever that one is made."""
 _NO_CHECK_RAN = "not called in the step, or where its checks do not see it"
+_NO_MORE = "its attention or loss is no longer checked"
 _NOT_WATCHED = "the check of its gradient was not made"
 
 _MOVES = frozenset(
@@ -78,9 +79,13 @@ _PRODUCTS = {
     **dict.fromkeys(("Linear", "MkldnnLinear", "Trilinear"), (0, 1)),
 }
 """Matrix products, and which of their operands are multiplied."""
-_OTHER_OPERATIONS = re.compile("Softmax|LogSoftmax|NllLoss|ScaledDot|.*Convolution|.*(Rnn|Lstm|Gru)")
-_OF_LEVEL_FULL = ("attention", "log_softmax", "nll_loss")
+_OTHERS = re.compile(
+    "Softmax|LogSoftmax|.*Loss|BinaryCross|KlDiv|ScaledDot|.*Convolution|.*(Rnn|Lstm|Gru)"
+)
+_OF_LEVEL_FULL = re.compile("attention|log_softmax|.*loss|binary_cross|kl_div|a compiled graph")
 """Operations that level ``linear`` leaves out by itself, and does not warn of."""
+_FUNCTIONS = ("attention.forward", "attention.dv", "loss.forward")
+"""Checks of functions, which no module announces."""
 _COMPILED = "CompiledFunction"
 _FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
 """Whose autograd functions multiply nothing themselves."""
@@ -134,6 +139,9 @@ class Survey:
         planned: Of every module that holds parameters, as it was found.
         linear: The linear layers' checks by name; what a use of them shows may change coverage.
         optimizers: That step; without any, all that happens counts as one step.
+
+    Attributes:
+        depth: Backward passes that go on: reentrant checkpointing begins one inside of another.
     """
 
     def __init__(
@@ -159,14 +167,15 @@ class Survey:
         # By optimizer: when its step began, and what was found in the last one.
         self._since: dict[int, int] = {}
         self._judged: dict[int, _Judged] = {}
-        # By module: when the step of its optimizer began, or that of all.
+        # By module: when the step of its optimizer began, or that of all; and the one before.
         self._begun: dict[str, int] = {}
-        self._step_began = 0
+        self._step_began = self._last_began = 0
         self._uses: dict[int, _Uses] = {}
         self._seen = self._shown = _Seen()
         self._told: set[str] = set()
         self._steps = 0
         self._due = True
+        self.depth = 0
 
     def installed(self) -> ExitStack:
         """See the backward passes of the process until what this returns is closed."""
@@ -186,7 +195,7 @@ class Survey:
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
-        if self._due and not self._optimizers:
+        if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
             self._tell()
             self._due = False
@@ -229,7 +238,7 @@ class Survey:
     def advance(self) -> None:
         """End a step of all optimizers, and warn of what it has shown for the first time."""
         self._steps += 1
-        self._step_began = self._watch.period
+        self._last_began, self._step_began = self._step_began, self._watch.period
         self._due = self._tell() or self._steps & (self._steps - 1) == 0
         if self._due:
             self._seen = _Seen()
@@ -252,6 +261,7 @@ class Survey:
     def uncovered(self) -> Uncovered:
         """What no check has watched in the last step."""
         modules = {each.module: each.why_not for each in self.coverage() if each.why_not}
+        modules |= dict.fromkeys(self._idle_functions(), _NO_MORE)
         judged = [*self._judged.values()]
         unwatched = {name: own for each in judged for name, own in each.unwatched.items()}
         return Uncovered(
@@ -265,8 +275,10 @@ class Survey:
         )
 
     def _judge_all(self) -> None:
-        if not self._optimizers and self._watch.ledger.sites:
-            self._watch.settle()
+        if self._optimizers:
+            return
+        self._watch.settle()
+        if self._seen.uses or self._watch.ledger.checks:
             self.judge(None)
 
     def _tell(self) -> bool:
@@ -278,6 +290,7 @@ class Survey:
             if each.operations and each.module not in told and not self._why_not(each)
             if each.module in self._begun and not self._made_in(each, each.operations[:1])
         ]
+        idle += [name for name in self._idle_functions() if name not in told]
         names = {name for each in self._judged.values() for name in each.unwatched}
         names |= self._shown.operations.keys()
         if not idle and names <= told:
@@ -291,13 +304,24 @@ class Survey:
         )
         told |= {*new.modules, *new.parameters, *new.operations}
         full = watch.policy.reaches("full")
-        called = [name for name in new.operations if full or not name.startswith(_OF_LEVEL_FULL)]
+        called = [name for name in new.operations if full or not _OF_LEVEL_FULL.match(name)]
         # What a module lacks by its kind was said when the guard was installed.
-        worth = bool(new.parameters or called or _NO_CHECK_RAN in new.modules.values())
+        worth = bool(new.parameters or called or idle)
         if worth and watch.policy.reaches("linear"):
             text = f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all"
             warnings.warn(text, stacklevel=2)
         return worth
+
+    def _idle_functions(self) -> list[str]:
+        """Where attention or a loss was checked in an earlier step, and was not in the last one."""
+        if not self._optimizers:
+            return []
+        sites = self._watch.ledger.sites.values()
+        last: dict[str, int] = {}
+        for site in sites:
+            if site.operation in _FUNCTIONS and site.last >= 0:
+                last[site.module] = max(last.get(site.module, 0), site.last)
+        return [name for name, period in last.items() if period < self._last_began]
 
     def _why_not(self, planned: Coverage) -> str:
         layer = self._linear.get(planned.module)
@@ -386,10 +410,16 @@ class Survey:
 def _backward(original: Callable[..., None], *args: Any, **options: Any) -> None:
     """Stand in for ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
     roots = args[0] if args else options.get("tensors")
-    for survey in [*_SURVEYS]:
+    surveys = [*_SURVEYS]
+    for survey in surveys:
         survey.look(roots)
-    original(*args, **options)
-    for survey in [*_SURVEYS]:
+        survey.depth += 1
+    try:
+        original(*args, **options)
+    finally:
+        for survey in surveys:
+            survey.depth -= 1
+    for survey in surveys:
         survey.passed()
 
 
@@ -435,7 +465,7 @@ class _Graph:
                 continue
             seen.other_flops += flops
             seen.compiled |= kind == _COMPILED
-            if kind in _PRODUCTS or _OTHER_OPERATIONS.match(kind) or _is_custom(node, kind):
+            if kind in _PRODUCTS or _OTHERS.match(kind) or _is_custom(node, kind):
                 seen.operations[f"{_label(node, kind)} in {self._place(node)}"] += 1
 
     def _leaf(self, node: Node) -> tuple[int, str] | None:
@@ -510,11 +540,13 @@ def _kind(node: Node) -> str:
 
 def _label(node: Node, kind: str) -> str:
     """What torch calls an operation, from the name of its node."""
+    if kind == _COMPILED:
+        return "a compiled graph"
     if _is_custom(node, kind):
         return "custom operation " + kind.removeprefix(_CUSTOM)
     if kind.startswith("ScaledDot"):
         return "attention"
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
 
 
 _CUSTOM = "GeneratedBackwardFor_"
@@ -549,7 +581,7 @@ def _flops(node: Node, kind: str) -> float:
     if kind.startswith("ScaledDot"):
         keys = next((each for each in shapes[1:3] if each), out)
         return 4.0 * prod(out) * keys[-2] if len(keys) > 1 else 0.0
-    if _OTHER_OPERATIONS.match(kind) and "oftmax" not in kind and "Nll" not in kind:
+    if re.search("Rnn|Lstm|Gru", kind):
         rows = prod(out) / out[-1] if out else 0.0
         return 2.0 * rows * sum(prod(each) for each in shapes if each and len(each) == 2)
     return 0.0
