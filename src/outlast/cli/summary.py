@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outlast.job import Job
-    from outlast.records import RunDirectory
+    from outlast.records import GuardTotals, RunDirectory
 
 
 def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
@@ -136,8 +136,22 @@ def _guarded(run: Run, compute_seconds: float) -> str | None:
     )
     return (
         f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
-        f"{ended or 'nothing wrong'}; {cost}"
+        f"{ended or 'nothing wrong'}{_unwatched(totals)}; {cost}"
     )
+
+
+def _unwatched(totals: GuardTotals) -> str:
+    """How much of what was trained no check has watched, where that is known."""
+    share, last = totals.watched_share, totals.last
+    if share is None:
+        return ""
+    said = f"; checks watched {share:.1%} of the gradient"
+    if last.flops is not None:
+        said += f" and {1.0 - last.flops:.1%} of the products' FLOPs"
+    if last.gaps:
+        others = f" and {len(last.gaps) - 3} others" if len(last.gaps) > 3 else ""
+        said += f", not {', '.join([*last.gaps][:3])}{others}"
+    return f"{said}; at rest {last.at_rest / max(last.parameters, 1):.1%} of the weights"
 
 
 def _coded(run: Run) -> str | None:

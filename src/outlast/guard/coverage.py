@@ -292,17 +292,23 @@ class Uncovered:
 
 
 def summarized(named: dict[str, str], most: int = 6) -> str:
-    """Names with what is said of each; those that differ in numbers alone are one, and counted."""
-    alike: dict[tuple[str, str], int] = {}
-    for name, said in named.items():
-        key = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), said
-        alike[key] = alike.get(key, 0) + 1
-    texts = [
-        f"{pattern or 'the model itself'} ({f'{count} of them, ' if count > 1 else ''}{said})"
-        for (pattern, said), count in alike.items()
-    ]
+    """The first of them in one line; see `collapsed`."""
+    texts = [f"{name} ({said})" for name, said in collapsed(named).items()]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def collapsed(named: dict[str, str]) -> dict[str, str]:
+    """Names with what is said of each; those that differ in numbers alone are one, and counted."""
+    alike: dict[str, list[str]] = {}
+    for name, said in named.items():
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) or "the model itself"
+        alike.setdefault(pattern, []).append(said)
+    return {
+        pattern: (f"{len(all_said)} of them, " if len(all_said) > 1 else "")
+        + " or ".join(dict.fromkeys(all_said))
+        for pattern, all_said in alike.items()
+    }
 
 
 def table() -> str:

@@ -129,6 +129,14 @@ class Guard:
         """What no check has watched in the last step: modules, parameters and operations."""
         return self._survey.uncovered()
 
+    def at_rest(self) -> tuple[int, int]:
+        """Elements of all parameters, and of those that are checked at rest and in their update.
+
+        Another kind of coverage: a wrong product is none of what these checks can see.
+        """
+        elements = sum(each.numel() for each in self._model.parameters())
+        return elements, 0 if self.patrol is None else self.patrol.elements
+
     def remove(self) -> None:
         """Give the model back as it was."""
         self._undo.close()

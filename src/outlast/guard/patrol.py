@@ -128,6 +128,11 @@ class Patrol:
             self._prepare()
 
     @property
+    def elements(self) -> int:
+        """Elements of the parameters that rounds go through, of all ranks that shard them."""
+        return sum(entry.parameter.numel() for entry in self._entries)
+
+    @property
     def period_steps(self) -> int | None:
         """Steps in which everything is checked once: of the last time, or as it goes this time.
 

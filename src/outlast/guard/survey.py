@@ -104,7 +104,7 @@ class _Uses:
 class _Seen:
     """What the graphs of a step have shown; FLOPs are those of forward passes."""
 
-    uses: dict[int, _Uses] = field(default_factory=dict)
+    uses: dict[str, _Uses] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
     checked_flops: Counter[str] = field(default_factory=Counter)
     other_flops: float = 0.0
@@ -170,7 +170,7 @@ class Survey:
         # By module: when the step of its optimizer began, or that of all; and the one before.
         self._begun: dict[str, int] = {}
         self._step_began = self._last_began = 0
-        self._uses: dict[int, _Uses] = {}
+        self._uses: dict[str, _Uses] = {}
         self._seen = self._shown = _Seen()
         self._told: set[str] = set()
         self._steps = 0
@@ -380,7 +380,7 @@ class Survey:
         }
 
     def _expect(self, parameter: Tensor, name: str) -> _Expected:
-        holders, uses = self._holders[id(parameter)], self._uses.get(id(parameter))
+        holders, uses = self._holders[id(parameter)], self._uses.get(name)
         reasons = sorted({why for each in holders if (why := self._why_not(each))})
         checks: Iterable[str] = ()
         why_not = ""
@@ -394,9 +394,9 @@ class Survey:
             checks = [check for each in holders for check in self._checks[each.module]]
         return _Expected(name, parameter.numel(), tuple(checks), why_not)
 
-    def _variables(self) -> dict[int, tuple[int, str]]:
-        """Of every leaf of the graph that stands for a parameter: the parameter and its name."""
-        found = {number: (number, name) for number, name in self._names.items()}
+    def _variables(self) -> dict[int, str]:
+        """The names of parameters by the ids of the tensors that stand for them in a graph."""
+        found = dict(self._names)
         for module in self._model.modules():
             state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
             for group in getattr(state, "_fsdp_param_groups", None) or ():
@@ -428,12 +428,10 @@ class _Graph:
 
     Args:
         roots: Where it begins.
-        variables: By the id of a leaf: the id of the parameter that it stands for, and its name.
+        variables: Names of parameters, by the ids of the leaves that stand for them.
     """
 
-    def __init__(
-        self, roots: Iterable[Node | None], variables: dict[int, tuple[int, str]]
-    ) -> None:
+    def __init__(self, roots: Iterable[Node | None], variables: dict[int, str]) -> None:
         self._variables = variables
         # Every node with those that use what it has made.
         self._users: dict[Node, list[Node]] = {root: [] for root in roots if root is not None}
@@ -455,12 +453,12 @@ class _Graph:
     def read(self, seen: _Seen) -> None:
         """Add what is in it to `seen`."""
         for node in self._users:
-            if (number := self._leaf(node)) is not None:
-                self._read_uses(node, seen.uses.setdefault(number[0], _Uses()))
+            if (name := self._leaf(node)) is not None:
+                self._read_uses(node, seen.uses.setdefault(name, _Uses()))
                 continue
             kind, check = _kind(node), self._check(node)
             flops = _flops(node, kind)
-            if check:
+            if check is not None:
                 seen.checked_flops[check] += flops
                 continue
             seen.other_flops += flops
@@ -468,26 +466,26 @@ class _Graph:
             if kind in _PRODUCTS or _OTHERS.match(kind) or _is_custom(node, kind):
                 seen.operations[f"{_label(node, kind)} in {self._place(node)}"] += 1
 
-    def _leaf(self, node: Node) -> tuple[int, str] | None:
+    def _leaf(self, node: Node) -> str | None:
         variable = getattr(node, "variable", None)
         return None if variable is None else self._variables.get(id(variable))
 
-    def _check(self, node: Node) -> str:
-        """The name of the check that watches the gradient which this node makes, or nothing."""
+    def _check(self, node: Node) -> str | None:
+        """The name of the check that watches the gradient which this node makes."""
         if getattr(node, "_forward_cls", None) is CheckedLinear:
             return str(node.layer.name)
         if (own := record_of(node)) is not None:
             return own.name
         number = node._sequence_nr()
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
-        return self._spans[place][2] if place >= 0 and number < self._spans[place][1] else ""
+        return self._spans[place][2] if place >= 0 and number < self._spans[place][1] else None
 
     def _read_uses(self, leaf: Node, uses: _Uses) -> None:
         waiting = [leaf]
         while waiting:
             for user in self._users[waiting.pop()]:
                 kind = _kind(user)
-                if check := self._check(user):
+                if (check := self._check(user)) is not None:
                     uses.checks.add(check)
                 elif kind in _MOVES:
                     waiting.append(user)
@@ -500,13 +498,13 @@ class _Graph:
         """The module in which an operation was called, by what its inputs come from."""
         waiting, known, found = [node], {node}, []
         for own in waiting:
-            if own is not node and (check := self._check(own)):
+            if own is not node and (check := self._check(own)) is not None:
                 found.append(check)
             elif (leaf := self._leaf(own)) is not None:
                 # A parameter that is used by the operation itself names its module.
                 if all(_kind(user) in _MOVES or user is node for user in self._users[own]):
-                    return leaf[1].rpartition(".")[0] or "the model itself"
-                found.append(leaf[1].rpartition(".")[0])
+                    return leaf.rpartition(".")[0] or "the model itself"
+                found.append(leaf.rpartition(".")[0])
             else:
                 for child, _ in own.next_functions:
                     if child is not None and child not in known:

@@ -256,7 +256,15 @@ class Guarded(Event):
             standard deviations), ``worst`` and ``detection_point`` (largest error that could have
             passed, as a share of what was checked).
         modules: Number of modules with parameters.
-        uncovered: Those of them without a check, by class.
+        uncovered: Those of them in which no check was made in the last step, by class.
+        parameters: Elements of the model's parameters.
+        at_rest: Those of them that are checked at rest and as the optimizer updates them.
+        trained: Elements of the parameters that got a gradient in the last step; 0 where that is
+            not known.
+        unwatched: Those of them whose gradient no check watched.
+        flops: Share of the matrix products' FLOPs without a check; None where it is not known.
+        gaps: What has no check: names of parameters and operations, and what is said of them. Names
+            that differ in numbers alone are one, and only the first are given.
     """
 
     kind: ClassVar[str] = "guarded"
@@ -267,6 +275,12 @@ class Guarded(Event):
     operations: dict[str, dict[str, Any]]
     modules: int
     uncovered: dict[str, int]
+    parameters: int = 0
+    at_rest: int = 0
+    trained: int = 0
+    unwatched: int = 0
+    flops: float | None = None
+    gaps: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

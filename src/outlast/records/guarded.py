@@ -39,7 +39,8 @@ class GuardTotals:
         operations: By name of the check.
         seconds: Time that the checks took; None where that cannot be known.
         modules: Modules with parameters.
-        uncovered: Those without a check, by class.
+        uncovered: Those in which no check was made in the last step, by class.
+        last: The last record, for what else it says of coverage; see `Guarded`.
         findings: Everything that was found, oldest first.
     """
 
@@ -48,12 +49,19 @@ class GuardTotals:
     seconds: float | None
     modules: int
     uncovered: dict[str, int]
+    last: Guarded
     findings: list[WrongNumbers]
 
     @property
     def checks(self) -> int:
         """Comparisons made, of all kinds."""
         return sum(each.checks for each in self.operations.values())
+
+    @property
+    def watched_share(self) -> float | None:
+        """Share of the trained elements whose gradient a check watched; None: not recorded."""
+        trained = self.last.trained
+        return 1.0 - self.last.unwatched / trained if trained else None
 
     def outcomes(self) -> dict[str, int]:
         """How many findings ended in which way."""
@@ -84,6 +92,7 @@ def guard_totals(run: Run) -> GuardTotals | None:
         seconds=None if None in times else math.fsum(each for each in times if each is not None),
         modules=newest.modules,
         uncovered=newest.uncovered,
+        last=newest,
         findings=findings,
     )
 

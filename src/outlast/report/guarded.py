@@ -24,7 +24,7 @@ def guard_part(overview: Overview) -> str:
     totals = guard_totals(overview.run)
     if totals is None:
         return '<p class="about">The run was not guarded.</p>'
-    return _checks(totals) + _uncovered(totals) + _findings(overview)
+    return _checks(totals) + _uncovered(totals) + _gaps(totals) + _findings(overview)
 
 
 def _checks(totals: GuardTotals) -> str:
@@ -45,14 +45,34 @@ def _checks(totals: GuardTotals) -> str:
 
 
 def _uncovered(totals: GuardTotals) -> str:
-    if not totals.uncovered:
+    if not totals.uncovered and not totals.last.gaps:
         return '<p class="about">Every module with parameters has a check.</p>'
+    if not totals.uncovered:
+        return ""
     kinds = ", ".join(f"{text.escape(kind)} ({n})" for kind, n in totals.uncovered.items())
     count = sum(totals.uncovered.values())
     return (
         f'<p class="about">{count} of {totals.modules} modules with parameters have no check '
         f"at this level: {kinds}.</p>"
     )
+
+
+def _gaps(totals: GuardTotals) -> str:
+    """What no check has watched in the last step, and apart from it what is checked at rest."""
+    share, last = totals.watched_share, totals.last
+    if share is None:
+        return ""
+    flops = "" if last.flops is None else f" and {100 * (1.0 - last.flops):.3g} % of its products' FLOPs"
+    said = (
+        f"Checks watched {100 * share:.3g} % of the last step's gradient{flops}. Apart from that, "
+        "checks of the optimizer and of weights at rest go through "
+        f"{100 * last.at_rest / max(last.parameters, 1):.3g} % of the parameters; they do not see "
+        "what a module computes."
+    )
+    rows = [[words(name), words(what)] for name, what in last.gaps.items()]
+    heads = [words("parameter or operation"), words("why or how often")]
+    listed = table(heads, rows, "Without a check in the last step") if rows else ""
+    return f'<p class="about">{said}</p>{listed}'
 
 
 def _findings(overview: Overview) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import WrongNumbersError
 from outlast.guard import Finding, Guard, Policy, guard
+from outlast.guard.coverage import collapsed
 from outlast.guard.findings import HARMFUL
 from outlast.records import Guarded, MemberLost, WrongNumbers
 from outlast.train.ranks import gathered
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from outlast.job import GuardSection
+
+
+_MOST_GAPS = 40
 
 
 class RunGuard:
@@ -94,7 +98,11 @@ class RunGuard:
     def summary(self, step: int) -> Guarded:
         """What has been checked in this attempt so far."""
         coverage = self.guard.coverage()
-        uncovered = Counter(each.kind for each in coverage if not each.operations)
+        kinds = Counter(each.kind for each in coverage if not each.operations)
+        uncovered = self.guard.uncovered()
+        calls = {name: f"{count}x" for name, count in sorted(uncovered.operations.items())}
+        gaps = [*collapsed(uncovered.parameters).items(), *collapsed(calls).items()]
+        parameters, at_rest = self.guard.at_rest()
         return Guarded(
             step=step,
             policy=self.guard.policy.level,
@@ -102,7 +110,13 @@ class RunGuard:
             seconds=self.guard.seconds,
             operations={name: asdict(each) for name, each in self.guard.certificate().items()},
             modules=len(coverage),
-            uncovered=dict(uncovered),
+            uncovered=dict(kinds),
+            parameters=parameters,
+            at_rest=at_rest,
+            trained=uncovered.elements,
+            unwatched=uncovered.unwatched,
+            flops=uncovered.flops,
+            gaps=dict(gaps[:_MOST_GAPS]),
         )
 
 
