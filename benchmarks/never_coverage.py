@@ -208,7 +208,9 @@ def coverage() -> Bar:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     wrong = sum(staged(*each) for each in STAGED) + unguarded_in_evaluation_mode()
     most = sum(len(names) + len(modules) for *_, names, modules in STAGED) + 3
-    staged_on = "ten models, of torch and transformers; uncalled, tied, compiled, eval(), eager, 3-D"
+    staged_on = (
+        "ten models, of torch and transformers; uncalled, tied, compiled, eval(), eager, 3-D"
+    )
     return at_most("guard: without a check and not said", wrong, f"of {most}", 0, staged_on)
 
 

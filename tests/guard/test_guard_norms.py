@@ -264,5 +264,6 @@ def test_kinds() -> None:
 def test_evaluation_is_left_alone() -> None:
     module, checks, watch = build("layer")
     module.eval()
-    checks(data(torch.float32)[0])
+    with torch.no_grad():
+        checks(data(torch.float32)[0])
     assert watch.ledger.checks == 0

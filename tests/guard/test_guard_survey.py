@@ -1,4 +1,4 @@
-"""What the guard says that it covers: only what a check has watched in the step, the rest by name."""
+"""What the guard says that it covers: what a check has watched in the step, the rest by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def squares(*shapes: tuple[int, ...]) -> Callable[[nn.Module], Tensor]:
     """The loss of a module for constant data of these shapes."""
 
     def loss(model: nn.Module) -> Tensor:
-        made = model(*(torch.linspace(-1, 1, torch.Size(each).numel()).view(each) for each in shapes))
+        made = model(
+            *(torch.linspace(-1, 1, torch.Size(each).numel()).view(each) for each in shapes)
+        )
         output: Tensor = made[0] if isinstance(made, tuple) else made
         return output.square().mean()
 
@@ -162,7 +164,9 @@ GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "bos_token_id": 0, "eos_token_i
 MAMBA = {"num_hidden_layers": 1, "state_size": 4}
 
 # What trains without a check at level full, by the last part of its name, and some operations.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], set[str], set[str]]] = {
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], set[str], set[str]]
+] = {
     "llama": (lambda: causal("Llama"), text_loss, set(), set()),
     "llama eager": (
         lambda: causal("Llama", attn_implementation="eager"),
@@ -173,7 +177,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
     "gpt2": (
         lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **GPT2)),
         text_loss,
-        {f"{layer}.{kind}" for layer in ("c_attn", "c_proj", "c_fc") for kind in ("weight", "bias")},
+        {
+            f"{layer}.{kind}"
+            for layer in ("c_attn", "c_proj", "c_fc")
+            for kind in ("weight", "bias")
+        },
         {"addmm in transformer.h.0.attn.c_attn"},
     ),
     "mixtral": (
@@ -191,7 +199,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
     "mamba": (
         lambda: causal("Mamba", **MAMBA),
         text_loss,
-        {"mixer.A_log", "mixer.D", "conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias"},
+        {
+            "mixer.A_log",
+            "mixer.D",
+            "conv1d.weight",
+            "conv1d.bias",
+            "dt_proj.weight",
+            "dt_proj.bias",
+        },
         {"convolution in backbone.layers.0.mixer.conv1d"},
     ),
     "bert": (bert, text_loss, set(), set()),
@@ -243,7 +258,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
         {"custom operation outlast_tests_scaled_product_default in the model itself"},
     ),
     "experts by slices": (
-        lambda: Own(lambda x, w: functional.linear(x[:2], w[0]) + functional.linear(x[2:], w[1]), 2, 8, 8),
+        lambda: Own(
+            lambda x, w: functional.linear(x[:2], w[0]) + functional.linear(x[2:], w[1]), 2, 8, 8
+        ),
         squares((4, 8)),
         {"own"},
         {"mm in the model itself"},
@@ -322,7 +339,9 @@ def test_every_gradient_is_watched_by_a_check_or_named(name: str) -> None:
     names = {each for each, own in model.named_parameters() if own.grad is not None}
     expected = {each for each in names if any(f".{each}".endswith(f".{end}") for end in parameters)}
     assert set(uncovered.parameters) == expected
-    assert {end for end in parameters if any(f".{each}".endswith(f".{end}") for each in names)} == parameters
+    assert {
+        end for end in parameters if any(f".{each}".endswith(f".{end}") for each in names)
+    } == parameters
     assert operations <= set(uncovered.operations)
     assert bool(uncovered.operations) == bool(operations or uncovered.flops)
     # What is listed as covered has had a check in the step.
@@ -331,7 +350,9 @@ def test_every_gradient_is_watched_by_a_check_or_named(name: str) -> None:
     checked = {each.module for each in sites if each.checks and each.operation.startswith(kinds)}
     for each in handle.coverage():
         assert bool(each.operations) == (each.module in checked), each
-    assert len(told) == bool(uncovered.parameters or uncovered.operations or "shared" in str(uncovered))
+    assert len(told) == bool(
+        uncovered.parameters or uncovered.operations or "shared" in str(uncovered)
+    )
     if told:
         assert told[0].startswith("not guarded in step 1: ")
 
@@ -448,7 +469,9 @@ def test_attention_that_is_not_checked_any_more_is_named() -> None:
 
     handle, told, _ = train(model, text_loss, steps=5, before=change)
     assert handle is not None
-    assert "in step 4: no check ran in model.layers.*.self_attn (2 of them, its attention" in told[0]
+    assert (
+        "in step 4: no check ran in model.layers.*.self_attn (2 of them, its attention" in told[0]
+    )
     assert "bmm in model.layers.*.self_attn" in told[1]
 
 
@@ -618,3 +641,24 @@ def parallel(sharded: bool) -> tuple[set[str], set[str], int]:
 def test_ranks_of_ddp_and_fsdp_name_the_same(sharded: bool, ranks: Any) -> None:
     for found in ranks(2)(parallel, sharded):
         assert found == ({"embedding", "layer"}, {"embedding.weight"}, 1)
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias of its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(8, 24), nn.Parameter(torch.zeros(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return functional.scaled_dot_product_attention(query, key, value, self.bias)
+
+
+def test_a_learned_mask_of_attention_is_named() -> None:
+    handle, _, _ = train(Biased(), squares((2, 5, 8)))
+    assert handle is not None
+    assert handle.uncovered().parameters == {
+        "bias": "attention mask: no check for this kind of module"
+    }
+    assert handle.uncovered().flops == 0.0

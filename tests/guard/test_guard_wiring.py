@@ -165,3 +165,17 @@ def test_attempts_begin_with_the_same_random_state() -> None:
         losses.append(float(loss))
     assert len(losses) == 2
     assert losses[0] == losses[1]
+
+
+def test_passes_between_two_optimizers_are_judged_before_the_second() -> None:
+    models = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in models)
+    handle = guard(models, [first, second], "linear")
+    inject(handle, parse_faults(["linear.output:module=1:bit=30:permanent"]))
+    before = copy.deepcopy(models[1].state_dict())
+    models[0](torch.ones(2, 8)).sum().backward()
+    first.step()
+    models[1](torch.ones(2, 8)).sum().backward()
+    with pytest.raises(WrongNumbersError, match=r"linear\.forward of 1"):
+        second.step()
+    assert all(torch.equal(models[1].state_dict()[name], each) for name, each in before.items())

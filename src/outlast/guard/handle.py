@@ -72,6 +72,7 @@ class Guard:
         self._undo = self._installed.undo
         self._reduction: GradientReduction | None = None
         self._approved = False
+        self._passes = 0
         self.patrol: Patrol | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
@@ -187,6 +188,7 @@ class Guard:
     def verdict(self) -> Verdict:
         """Whether the step's numbers may be used; all ranks ask together, before the update."""
         watch = self.watch
+        self._passes = self._survey.passes
         if self.patrol is not None:
             self.patrol.before_step()
         watch.settle()
@@ -290,7 +292,9 @@ class Guard:
         if id(optimizer) in self._stepped:
             # Some optimizers step more often than others: this is a step of its own.
             self._advance()
-        approved, self._approved = self._approved or bool(self._stepped), False
+        # What another optimizer has asked for holds, too, unless there were passes since.
+        known = bool(self._stepped) and self._passes == self._survey.passes
+        approved, self._approved = self._approved or known, False
         if not approved:
             verdict = self.verdict()
             if not verdict.clean:

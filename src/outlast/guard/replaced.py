@@ -22,8 +22,12 @@ _AWAY = threading.local()
 def looking_away(model: nn.Module) -> Iterator[None]:
     """Have nothing checked in this thread, for passes of `model` over meaningless numbers."""
     # What the guard has put into a module's dict: a stand-in's method, or checked products.
-    put = (module.__dict__.get(name) for module in model.modules() for name in ("forward", "product"))
-    stand_ins = [found for each in put if hasattr(found := getattr(each, "__self__", each), "away")]
+    put = (
+        module.__dict__.get(name) for module in model.modules() for name in ("forward", "product")
+    )
+    stand_ins: list[Any] = [
+        found for each in put if hasattr(found := getattr(each, "__self__", each), "away")
+    ]
     before = getattr(_AWAY, "looks", False)
     _AWAY.looks = True
     for stand_in in stand_ins:

@@ -22,7 +22,7 @@ import re
 import warnings
 import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -30,6 +30,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
@@ -40,21 +41,20 @@ from outlast.guard.protocol import ProductLayer
 from outlast.guard.replaced import Replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch import Tensor, nn
-    from torch.autograd.graph import Node
     from torch.optim import Optimizer
 
+    from outlast.guard.findings import Site
     from outlast.guard.linear import LinearChecks
     from outlast.guard.watch import Watch
 
 _REPLACED = Replaced(torch.autograd, "backward")
 _SURVEYS: weakref.WeakSet[Survey] = weakref.WeakSet()
 
-_OF_GRADIENTS = (
-    *("linear.dw", "embedding.dw", "norm.dw"),
-    *("attention.dv", "attention.dk", "loss.dlogits"),
+_OF_GRADIENTS = frozenset(
+    ("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk", "loss.dlogits")
 )
 """Checks that watch the gradient of an operation's inputs."""
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
@@ -106,7 +106,7 @@ class _Seen:
 
     uses: dict[str, _Uses] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
-    checked_flops: Counter[str] = field(default_factory=Counter)
+    checked_flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     other_flops: float = 0.0
     compiled: bool = False
 
@@ -141,7 +141,8 @@ class Survey:
         optimizers: That step; without any, all that happens counts as one step.
 
     Attributes:
-        depth: Backward passes that go on: reentrant checkpointing begins one inside of another.
+        passes: Backward passes so far.
+        depth: Those that go on: reentrant checkpointing begins one inside of another.
     """
 
     def __init__(
@@ -170,12 +171,16 @@ class Survey:
         # By module: when the step of its optimizer began, or that of all; and the one before.
         self._begun: dict[str, int] = {}
         self._step_began = self._last_began = 0
+        self._modules: dict[int, set[str]] = {}
+        # All sites by the module's name, as of so many.
+        self._sites: dict[str, list[Site]] = {}
+        self._indexed = 0
         self._uses: dict[str, _Uses] = {}
         self._seen = self._shown = _Seen()
         self._told: set[str] = set()
         self._steps = 0
         self._due = True
-        self.depth = 0
+        self.passes = self.depth = 0
 
     def installed(self) -> ExitStack:
         """See the backward passes of the process until what this returns is closed."""
@@ -189,23 +194,24 @@ class Survey:
         """Read the graph of a backward pass that begins at `roots`, if this step is looked at."""
         if not self._due:
             return
-        tensors = [each for each in tree_leaves(roots) if isinstance(each, torch.Tensor)]
+        # A tensor, or the node of a `GradientEdge`.
+        nodes = [getattr(each, "grad_fn", each) for each in tree_leaves(roots)]
         self._know_parameters()
-        _Graph([each.grad_fn for each in tensors], self._variables()).read(self._seen)
+        graph = _Graph([each for each in nodes if isinstance(each, Node)], self._variables())
+        graph.read(self._seen)
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
+        self.passes += 1
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
             self._tell()
             self._due = False
 
     def judge(self, optimizer: Optimizer | None) -> None:
-        """Find what has watched the gradients that `optimizer` is about to use.
-
-        All checks of its step are counted by then.
-        """
+        """Find what has watched the gradients that `optimizer` is about to use."""
         key, watch = id(optimizer), self._watch
+        watch.settle()
         since = self._since.get(key, 0)
         if optimizer is not None:
             watch.period += 1
@@ -231,7 +237,9 @@ class Survey:
                 why_not = _NOT_WATCHED
             if why_not:
                 judged.unwatched[expected.name] = expected.elements, why_not
-        modules = self._modules_of(own)
+        modules = self._modules.get(key)
+        if modules is None:
+            modules = self._modules[key] = self._modules_of(own)
         self._begun.update(dict.fromkeys(modules, since))
         self._begun.update(dict.fromkeys(self._never_updated - modules, self._step_began))
 
@@ -277,7 +285,6 @@ class Survey:
     def _judge_all(self) -> None:
         if self._optimizers:
             return
-        self._watch.settle()
         if self._seen.uses or self._watch.ledger.checks:
             self.judge(None)
 
@@ -288,7 +295,10 @@ class Survey:
             each.module
             for each in self._planned
             if each.operations and each.module not in told and not self._why_not(each)
-            if each.module in self._begun and not self._made_in(each, each.operations[:1])
+            if (since := self._begun.get(each.module)) is not None
+            if not any(
+                self._made(name, each.operations, since) for name in self._checks[each.module]
+            )
         ]
         idle += [name for name in self._idle_functions() if name not in told]
         names = {name for each in self._judged.values() for name in each.unwatched}
@@ -327,10 +337,17 @@ class Survey:
         layer = self._linear.get(planned.module)
         return planned.why_not or (layer.why_not if layer is not None else "")
 
-    def _made(self, check: str, operations: Iterable[str], since: int) -> bool:
+    def _made(self, check: str, operations: Container[str], since: int) -> bool:
         sites = self._watch.ledger.sites
-        found = (sites.get((check, operation)) for operation in operations)
-        return any(site is not None and site.last >= since for site in found)
+        if len(sites) != self._indexed:
+            self._indexed = len(sites)
+            self._sites.clear()
+            for site in sites.values():
+                self._sites.setdefault(site.module, []).append(site)
+        for site in self._sites.get(check, ()):
+            if site.last >= since and site.operation in operations:
+                return True
+        return False
 
     def _made_in(self, planned: Coverage, operations: Iterable[str]) -> set[str]:
         """Which of these checks of a module were made in the last step of its optimizer."""
@@ -367,6 +384,7 @@ class Survey:
     def _know_parameters(self) -> None:
         """Find the model's parameters, which FSDP2 may have replaced, and what uses them."""
         self._names = {id(each): name for name, each in self._model.named_parameters()}
+        self._modules.clear()
         self._holders = {number: [] for number in self._names}
         for planned in self._planned:
             module = self._model.get_submodule(planned.module)
@@ -431,10 +449,10 @@ class _Graph:
         variables: Names of parameters, by the ids of the leaves that stand for them.
     """
 
-    def __init__(self, roots: Iterable[Node | None], variables: dict[int, str]) -> None:
+    def __init__(self, roots: Iterable[Node], variables: dict[int, str]) -> None:
         self._variables = variables
         # Every node with those that use what it has made.
-        self._users: dict[Node, list[Node]] = {root: [] for root in roots if root is not None}
+        self._users: dict[Node, list[Node]] = {root: [] for root in roots}
         waiting = [*self._users]
         while waiting:
             node = waiting.pop()
@@ -473,7 +491,8 @@ class _Graph:
     def _check(self, node: Node) -> str | None:
         """The name of the check that watches the gradient which this node makes."""
         if getattr(node, "_forward_cls", None) is CheckedLinear:
-            return str(node.layer.name)
+            layer: LinearChecks = node.layer  # type: ignore[attr-defined]
+            return layer.name
         if (own := record_of(node)) is not None:
             return own.name
         number = node._sequence_nr()
@@ -483,9 +502,12 @@ class _Graph:
     def _read_uses(self, leaf: Node, uses: _Uses) -> None:
         waiting = [leaf]
         while waiting:
-            for user in self._users[waiting.pop()]:
+            node = waiting.pop()
+            for user in self._users[node]:
                 kind = _kind(user)
-                if (check := self._check(user)) is not None:
+                if _is_mask(user, node):
+                    uses.operations.add("attention mask")
+                elif (check := self._check(user)) is not None:
                     uses.checks.add(check)
                 elif kind in _MOVES:
                     waiting.append(user)
@@ -523,6 +545,15 @@ class _Graph:
         return ".".join(shared) or "the model itself"
 
 
+def _is_mask(user: Node, node: Node) -> bool:
+    """Whether what `node` has made is the mask of a checked attention, whose gradient is not."""
+    record = record_of(user)
+    places = () if record is None else zip(record.wanted, user.next_functions, strict=False)
+    return any(place > _LAST_CHECKED and child is node for place, (child, _) in places)
+
+
+_LAST_CHECKED = 2
+"""The last of an operation's inputs whose gradient its checks watch: attention's value."""
 _FAR = 200
 """Nodes behind which it is no longer asked where an operation's inputs come from."""
 
@@ -562,24 +593,26 @@ def _flops(node: Node, kind: str) -> float:
     """Of the forward pass of a matrix product, from shapes alone; 0 for what is none."""
     if getattr(node, "_forward_cls", None) is CheckedLinear:
         kind = "Linear"
-    shapes = [
+    shapes: list[tuple[int, ...] | None] = [
         None if child is None else tuple(child._input_metadata[index].shape)
         for child, index in node.next_functions
     ]
-    out = tuple(node._input_metadata[0].shape) if node._input_metadata else ()
+    made = node._input_metadata
+    out: tuple[int, ...] = tuple(made[0].shape) if made else ()
+    size: float = 2.0 * prod(out)
     if kind in _PRODUCTS:
         left, right = (shapes[place] if place < len(shapes) else None for place in _PRODUCTS[kind])
         if left:
-            return 2.0 * prod(out) * left[-1]
+            return size * left[-1]
         # The weight of a linear layer stands the other way round.
-        return 2.0 * prod(out) * right[-1 if kind == "Linear" else -min(2, len(right))] if right else 0.0
+        shared = -1 if kind == "Linear" or len(right or ()) < 2 else -2
+        return size * right[shared] if right else 0.0
     if kind.endswith("Convolution"):
         weight = shapes[1] if len(shapes) > 1 else None
-        return 2.0 * prod(out) * prod(weight[1:]) if weight else 0.0
+        return size * prod(weight[1:]) if weight else 0.0
     if kind.startswith("ScaledDot"):
         keys = next((each for each in shapes[1:3] if each), out)
-        return 4.0 * prod(out) * keys[-2] if len(keys) > 1 else 0.0
-    if re.search("Rnn|Lstm|Gru", kind):
-        rows = prod(out) / out[-1] if out else 0.0
-        return 2.0 * rows * sum(prod(each) for each in shapes if each and len(each) == 2)
+        return 2.0 * size * keys[-2] if len(keys) > 1 else 0.0
+    if re.search("Rnn|Lstm|Gru", kind) and out:
+        return size / out[-1] * sum(prod(each) for each in shapes if each and len(each) == 2)
     return 0.0

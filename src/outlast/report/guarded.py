@@ -62,7 +62,11 @@ def _gaps(totals: GuardTotals) -> str:
     share, last = totals.watched_share, totals.last
     if share is None:
         return ""
-    flops = "" if last.flops is None else f" and {100 * (1.0 - last.flops):.3g} % of its products' FLOPs"
+    flops = (
+        ""
+        if last.flops is None
+        else f" and {100 * (1.0 - last.flops):.3g} % of its products' FLOPs"
+    )
     said = (
         f"Checks watched {100 * share:.3g} % of the last step's gradient{flops}. Apart from that, "
         "checks of the optimizer and of weights at rest go through "
