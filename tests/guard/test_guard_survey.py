@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -594,12 +595,18 @@ def test_a_parameter_of_another_model_is_named() -> None:
 
 
 def test_without_an_optimizer_the_first_backward_pass_is_judged() -> None:
+    """Also where nobody keeps the handle."""
     model = Tied()
     handle = quietly(model, policy="full")
     with pytest.warns(UserWarning, match="1 of 3 parameters .* embedding.weight .mm."):
         class_loss(model).backward()
     assert covered(handle) == {"embedding", "layer"}
-    handle.remove()
+    del handle
+    model = Tied()
+    quietly(model)
+    gc.collect()
+    with pytest.warns(UserWarning, match="1 of 3 parameters"):
+        class_loss(model).backward()
 
 
 def test_a_guard_that_was_removed_says_nothing() -> None:

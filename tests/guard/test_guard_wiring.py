@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -179,3 +181,25 @@ def test_passes_between_two_optimizers_are_judged_before_the_second() -> None:
     with pytest.raises(WrongNumbersError, match=r"linear\.forward of 1"):
         second.step()
     assert all(torch.equal(models[1].state_dict()[name], each) for name, each in before.items())
+
+
+def test_checks_last_as_long_as_the_model_without_the_handle() -> None:
+    model = Small()
+    guard(model, policy="full")
+    gc.collect()
+    loss_of(model).backward()
+    sites = model._outlast_watch.ledger.sites
+    assert sites["attention", "attention.dv"].checks
+    assert sites["loss", "loss.dlogits"].checks
+
+
+def test_a_model_that_nobody_needs_is_freed_with_its_checks() -> None:
+    model = Small()
+    freed = weakref.ref(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard(model, optimizer, policy="full")
+    loss_of(model).backward()
+    optimizer.step()
+    del model, optimizer
+    gc.collect()
+    assert freed() is None

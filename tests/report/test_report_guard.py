@@ -183,3 +183,26 @@ def test_one_attempt_without_times_leaves_no_sum(new_run: Any) -> None:
     totals = guard_totals(read_run(run.path))
     assert totals is not None
     assert totals.seconds is None
+
+
+def test_what_no_check_has_watched_is_named_apart_from_what_is_checked_at_rest(
+    new_run: Any,
+) -> None:
+    known = {"parameters": 1000, "at_rest": 900, "trained": 800, "unwatched": 200}
+    gaps = {"layers.*.experts": "2 of them, grouped_mm", "bmm in layers.*.attention": "2x"}
+    section = guard_section(run_with(new_run(), guarded(50, **known, flops=0.375, gaps=gaps)))
+    assert "Checks watched 75 % of the last step's gradient and 62.5 % of its products' FLOPs." in (
+        section
+    )
+    assert "at rest go through 90 % of the parameters; they do not see what a module" in section
+    assert "layers.*.experts 2 of them, grouped_mm" in section
+    assert "bmm in layers.*.attention 2x" in section
+    unknown = guard_section(
+        run_with(new_run("other"), guarded(50, uncovered={}, **known, gaps=gaps))
+    )
+    assert "Checks watched 75 % of the last step's gradient. Apart from that" in unknown
+    assert "Every module with parameters has a check" not in unknown
+
+
+def test_a_record_without_these_shares_says_nothing_of_them(new_run: Any) -> None:
+    assert "Checks watched" not in guard_section(run_with(new_run(), guarded(50)))

@@ -272,6 +272,10 @@ def test_the_summary_has_a_row_for_the_guard(
     assert totals is not None
     assert f"guard linear: {totals.checks:,} checks of 30 of 39 modules, 2 corrected; " in shown
     assert "of compute)" in shown
+    assert "; checks watched 99." in shown
+    assert "% of the gradient and " in shown
+    assert ", not model.layers.*.input_layernorm.weight, " in shown
+    assert "; at rest 100.0% of the weights; " in shown
 
 
 def _error_of(job: Job, faults: list[str]) -> tuple[str, str]:

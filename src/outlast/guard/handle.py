@@ -280,6 +280,9 @@ class Guard:
                 self._undo.callback(hook.remove)
         self._model._outlast_watch = self.watch
         self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
+        # So that the checks last as long as the model, though nobody keeps this handle.
+        self._model._outlast_installed = self._installed
+        self._undo.callback(lambda: delattr(self._model, "_outlast_installed"))
 
     def _before(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """An optimizer is about to use the gradients of the passes since the last step."""

@@ -42,6 +42,14 @@ class Installed:
     functions: list[AttentionChecks | LossChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    def __deepcopy__(self, memo: object) -> Installed:
+        """A copied model is checked together with its original."""
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickled model is one without a guard: None."""
+        return type(None), ()
+
 
 def install(watch: Watch, model: nn.Module) -> Installed:
     """Put the checks that the policy asks for into `model`; warns once of modules without any."""
