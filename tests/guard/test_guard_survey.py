@@ -669,3 +669,14 @@ def test_a_learned_mask_of_attention_is_named() -> None:
         "bias": "attention mask: no check for this kind of module"
     }
     assert handle.uncovered().flops == 0.0
+
+
+def test_level_light_has_no_product_covered_and_does_not_warn() -> None:
+    handle, told, _ = train(Branches(), class_loss, "light", steps=3)
+    assert handle is not None
+    assert not told
+    uncovered = handle.uncovered()
+    assert not covered(handle)
+    assert uncovered.unwatched == uncovered.elements > 0
+    assert set(uncovered.parameters.values()) == {"policy light"}
+    assert handle.at_rest()[0] == handle.at_rest()[1]

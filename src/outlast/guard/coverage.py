@@ -256,7 +256,7 @@ class Uncovered:
         elements: Their elements.
         unwatched: Elements of `parameters`.
         flops: Share of the operations without a check in the FLOPs of the forward passes' matrix
-            products; None where that is not known, as behind compiled graphs.
+            products that gradients go through; None where it is not known, as in compiled graphs.
     """
 
     modules: dict[str, str] = field(default_factory=dict)
@@ -301,14 +301,16 @@ def summarized(named: dict[str, str], most: int = 6) -> str:
 def collapsed(named: dict[str, str]) -> dict[str, str]:
     """Names with what is said of each; those that differ in numbers alone are one, and counted."""
     alike: dict[str, list[str]] = {}
-    for name, said in named.items():
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) or "the model itself"
-        alike.setdefault(pattern, []).append(said)
-    return {
-        pattern: (f"{len(all_said)} of them, " if len(all_said) > 1 else "")
-        + " or ".join(dict.fromkeys(all_said))
-        for pattern, all_said in alike.items()
-    }
+    for name in named:
+        alike.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), []).append(name)
+    found = {}
+    for pattern, names in alike.items():
+        said = " or ".join(dict.fromkeys(named[name] for name in names))
+        if len(names) > 1:
+            found[pattern] = f"{len(names)} of them, {said}"
+        else:
+            found[names[0] or "the model itself"] = said
+    return found
 
 
 def table() -> str:

@@ -302,7 +302,7 @@ class Guard:
             verdict = self.verdict()
             if not verdict.clean:
                 raise self._wrong(verdict)
-        self._survey.judge(optimizer)
+        self.watch.timed(self._survey.judge, optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         self._stepped.add(id(optimizer))
@@ -312,7 +312,7 @@ class Guard:
 
     def _advance(self) -> None:
         self._stepped.clear()
-        self._survey.advance()
+        self.watch.timed(self._survey.advance)
         if self.patrol is not None:
             self.patrol.after_step()
         self.watch.advance()

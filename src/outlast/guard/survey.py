@@ -59,7 +59,8 @@ _OF_GRADIENTS = frozenset(
 """Checks that watch the gradient of an operation's inputs."""
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
 """Checks that are made where another one fails, and so are there whenever that one is made."""
-_NO_CHECK_RAN = "not called in the step, or where its checks do not see it"
+_NOT_CALLED = "not called in the step, or where its checks do not see it"
+_EVALUATED = "in evaluation mode, and nothing of it trains"
 _NO_MORE = "its attention or loss is no longer checked"
 _NOT_WATCHED = "the check of its gradient was not made"
 
@@ -153,7 +154,7 @@ class Survey:
         linear: dict[str, LinearChecks],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._watch, self._model, self._planned, self._linear = watch, model, planned, linear
+        self.watch, self._model, self._planned, self._linear = watch, model, planned, linear
         self._optimizers = list(optimizers)
         # The names under which a module's checks count.
         self._checks: dict[str, tuple[str, ...]] = {}
@@ -162,6 +163,8 @@ class Survey:
             products = module.product_names if isinstance(module, ProductLayer) else ()
             own = tuple(f"{each.module}.{product}" for product in products)
             self._checks[each.module] = own or (each.module,)
+        # Where no module has any, as at level light, there is nothing to follow in every step.
+        self._checks_any = any(each.operations for each in planned) or watch.policy.reaches("full")
         self._names: dict[int, str] = {}
         self._holders: dict[int, list[Coverage]] = {}
         self._expected: dict[int, _Expected] = {}
@@ -177,6 +180,7 @@ class Survey:
         self._indexed = 0
         self._uses: dict[str, _Uses] = {}
         self._seen = self._shown = _Seen()
+        self._share: float | None = None
         self._told: set[str] = set()
         self._steps = 0
         self._due = True
@@ -192,7 +196,7 @@ class Survey:
 
     def look(self, roots: Any) -> None:
         """Read the graph of a backward pass that begins at `roots`, if this step is looked at."""
-        if not self._due:
+        if not self._due or not self._checks_any:
             return
         # A tensor, or the node of a `GradientEdge`.
         nodes = [getattr(each, "grad_fn", each) for each in tree_leaves(roots)]
@@ -210,7 +214,9 @@ class Survey:
 
     def judge(self, optimizer: Optimizer | None) -> None:
         """Find what has watched the gradients that `optimizer` is about to use."""
-        key, watch = id(optimizer), self._watch
+        key, watch = id(optimizer), self.watch
+        if not self._due and not self._checks_any:
+            return
         watch.settle()
         since = self._since.get(key, 0)
         if optimizer is not None:
@@ -246,7 +252,10 @@ class Survey:
     def advance(self) -> None:
         """End a step of all optimizers, and warn of what it has shown for the first time."""
         self._steps += 1
-        self._last_began, self._step_began = self._step_began, self._watch.period
+        if not self._due and not self._checks_any:
+            self._due = self._steps & (self._steps - 1) == 0
+            return
+        self._last_began, self._step_began = self._step_began, self.watch.period
         self._due = self._tell() or self._steps & (self._steps - 1) == 0
         if self._due:
             self._seen = _Seen()
@@ -262,7 +271,7 @@ class Survey:
                 operations = tuple(
                     name for name in operations if {name, _WITH_ANOTHER.get(name)} & made
                 )
-                why_not = "" if operations else _NO_CHECK_RAN
+                why_not = "" if operations else self._why_idle(each)
             found.append(Coverage(each.module, each.kind, () if why_not else operations, why_not))
         return found
 
@@ -279,18 +288,20 @@ class Survey:
             sum(each.count for each in judged),
             sum(each.elements for each in judged),
             sum(elements for elements, _ in unwatched.values()),
-            self._flops(),
+            self._share,
         )
 
     def _judge_all(self) -> None:
         if self._optimizers:
             return
-        if self._seen.uses or self._watch.ledger.checks:
+        if self._seen.uses or self.watch.ledger.checks:
             self.judge(None)
 
     def _tell(self) -> bool:
         """Warn of what is new; whether anything is."""
-        told, watch = self._told, self._watch
+        told, watch = self._told, self.watch
+        if self._due:
+            self._share = self._flops()
         idle = [
             each.module
             for each in self._planned
@@ -326,19 +337,24 @@ class Survey:
         """Where attention or a loss was checked in an earlier step, and was not in the last one."""
         if not self._optimizers:
             return []
-        sites = self._watch.ledger.sites.values()
+        sites = self.watch.ledger.sites.values()
         last: dict[str, int] = {}
         for site in sites:
             if site.operation in _FUNCTIONS and site.last >= 0:
                 last[site.module] = max(last.get(site.module, 0), site.last)
         return [name for name, period in last.items() if period < self._last_began]
 
+    def _why_idle(self, planned: Coverage) -> str:
+        module = self._model.get_submodule(planned.module)
+        frozen = not any(each.requires_grad for each in module.parameters())
+        return _EVALUATED if frozen and not module.training else _NOT_CALLED
+
     def _why_not(self, planned: Coverage) -> str:
         layer = self._linear.get(planned.module)
         return planned.why_not or (layer.why_not if layer is not None else "")
 
     def _made(self, check: str, operations: Container[str], since: int) -> bool:
-        sites = self._watch.ledger.sites
+        sites = self.watch.ledger.sites
         if len(sites) != self._indexed:
             self._indexed = len(sites)
             self._sites.clear()
@@ -359,8 +375,8 @@ class Survey:
         }
 
     def _flops(self) -> float | None:
-        """The share of products without a check; one that was not made covers none."""
-        seen, sites = self._shown, self._watch.ledger.sites
+        """Of a step that was looked at; a check that was not made covers no product."""
+        seen, sites = self._shown, self.watch.ledger.sites
         since = min(self._begun.values(), default=0)
         made = {check for (check, _), site in sites.items() if site.last >= since}
         lost = sum(flops for check, flops in seen.checked_flops.items() if check not in made)
@@ -430,7 +446,7 @@ def _backward(original: Callable[..., None], *args: Any, **options: Any) -> None
     roots = args[0] if args else options.get("tensors")
     surveys = [*_SURVEYS]
     for survey in surveys:
-        survey.look(roots)
+        survey.watch.timed(survey.look, roots)
         survey.depth += 1
     try:
         original(*args, **options)
