@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -680,3 +683,37 @@ def test_level_light_has_no_product_covered_and_does_not_warn() -> None:
     assert uncovered.unwatched == uncovered.elements > 0
     assert set(uncovered.parameters.values()) == {"policy light"}
     assert handle.at_rest()[0] == handle.at_rest()[1]
+
+
+def test_shapes_that_are_no_numbers_leave_the_share_of_flops_open() -> None:
+    model = Own(lambda x, weight: x @ weight, 8, 8)
+    rows = [torch.ones(3, 8), torch.ones(5, 8)]
+
+    def loss_of(model: nn.Module) -> Tensor:
+        given = [model.layer(each) for each in rows]
+        nested = torch.nested.as_nested_tensor(given, layout=torch.jagged)
+        return torch.cat(functional.linear(nested, model.own).unbind()).square().mean()
+
+    handle, _, _ = train(model, loss_of)
+    assert handle is not None
+    uncovered = handle.uncovered()
+    assert uncovered.flops is None
+    assert set(uncovered.parameters) == {"own"}
+
+
+def test_modules_that_were_wrapped_or_replaced_are_followed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = quietly(model, optimizer)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    squares((2, 8))(model).backward()
+    optimizer.step()
+    assert covered(handle) == {"0", "2"}
+    assert not handle.uncovered()
+    optimizer.zero_grad()
+    model[0] = nn.Linear(8, 8)
+    optimizer.add_param_group({"params": [*model[0].parameters()]})
+    squares((2, 8))(model).backward()
+    with pytest.warns(UserWarning, match=r"0\.weight \(addmm\), 0\.bias \(addmm\)"):
+        optimizer.step()
+    assert covered(handle) == {"2"}

@@ -109,7 +109,7 @@ class _Seen:
     operations: Counter[str] = field(default_factory=Counter)
     checked_flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     other_flops: float = 0.0
-    compiled: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,12 @@ class Survey:
     ) -> None:
         self.watch, self._model, self._planned, self._linear = watch, model, planned, linear
         self._optimizers = list(optimizers)
-        # The names under which a module's checks count.
+        # Modules by the names that they had, which wrappers may change, and the names under which
+        # their checks count.
+        self._modules = {each.module: model.get_submodule(each.module) for each in planned}
         self._checks: dict[str, tuple[str, ...]] = {}
         for each in planned:
-            module = model.get_submodule(each.module)
+            module = self._modules[each.module]
             products = module.product_names if isinstance(module, ProductLayer) else ()
             own = tuple(f"{each.module}.{product}" for product in products)
             self._checks[each.module] = own or (each.module,)
@@ -174,7 +176,7 @@ class Survey:
         # By module: when the step of its optimizer began, or that of all; and the one before.
         self._begun: dict[str, int] = {}
         self._step_began = self._last_began = 0
-        self._modules: dict[int, set[str]] = {}
+        self._updated: dict[int, set[str]] = {}
         # All sites by the module's name, as of so many.
         self._sites: dict[str, list[Site]] = {}
         self._indexed = 0
@@ -243,9 +245,9 @@ class Survey:
                 why_not = _NOT_WATCHED
             if why_not:
                 judged.unwatched[expected.name] = expected.elements, why_not
-        modules = self._modules.get(key)
+        modules = self._updated.get(key)
         if modules is None:
-            modules = self._modules[key] = self._modules_of(own)
+            modules = self._updated[key] = self._modules_of(own)
         self._begun.update(dict.fromkeys(modules, since))
         self._begun.update(dict.fromkeys(self._never_updated - modules, self._step_began))
 
@@ -345,7 +347,7 @@ class Survey:
         return [name for name, period in last.items() if period < self._last_began]
 
     def _why_idle(self, planned: Coverage) -> str:
-        module = self._model.get_submodule(planned.module)
+        module = self._modules[planned.module]
         frozen = not any(each.requires_grad for each in module.parameters())
         return _EVALUATED if frozen and not module.training else _NOT_CALLED
 
@@ -381,7 +383,7 @@ class Survey:
         made = {check for (check, _), site in sites.items() if site.last >= since}
         lost = sum(flops for check, flops in seen.checked_flops.items() if check not in made)
         total = sum(seen.checked_flops.values()) + seen.other_flops
-        return None if seen.compiled or not total else (seen.other_flops + lost) / total
+        return None if seen.unknown or not total else (seen.other_flops + lost) / total
 
     def _parameters_of(self, optimizer: Optimizer | None) -> list[Tensor]:
         groups = [] if optimizer is None else optimizer.param_groups
@@ -400,10 +402,10 @@ class Survey:
     def _know_parameters(self) -> None:
         """Find the model's parameters, which FSDP2 may have replaced, and what uses them."""
         self._names = {id(each): name for name, each in self._model.named_parameters()}
-        self._modules.clear()
+        self._updated.clear()
         self._holders = {number: [] for number in self._names}
         for planned in self._planned:
-            module = self._model.get_submodule(planned.module)
+            module = self._modules[planned.module]
             for each in module.parameters(recurse=isinstance(module, ProductLayer)):
                 self._holders.setdefault(id(each), []).append(planned)
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -492,11 +494,11 @@ class _Graph:
                 continue
             kind, check = _kind(node), self._check(node)
             flops = _flops(node, kind)
+            seen.unknown |= flops is None or kind == _COMPILED
             if check is not None:
-                seen.checked_flops[check] += flops
+                seen.checked_flops[check] += flops or 0.0
                 continue
-            seen.other_flops += flops
-            seen.compiled |= kind == _COMPILED
+            seen.other_flops += flops or 0.0
             if kind in _PRODUCTS or _OTHERS.match(kind) or _is_custom(node, kind):
                 seen.operations[f"{_label(node, kind)} in {self._place(node)}"] += 1
 
@@ -605,30 +607,44 @@ def _is_custom(node: Node, kind: str) -> bool:
     return owner is not None and not owner.__module__.startswith(_FRAMEWORKS)
 
 
-def _flops(node: Node, kind: str) -> float:
-    """Of the forward pass of a matrix product, from shapes alone; 0 for what is none."""
+def _flops(node: Node, kind: str) -> float | None:
+    """Of the forward pass of a matrix product, from shapes alone; 0 for what is none.
+
+    None where shapes do not tell: of nested tensors, and of what is multiplied by frozen numbers.
+    """
     if getattr(node, "_forward_cls", None) is CheckedLinear:
         kind = "Linear"
-    shapes: list[tuple[int, ...] | None] = [
-        None if child is None else tuple(child._input_metadata[index].shape)
-        for child, index in node.next_functions
-    ]
-    made = node._input_metadata
-    out: tuple[int, ...] = tuple(made[0].shape) if made else ()
-    size: float = 2.0 * prod(out)
+    is_convolution, is_attention = kind.endswith("Convolution"), kind.startswith("ScaledDot")
+    is_recurrent = re.search("Rnn|Lstm|Gru", kind)
+    if not (kind in _PRODUCTS or is_convolution or is_attention or is_recurrent):
+        return 0.0
+    operands = [_shape(*edge) for edge in node.next_functions]
+    out = _shape(node, 0)
+    if not out:
+        return None
+    size = 2.0 * prod(out)
     if kind in _PRODUCTS:
-        left, right = (shapes[place] if place < len(shapes) else None for place in _PRODUCTS[kind])
+        left, right = (operands[i] if i < len(operands) else None for i in _PRODUCTS[kind])
         if left:
             return size * left[-1]
         # The weight of a linear layer stands the other way round.
         shared = -1 if kind == "Linear" or len(right or ()) < 2 else -2
-        return size * right[shared] if right else 0.0
-    if kind.endswith("Convolution"):
-        weight = shapes[1] if len(shapes) > 1 else None
-        return size * prod(weight[1:]) if weight else 0.0
-    if kind.startswith("ScaledDot"):
-        keys = next((each for each in shapes[1:3] if each), out)
-        return 2.0 * size * keys[-2] if len(keys) > 1 else 0.0
-    if re.search("Rnn|Lstm|Gru", kind) and out:
-        return size / out[-1] * sum(prod(each) for each in shapes if each and len(each) == 2)
-    return 0.0
+        return size * right[shared] if right else None
+    if is_convolution:
+        weight = operands[1] if len(operands) > 1 else None
+        return size * prod(weight[1:]) if weight else None
+    if is_attention:
+        keys = next((each for each in operands[1:3] if each), None)
+        return 2.0 * size * keys[-2] if keys else None
+    return size / out[-1] * sum(prod(each) for each in operands if each and len(each) == 2)
+
+
+def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
+    """Of what a node has made, where it is made of plain numbers."""
+    if node is None:
+        return None
+    try:
+        shape = tuple(node._input_metadata[place].shape)
+    except (IndexError, RuntimeError):
+        return None
+    return shape if all(type(each) is int for each in shape) else None
