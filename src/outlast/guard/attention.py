@@ -11,7 +11,11 @@ D_i = sum_d dO_id O_id, dQ = s dS K and dK = s dS^T Q, each channel d of each he
 Heads that share keys and values are summed. No identity needs P, which fused kernels never store.
 They compute it again from Q, K and the forward pass's log-sum-exp, so that the first one also sees
 a score that was wrong in one of the passes alone. In the forward pass every O_id must lie between
-the smallest and the largest V_jd.
+the smallest and the largest V_jd. O itself is hashed as it is handed on, and again going back.
+
+A wrong O that was used cannot be put right going back: it is ``detected``, and the step repeated.
+Where an identity of dV or dK fails, the forward pass is computed again first, and only if it gives
+the O that was used do gradients that are computed again count as right.
 
 Roundings, beside those of `threshold` for outputs and sums: P and dS are rounded to the data's type
 before they are multiplied. What that adds to a sum over j has variance u^2 / 3 times a sum of
@@ -28,7 +32,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +40,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from outlast.guard.judged import Judged, judge
+from outlast.guard.judged import Judged, exact, judge
 from outlast.guard.probes import (
     KeptOutput,
     Seen,
@@ -44,11 +48,13 @@ from outlast.guard.probes import (
     powers_squared,
     put_output_right,
     put_right,
+    same_bits,
     summing,
     watched,
 )
 from outlast.guard.product import rounding_of
 from outlast.guard.replaced import Replaced
+from outlast.guard.rest import hash64
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -144,6 +150,7 @@ class AttentionChecks:
             {"dropout_p": dropout_p, "is_causal": is_causal, **options},
             query.shape[-1] ** -0.5 if scale is None else float(scale),
             KeptOutput(),
+            torch.get_rng_state() if dropout_p and device == "cpu" else None,
         )
         return call.run(query, key, value, attn_mask)
 
@@ -187,7 +194,12 @@ def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of attention."""
+    """One call of attention.
+
+    Attributes:
+        random: State of the CPU's generator before the call, where it draws what is dropped.
+        digest: Hash of the output as it was handed on, and where that lay.
+    """
 
     watch: Watch
     name: str
@@ -195,6 +207,8 @@ class _Call:
     options: dict[str, Any]
     scale: float
     kept: KeptOutput
+    random: Tensor | None
+    digest: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @property
     def dropout(self) -> bool:
@@ -202,6 +216,17 @@ class _Call:
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return self.original(query, key, value, attn_mask=mask, **self.options)
+
+    def again(self, seen: Seen) -> tuple[Tensor, Gradients]:
+        """Output and gradients from what was kept; with dropout, the same numbers are dropped."""
+        if self.random is None:
+            return seen.again(seen.kept)
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        try:
+            return seen.again(seen.kept)
+        finally:
+            torch.set_rng_state(now)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         inputs = (query, key, value, mask)
@@ -216,7 +241,25 @@ class _Call:
             check = partial(_judge_hull, value.detach(), mask is not None)
             site = self.watch.ledger.site(self.name, "attention.forward")
             put_output_right(self.watch, site, o, again, check)
+        self.digest.append((self.watch.timed(hash64, [o]), o.data_ptr()))
         return self.kept.keep(o)
+
+    def compare_output(self, o: Tensor) -> bool:
+        """Whether O is what the forward pass has handed on; otherwise note a finding.
+
+        After activation checkpointing it is another computation's, with the same bits where kernels
+        are deterministic.
+        """
+        (before, address), now = self.digest[-1], hash64([o])
+        site = self.watch.ledger.site(self.name, "attention.dv")
+        exactly = o.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        if not exactly and o.data_ptr() != address:
+            return True
+        judged = exact(now[None], before[None])
+        if self.watch.wants(site, judged):
+            self.watch.find(site, o.device, 1, math.inf, "detected")
+            return False
+        return True
 
     def touched(self, site: str, numbers: Tensor) -> Tensor:
         return self.watch.touched(site, self.name, numbers)
@@ -229,44 +272,63 @@ class _Call:
         dq, dk, dv, dmask = seen.gradients
         if o is None:
             return seen.gradients
+        if not self.compare_output(o):
+            # What followed has used another O, so that the step must be run again.
+            return seen.gradients
         query, key, value, mask = seen.kept
         head = _Heads(self, (query, key, value), seen.dy, o)
         rows = _open_rows(mask, query, key)
 
+        def changed() -> bool:
+            # What follows attention has used O: nothing that is computed again here cures that.
+            return not same_bits(self.again(seen)[0], o)
+
         def again() -> Gradients:
-            if self.dropout:
-                # Other numbers would be dropped: what is here stays.
-                return seen.gradients
-            head.see_output(self.compute(query, key, value, mask))
-            return seen.again((query, key, value, mask))
+            _, (fresh_dq, fresh_dk, fresh_dv, _) = self.again(seen)
+            fresh = (fresh_dq, fresh_dk, fresh_dv)
+            sites = ("attention.dq", "attention.dk", "attention.dv")
+            return tuple(
+                each if each is None else self.touched(site, each)
+                for site, each in zip(sites, fresh, strict=True)
+            )
+
+        fresh: Gradients = ()
+
+        def again_dv() -> list[Tensor | None]:
+            nonlocal fresh
+            fresh = again()
+            return [fresh[2]]
 
         sites = self.watch.ledger.site
         if dv is not None:
-            (dv,) = put_right(
+            given = self.touched("attention.dv", dv)
+            (right,) = put_right(
                 self.watch,
                 sites(self.name, "attention.dv"),
-                [self.touched("attention.dv", dv)],
-                lambda: [self._retouched("attention.dv", again()[2])],
+                [given],
+                again_dv,
                 lambda given: head.judge_dv(given[0], rows),
+                changed=changed,
             )
+            if fresh and right is not given and not same_bits(right, given):
+                # The scores that spoilt dV are dK's and dQ's as well.
+                dq, dk, _ = fresh
+            dv = right
         if dk is not None:
-            given = [self.touched("attention.dk", dk)]
+            pair = [self.touched("attention.dk", dk)]
             if dq is not None:
-                given.append(self.touched("attention.dq", dq))
-
-            def again_dk() -> list[Tensor | None]:
-                fresh = again()
-                both = [self._retouched("attention.dk", fresh[1])]
-                return both + [self._retouched("attention.dq", fresh[0])]
-
-            site = sites(self.name, "attention.dk")
-            right = put_right(self.watch, site, given, again_dk, head.judge_dk)
-            dk = right[0]
-            dq = right[1] if dq is not None else None
+                pair.append(self.touched("attention.dq", dq))
+            both = put_right(
+                self.watch,
+                sites(self.name, "attention.dk"),
+                pair,
+                lambda: [each for each in again()[1::-1] if each is not None],
+                head.judge_dk,
+                changed=changed,
+            )
+            dk = both[0]
+            dq = both[1] if dq is not None else None
         return dq, dk, dv, dmask
-
-    def _retouched(self, site: str, numbers: Tensor | None) -> Tensor | None:
-        return None if numbers is None else self.touched(site, numbers)
 
 
 def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> Judged:
@@ -349,12 +411,8 @@ class _Heads:
         constant = 4.0 + math.log(keys) ** 2
         self._scores = (constant + (norms * largest[..., None]).square())[..., None]
         self._squares = self._dy.square()
-        self.see_output(o)
-
-    def see_output(self, o: Tensor) -> None:
-        """Take O (..., queries, channels) from here."""
-        self._o = o.detach().to(self._dtype)
-        self._powers = powers_squared(o, self._dtype)
+        self._o = o.detach().to(dtype)
+        self._powers = powers_squared(o, dtype)
 
     def _blockwise(self, bound: Bound, blocks: int) -> Bound:
         """`bound` where partial sums of as many blocks are stored in the outputs' type."""

@@ -6,9 +6,27 @@ of the gradient sums to zero, since P and the smoothed targets both sum to one::
 
     sum_v dlogits_v = 0
 
-Roundings, beside those of `threshold`: log-probabilities L are kept in the loss's type and a row's
-P = exp(L) are off by their roundings, which adds at most ``u^2 / 3 sum_v P_v^2 L_v^2 <= 4 / e^2
-u^2 / 3`` relative to the row's weight. The sum of exponentials runs in at least `_LANES` lanes.
+Roundings, with S the sum of a row's exponentials relative to its largest logit, lse = log S, L the
+log-probabilities, H = -sum P L, and u of the loss's type. What torch computes was measured on the
+CPU for bf16, fp16 and fp32: 16-bit logits are widened, and S is summed in fp32, but S, log S and L
+are each rounded to the loss's type before they are used::
+
+    L_v = round(x_v - max - round(log(round(S))))
+
+So a log-probability is off by at most ``u (1 + |lse| + |L_v|)`` (in fp32, whose exp and log have
+errors of a last place and whose differences round, too: ``u (2 + 2 |lse| + |x_v - max| + |L_v|)``),
+and the sum of a row's P by ``u (1 + |lse| + H)`` (twice and 2 H) of its weight. Storing dlogits adds
+``u sum |dlogits_v|`` and half the smallest spacing per class. These are worst cases, which rows and
+classes that are alike attain together: roundings are independent only where numbers differ. With
+three to six roundings in all, they are no wider than `DEVIATIONS` standard deviations would be.
+
+The sum S of C exponentials in at least `_LANES` lanes rounds in fp32 as in `threshold`. Where a
+share a of neighbouring classes have equal logits, its steps round alike: another ``a C / 2 lanes``
+roundings; and what is smaller than a rounding of its lane's sum is lost. The rows' losses are added up in the loss's type, 16 at a time in a tree (nll_loss of the
+CPU), so that each level of N rows adds the roundings of 16 partial sums.
+
+Numbers that come out a second time with the same bits are compared with fp64, element by element,
+and are called rounding only within the worst case of all of these with a sum of C terms in series.
 """
 
 from __future__ import annotations
@@ -30,11 +48,12 @@ from outlast.guard.probes import (
     powers_squared,
     put_output_right,
     put_right,
+    same_bits,
     summing,
     watched,
 )
 from outlast.guard.replaced import Replaced
-from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
+from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +67,10 @@ if TYPE_CHECKING:
 
 _REPLACED = Replaced(functional, "cross_entropy")
 _LANES = 8
+_BRANCHES = 16
+"""Rows whose losses torch's nll_loss adds one after the other, on each level of a tree."""
+_MASKED = -1e4
+"""Logits relative to the largest, below which exponentials vanish in every type."""
 _CHUNK = 1 << 22
 """Logits that are read at a time by checks."""
 
@@ -138,7 +161,7 @@ class _Call:
         timed = self.watch.timed
         rows = timed(self._rows, logits.detach(), target)
         inputs = (logits, target)
-        kept = (*inputs, rows.valid, rows.logsum, rows.size)
+        kept = (*inputs, rows.valid, rows.logsum, rows.size, rows.entropy, rows.drift)
         loss = watched(self.compute, inputs, kept, self.timed_backward)
         self.watch.touch("loss.output", "loss", loss.data)
 
@@ -146,69 +169,118 @@ class _Call:
             with torch.no_grad():
                 return self.watch.touched("loss.output", "loss", self.compute(*inputs))
 
+        def beyond(found: Tensor) -> bool:
+            return self._beyond_rounding(logits.detach(), target, found)
+
         site = self.watch.ledger.site("loss", "loss.forward")
-        put_output_right(self.watch, site, loss, again, partial(self._judge_forward, rows))
+        check = partial(self._judge_forward, rows)
+        put_output_right(self.watch, site, loss, again, check, beyond=beyond)
         return loss
 
-    def _rows(self, logits: Tensor, target: Tensor) -> _Rows:
+    def _rows(self, logits: Tensor, target: Tensor, dtype: torch.dtype | None = None) -> _Rows:
         valid = target != int(self.options.get("ignore_index", -100))
         index = torch.where(valid, target, 0)[:, None]
         parts = []
         step = max(_CHUNK // logits.shape[1], 1)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
         for first in range(0, len(logits), step):
             wide = logits[first : first + step].to(dtype)
             largest = wide.amax(dim=1, keepdim=True)
             picked = (wide.gather(1, index[first : first + step]) - largest).double()
-            logsum = (wide - largest).exp_().sum(dim=1, keepdim=True).double().log_()
             # Without smoothing it does not matter, and may be infinite.
             mean = torch.zeros_like(picked)
             if self.smoothing:
                 mean = (wide.mean(dim=1, keepdim=True) - largest).double()
+            # Classes that are masked have neither probability nor share in the entropy.
+            below = (wide - largest).clamp_(min=_MASKED)
+            powers = below.exp()
+            total = powers.sum(dim=1, keepdim=True).double()
+            logsum = total.log()
+            entropy = logsum - torch.linalg.vecdot(powers, below)[:, None].double() / total
             size = largest.double().abs() + logsum
-            parts.append(torch.cat([picked, logsum, mean, size], dim=1))
-        picked, logsum, mean, size = torch.cat(parts).unbind(dim=1)
-        return _Rows(valid, picked, logsum, mean, size, name_of(dtype), logits.shape[1])
+            drift = torch.zeros_like(size) if _is_half(logits.dtype) else _drift(powers, total)
+            parts.append(torch.cat([picked, logsum, mean, size, entropy, drift], dim=1))
+        picked, logsum, mean, size, entropy, drift = torch.cat(parts).unbind(dim=1)
+        return _Rows(
+            valid, picked, logsum, mean, size, entropy, drift, name_of(dtype), logits.shape[1]
+        )
+
+    def _expected(self, rows: _Rows) -> Tensor:
+        """Each row's loss (rows,)."""
+        likely, even = rows.picked - rows.logsum, rows.mean - rows.logsum
+        expected = -(1.0 - self.smoothing) * likely - self.smoothing * even
+        return torch.where(rows.valid, expected, 0.0)
+
+    def _worst(self, rows: _Rows, dtype: torch.dtype) -> Tensor:
+        """How far rounding to the loss's type can move each row's loss, but for its sum S."""
+        smooth, unit = self.smoothing, unit_roundoff(name_of(dtype))
+        common, differences = (1.0, 0.0) if _is_half(dtype) else (2.0, 1.0)
+        likely, even = rows.picked - rows.logsum, rows.mean - rows.logsum
+        shares = (1.0 - smooth) * (likely.abs() + differences * rows.picked.abs())
+        # The sum over classes is rounded as well.
+        shares = shares + smooth * (2.0 * even.abs() + differences * rows.mean.abs())
+        return torch.where(rows.valid, unit * (common * (1.0 + rows.logsum) + shares), 0.0)
+
+    def _operations(self, loss: Tensor) -> Tensor:
+        """How far rounding can move a loss behind the sum over rows: mean, weights, their sum."""
+        unit = unit_roundoff(name_of(loss.dtype))
+        return unit * (7.0 if self.smoothing else 3.0) * loss.detach().double().abs()
 
     def _judge_forward(self, rows: _Rows, loss: Tensor) -> Judged:
-        smooth = self.smoothing
-        likely, even = rows.picked - rows.logsum, rows.mean - rows.logsum
-        expected = -(1.0 - smooth) * likely - smooth * even
-        expected = torch.where(rows.valid, expected, 0.0)
-        stored = unit_roundoff(name_of(loss.dtype))
-        unit = unit_roundoff(rows.summed) ** 2 / 3.0
+        smooth, expected = self.smoothing, self._expected(rows)
+        single = unit_roundoff(rows.summed)
         serial = 2.0 + rows.classes / (16.0 * _LANES**2)
         # Of the original and of this check: logits minus the largest, the sum, and its logarithm.
         shifted = ((1.0 - smooth) * rows.picked).square() + (smooth * rows.mean).square() * serial
-        variance = 2.0 * unit * (shifted + serial + rows.size.square())
-        # The CPU rounds the logarithm, too, to the loss's type.
-        variance = variance + stored**2 / 3.0 * (
-            rows.logsum.square()
-            + ((1.0 - smooth) * likely).square()
-            + (smooth * even).square() * serial
-        )
-        variance = torch.where(rows.valid, variance, 0.0)
+        spread = 2.0 * single**2 / 3.0 * (shifted + serial + rows.size.square())
+        spread = torch.where(rows.valid, spread.sqrt(), 0.0)
+        worst = self._worst(rows, loss.dtype) + torch.where(rows.valid, 2.0 * rows.drift, 0.0)
         found = loss.double()
         lost = floor_of(1, loss.dtype, torch.float64)
         if self.reduction == "none":
             powers = powers_squared(loss, torch.float64)
-            return judge(found - expected, variance + stored**2 / 3.0 * powers + lost, powers)
+            worst = (worst + self._operations(loss)) / DEVIATIONS
+            return judge(found - expected, spread.square() + worst.square() + lost, powers)
         count = rows.valid.sum() if self.reduction == "mean" else 1
-        total = (expected.sum() / count)[None]
-        squares = (expected.square().sum() / count**2)[None]
-        found = found[None]
         powers = powers_squared(loss[None], torch.float64)
-        rounding = Rounding(name_of(loss.dtype), name_of(loss.dtype))
-        bound = product_bound(rounding, len(expected), 1)
-        spread = bound.variance(powers, squares) + variance.sum() / count**2
-        return judge(found - total, spread, powers)
+        # Rows that are alike round alike: their errors add up.
+        spread = (spread.sum() / count)[None]
+        worst = (worst.sum() / count)[None] + self._operations(loss)[None]
+        levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
+        added = min(len(expected) - 1, _BRANCHES) * levels
+        stored = unit_roundoff(name_of(loss.dtype)) ** 2 / 3.0
+        variance = spread.square() + (worst / DEVIATIONS).square() + stored * added * powers + lost
+        return judge(found[None] - (expected.sum() / count)[None], variance, powers)
+
+    def _beyond_rounding(self, logits: Tensor, target: Tensor, loss: Tensor) -> bool:
+        """Whether a loss is further from fp64 than rounding can ever bring it."""
+        rows = self._rows(logits, target, torch.float64)
+        expected, unit = self._expected(rows), unit_roundoff(name_of(loss.dtype))
+        summed = unit_roundoff("float64" if loss.dtype == torch.float64 else "float32")
+        worst = self._worst(rows, loss.dtype) + summed * (rows.classes + 2.0 * rows.size)
+        # Sums over classes and rows that overflow on the way.
+        largest = ((1.0 - self.smoothing) * (rows.picked - rows.logsum).abs()).sum()
+        largest = largest + rows.classes * (rows.mean - rows.logsum).abs().sum() * bool(
+            self.smoothing
+        )
+        if self.reduction != "none":
+            count = rows.valid.sum() if self.reduction == "mean" else 1
+            levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
+            added = min(len(expected) - 1, _BRANCHES) * levels
+            worst = worst.sum() / count + unit * added * expected.sum() / count
+            expected = expected.sum() / count
+        smallest = 4.0 * unit * torch.finfo(loss.dtype).smallest_normal
+        limit = worst + unit * 8.0 * expected.abs() + smallest
+        within = (loss.double() - expected).abs() <= limit
+        free = ~torch.isfinite(expected) | (largest > torch.finfo(loss.dtype).max)
+        return not bool((within | free).all())
 
     def timed_backward(self, seen: Seen) -> Gradients:
         return self.watch.timed(self.backward, seen)
 
     def backward(self, seen: Seen) -> Gradients:
         """Check the rows of dlogits."""
-        logits, target, valid, logsum, size = seen.kept
+        logits, target, valid, logsum, size, entropy, drift = seen.kept
         gradient = seen.gradients[0]
         if gradient is None:
             return seen.gradients
@@ -217,23 +289,71 @@ class _Call:
             weights = weights / valid.sum()
         weights = torch.where(valid, weights, 0.0)
 
+        def changed() -> bool:
+            # The loss has been used, and the gradient would be that of other logits.
+            rows = self._rows(logits, target)
+            return not (same_bits(rows.logsum, logsum) and same_bits(rows.size, size))
+
         def again() -> list[Tensor | None]:
-            (fresh, *_) = seen.again((logits, target))
+            _, (fresh, *_) = seen.again((logits, target))
             return [fresh if fresh is None else self._touched(fresh)]
 
+        def beyond(given: Sequence[Tensor]) -> bool:
+            return self._gradient_beyond_rounding(logits, target, weights, given[0])
+
         site = self.watch.ledger.site("loss", "loss.dlogits")
-        unit = unit_roundoff(name_of(seen.dy.dtype))
+        name, classes = name_of(seen.dy.dtype), logits.shape[1]
+        unit, single = unit_roundoff(name), min(unit_roundoff(name), unit_roundoff("float32"))
         # Every class adds the same small part to a row's sum of gradients: roundings to one side.
-        smoothed = (logits.shape[1] / (2.0 * _LANES)) ** 2 if self.smoothing else 0.0
-        accumulated = min(unit, unit_roundoff("float32")) ** 2 / 3.0
-        # Of P in their logarithms and as they are multiplied, and of their common sum.
-        probabilities = 1.0 + 4.0 * math.exp(-2.0) + logsum.square()
-        serial = 2.0 + logits.shape[1] / (16.0 * _LANES**2)
-        relative = unit**2 / 3.0 * probabilities
-        relative = relative + accumulated * (serial + smoothed + size.square())
-        judged = partial(_judge_rows, weights.square() * relative)
+        smoothed = (classes / (2.0 * _LANES)) ** 2 if self.smoothing else 0.0
+        serial = 2.0 + classes / (16.0 * _LANES**2)
+        common, terms = (1.0, 1.0) if _is_half(seen.dy.dtype) else (2.0, 2.0)
+        worst = unit * (common * (1.0 + logsum) + terms * entropy)
+        worst = worst + drift
+        spread = single**2 / 3.0 * (serial + smoothed + size.square())
+        judged = partial(_judge_rows, weights.square() * spread, weights * worst)
         given = [self._touched(gradient)]
-        return (*put_right(self.watch, site, given, again, judged), None)
+        right = put_right(
+            self.watch, site, given, again, judged, beyond=beyond, changed=changed
+        )
+        return (*right, None)
+
+    def _gradient_beyond_rounding(
+        self, logits: Tensor, target: Tensor, weights: Tensor, gradient: Tensor
+    ) -> bool:
+        """Whether any of dlogits is further from fp64 than rounding can ever bring it.
+
+        Its sign is that of the loss's own gradient, which is positive or negative for all rows of a
+        mean or a sum.
+        """
+        classes, dtype = logits.shape[1], gradient.dtype
+        unit = unit_roundoff(name_of(dtype))
+        summed = unit_roundoff("float64" if dtype == torch.float64 else "float32")
+        rows = self._rows(logits, target, torch.float64)
+        index = torch.where(rows.valid, target, 0)[:, None]
+        smallest = 4.0 * unit * torch.finfo(dtype).smallest_normal
+        step = max(_CHUNK // classes, 1)
+        for first in range(0, len(logits), step):
+            part = slice(first, first + step)
+            wide = logits[part].double()
+            below = wide - wide.amax(dim=1, keepdim=True)
+            likely = below - rows.logsum[part, None]
+            share, weight = likely.exp(), weights[part, None]
+            target_share = torch.full_like(share, self.smoothing / classes)
+            target_share.scatter_add_(
+                1, index[part], torch.full_like(share[:, :1], 1.0 - self.smoothing)
+            )
+            relative = unit * (8.0 + 2.0 * rows.logsum[part, None])
+            relative = relative + summed * (classes + 2.0 * rows.size[part, None])
+            sizes = weight * (share + target_share)
+            off = weight * share * (2.0 * unit * likely.clamp(min=_MASKED).abs())
+            limit = relative * sizes + off + smallest
+            found, expected = gradient[part].double(), weight * (share - target_share)
+            difference = torch.minimum((found - expected).abs(), (found + expected).abs())
+            free = ~torch.isfinite(expected) | (sizes > torch.finfo(dtype).max)
+            if not bool(((difference <= limit) | free).all()):
+                return True
+        return False
 
     def _touched(self, gradient: Tensor) -> Tensor:
         return self.watch.touched("loss.dlogits", "loss", gradient)
@@ -249,6 +369,8 @@ class _Rows:
         logsum: Logarithm of the sum of exponentials.
         mean: Mean logit.
         size: What the log-sum-exp is rounded at where it is one number: |largest| + logsum.
+        entropy: -sum P log P.
+        drift: How far roundings of the sum that do not cancel can move the loss.
         summed: Type of the sums that these were found with.
         classes: Logits per row.
     """
@@ -258,23 +380,53 @@ class _Rows:
     logsum: Tensor
     mean: Tensor
     size: Tensor
+    entropy: Tensor
+    drift: Tensor
     summed: str
     classes: int
 
 
-def _judge_rows(fixed: Tensor, given: Sequence[Tensor]) -> Judged:
-    """Whether rows of dlogits (rows, classes) sum to zero; `fixed`: variance beside storing."""
+def _judge_rows(spread: Tensor, worst: Tensor, given: Sequence[Tensor]) -> Judged:
+    """Whether rows of dlogits (rows, classes) sum to zero.
+
+    Args:
+        spread: (rows,) variance of what rounds independently.
+        worst: (rows,) how far the rest can move a sum, but for the storing of dlogits.
+        given: dlogits.
+    """
     (gradient,) = given
     dtype, classes = summing(gradient), gradient.shape[1]
     step = max(_CHUNK // classes, 1)
-    sums, powers = [], []
+    sums, powers, sizes = [], [], []
     for first in range(0, len(gradient), step):
         part = gradient[first : first + step]
-        sums.append(part.to(dtype).sum(dim=1))
+        wide = part.to(dtype)
+        sums.append(wide.sum(dim=1))
+        sizes.append(wide.abs().sum(dim=1))
         powers.append(powers_squared(part, dtype).sum(dim=1))
     power = torch.cat(powers).double()
-    stored = unit_roundoff(name_of(gradient.dtype)) ** 2 / 3.0
+    unit = unit_roundoff(name_of(gradient.dtype))
     own = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * 4.0 * (32.0 + classes / 64.0)
-    variance = (stored + own) * power + fixed
-    variance = variance + floor_of(classes, gradient.dtype, dtype)
+    # Classes that are alike are rounded alike, and so are those below the normal numbers.
+    spacing = torch.finfo(gradient.dtype).smallest_normal * unit
+    worst = worst + unit * torch.cat(sizes).double() + classes * spacing * worst.gt(0)
+    variance = (worst / DEVIATIONS).square() + own * power + spread
+    variance = variance + floor_of(1, gradient.dtype, dtype)
     return judge(torch.cat(sums).double(), variance, power)
+
+
+def _drift(powers: Tensor, total: Tensor) -> Tensor:
+    """What a row's roundings to one side can add up to, relative to its sum; (rows, 1) in fp64.
+
+    Steps by equal exponentials round alike, and those of less than a rounding of a lane's sum are
+    lost; nearly as much as one lane's share of them, where one lane holds most of the sum.
+    """
+    unit, classes = unit_roundoff(name_of(powers.dtype)), powers.shape[1]
+    equal = ((powers[:, 1:] == powers[:, :-1]) & (powers[:, 1:] > 0)).sum(dim=1, keepdim=True)
+    lost = torch.where(powers < unit * total, powers, 0.0).sum(dim=1, keepdim=True) / total
+    shares: Tensor = unit * equal.double() / (2.0 * _LANES) + 2.0 * lost.double() / _LANES
+    return shares if classes > _LANES else torch.zeros_like(shares)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)

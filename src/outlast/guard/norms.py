@@ -39,6 +39,7 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
+from outlast.guard.rest import hash64
 from outlast.guard.standin import StandIn
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 
@@ -136,11 +137,12 @@ class NormChecks(StandIn):
         inputs = (x, weight, bias)
         # Whose forward is written in torch operations may use x more than once.
         separate = self._kind != "layer" and not _is_half(x)
+        used: list[Tensor] = []
         y = watched(
             self._compute,
             inputs,
             inputs,
-            self._timed_backward,
+            partial(self._timed_backward, used),
             separate=separate,
         )
         self.watch.touch("norm.output", self.name, y.data)
@@ -152,6 +154,9 @@ class NormChecks(StandIn):
             partial(self._again, x.detach()),
             lambda given: self._judge_forward(flat_x, _rows(given)),
         )
+        if y.device.type == "cpu" and y.requires_grad:
+            # Elsewhere nothing is computed again at once.
+            used.append(self.watch.timed(hash64, [y]))
         return y
 
     def _applies(self, x: Tensor) -> bool:
@@ -281,11 +286,17 @@ class NormChecks(StandIn):
         )
         return judge(difference, variance, powers)
 
-    def _timed_backward(self, seen: Seen) -> Gradients:
-        return self.watch.timed(self._backward, seen)
+    def _timed_backward(self, used: list[Tensor], seen: Seen) -> Gradients:
+        return self.watch.timed(self._backward, used, seen)
 
-    def _backward(self, seen: Seen) -> Gradients:
+    def _backward(self, used: list[Tensor], seen: Seen) -> Gradients:
+        """Check what goes back, through the layer whose output has had the hash in `used`."""
         x, weight, bias = seen.kept
+
+        def changed() -> bool:
+            # From an X or a weight that is another now, nothing right can be computed again.
+            return bool(used) and bool(hash64([seen.again((x, weight, bias))[0]]) != used[0])
+
         dx, dw, db = seen.gradients
         flat_x, flat_dy = _rows(x), _rows(seen.dy)
         dtype = summing(x, seen.dy, weight)
@@ -299,8 +310,9 @@ class NormChecks(StandIn):
                 self.watch,
                 self.dx_site,
                 self._touched("norm.dx", [dx]),
-                lambda: self._touched("norm.dx", seen.again((x, weight, bias))[:1]),
+                lambda: self._touched("norm.dx", seen.again((x, weight, bias))[1][:1]),
                 lambda given: check.judge(_rows(given[0])),
+                changed=changed,
             )
         pair = [each for each in (dw, db) if each is not None]
         if pair:
@@ -309,8 +321,9 @@ class NormChecks(StandIn):
                 self.watch,
                 self.dw_site,
                 pair,
-                lambda: self._touched("norm.dw", seen.again((x, weight, bias))[1:]),
+                lambda: self._touched("norm.dw", seen.again((x, weight, bias))[1][1:]),
                 partial(self._judge_dw, flat_x, row, (dy, products), dw is not None),
+                changed=changed,
             )
             dw = right[0] if dw is not None else None
             db = right[-1] if db is not None else None

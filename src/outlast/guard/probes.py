@@ -89,14 +89,14 @@ class Seen:
         dy: Gradient of the output.
         kept: What was given to `watched` to keep.
         gradients: Of the inputs; None where there is none.
-        again: Computes `gradients` a second time, given the inputs.
+        again: Computes the output and `gradients` a second time, given the inputs.
         replaceable: Whether the first gradient can be put right.
     """
 
     dy: Tensor
     kept: tuple[Any, ...]
     gradients: Gradients
-    again: Callable[[Sequence[Tensor | None]], Gradients]
+    again: Callable[[Sequence[Tensor | None]], tuple[Tensor, Gradients]]
     replaceable: bool = True
 
 
@@ -145,14 +145,16 @@ class Record:
         for index, gradient in zip(self.wanted, gradients, strict=True):
             every[index] = gradient
 
-        def again(inputs: Sequence[Tensor | None]) -> Gradients:
+        def again(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
             return self._differentiate(inputs, dy)
 
         with torch.no_grad():
             checked = self.check(Seen(dy.detach(), kept, tuple(every), again, self.replaceable))
         return tuple(checked[index] for index in self.wanted)
 
-    def _differentiate(self, inputs: Sequence[Tensor | None], dy: Tensor) -> Gradients:
+    def _differentiate(
+        self, inputs: Sequence[Tensor | None], dy: Tensor
+    ) -> tuple[Tensor, Gradients]:
         fresh = [None if each is None else each.detach() for each in inputs]
         leaves = [leaf for index in self.wanted if (leaf := fresh[index]) is not None]
         device, dtype = self._autocast
@@ -164,7 +166,7 @@ class Record:
         every: list[Tensor | None] = [None] * self.inputs
         for index, gradient in zip(self.wanted, gradients, strict=True):
             every[index] = gradient
-        return tuple(every)
+        return y.detach(), tuple(every)
 
 
 class _PartsRecord(Record):
@@ -370,8 +372,12 @@ def put_right(
     check: Callable[[Sequence[Tensor]], Judged],
     *,
     beyond: Callable[[Sequence[Tensor]], bool] | None = None,
+    changed: Callable[[], bool] | None = None,
 ) -> list[Tensor]:
     """Check tensors of one type, and compute all of them again where they do not pass.
+
+    In a backward pass this cures nothing where the forward pass's output, which others have used
+    since, was wrong, or where an input has changed since: such a failure is ``detected``.
 
     Infinities and NaN that come out again with the same bits are the data's own and no fault, as
     in `outlast.guard.recompute`.
@@ -383,12 +389,19 @@ def put_right(
         again: Computes them a second time, with the same bits unless something was wrong.
         check: Judges them, or another such sequence.
         beyond: Whether no rounding explains them; asked where computing again changes nothing.
+        changed: Whether the forward pass, computed again from what was kept, gives another output
+            than the one that has been used.
 
     Returns:
         The tensors, or what was put in their place.
     """
     judged = check(tensors)
     if not watch.wants(site, judged):
+        return list(tensors)
+    if changed is not None and changed():
+        watch.find(
+            site, tensors[0].device, int(judged.exceeded), float(judged.worst), "detected"
+        )
         return list(tensors)
     sizes = [each.numel() for each in tensors]
     stored = _flat(tensors)
@@ -422,12 +435,14 @@ def judge_only(
     tensors: Sequence[Tensor],
     again: Callable[[], Sequence[Tensor | None]],
     check: Callable[[Sequence[Tensor]], Judged],
+    *,
+    changed: Callable[[], bool],
 ) -> list[Tensor]:
     """As `put_right` for tensors that have gone on already: a failure is ``detected`` at best."""
     judged = check(tensors)
     if watch.wants(site, judged):
         fresh = _flat([each for each in again() if each is not None])
-        same = torch.equal(bits(fresh), bits(_flat(tensors)))
+        same = same_bits(fresh, _flat(tensors)) and not changed()
         own = same and not bool(torch.isfinite(fresh).all())
         believed = same and float(judged.worst) <= BELIEVED * DEVIATIONS
         rows, worst = int(judged.exceeded), float(judged.worst)
@@ -444,8 +459,10 @@ def put_output_right(
     y: Tensor,
     again: Callable[[], Tensor],
     check: Callable[[Tensor], Judged],
+    *,
+    beyond: Callable[[Tensor], bool] | None = None,
 ) -> None:
-    """As `put_right` for an operation's output, in place."""
+    """As `put_right` for an operation's output, in place, before anything has used it."""
     # The memory itself: what autograd has saved of it is to be put right, too, and a version that
     # moved would make the backward pass refuse it.
     memory = y.data
@@ -454,9 +471,24 @@ def put_output_right(
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
             return check(given[0])
 
-    (right,) = watch.timed(put_right, watch, site, [memory], lambda: [again()], judged)
+    (right,) = watch.timed(
+        put_right,
+        watch,
+        site,
+        [memory],
+        lambda: [again()],
+        judged,
+        beyond=None if beyond is None else lambda given: beyond(given[0]),
+    )
     if right is not memory:
         memory.copy_(right)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether both have the same numbers, bit for bit; NaN has any payload."""
+    return first.shape == second.shape and bool(
+        ((bits(first) == bits(second)) | (torch.isnan(first) & torch.isnan(second))).all()
+    )
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
