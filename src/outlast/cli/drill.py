@@ -14,7 +14,13 @@ import typer
 
 from outlast.cli.drill_processes import ROUNDING, Asked, drill_processes
 from outlast.cli.train import JobFile, Overrides, Processes, jobs_arguments
-from outlast.errors import EXIT_CRASHED, EXIT_DONE, GuardError, OutlastError
+from outlast.errors import (
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_WRONG_NUMBERS,
+    GuardError,
+    OutlastError,
+)
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -75,7 +81,7 @@ def drill(
     faults and no protection, with faults and the job's guard (guard.policy=full unless the
     overrides say otherwise). Process faults go into a training of its own, which is started again
     as long as it takes. Both end with the question whether the last weights are those of an
-    undisturbed run, bit for bit.
+    undisturbed run, bit for bit: otherwise the exit code is 4 (wrong numbers) or 1 (processes).
     """
     from outlast.guard.inject import Fault, parse_faults
     from outlast.job import load_job
@@ -103,6 +109,8 @@ def drill(
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not result.get("processes", {}).get("bits_equal", True):
         raise typer.Exit(EXIT_CRASHED)
+    if not result.get("bits_equal", True):
+        raise typer.Exit(EXIT_WRONG_NUMBERS)
 
 
 def _strike_processes(
@@ -191,6 +199,11 @@ def print_drill(result: dict[str, Any]) -> None:
     if not result["bits_equal"]:
         same = f"differ from the clean run's by {float(result['distance']):.2g} of the training"
     print(f"the final weights {same}")
+    if not result["bits_equal"]:
+        print(
+            "what the guard did not find, or found below its thresholds, has stayed in the run: "
+            f"exit code {EXIT_WRONG_NUMBERS}"
+        )
 
 
 def _steps(count: int | None) -> str:

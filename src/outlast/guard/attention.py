@@ -40,6 +40,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from outlast.guard.elements import name_of
 from outlast.guard.judged import Judged, exact, judge
 from outlast.guard.probes import (
     KeptOutput,
@@ -58,7 +59,7 @@ from outlast.guard.rest import hash64
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -261,6 +262,90 @@ class _Call:
             return False
         return True
 
+    def beyond_rounding(self, seen: Seen, names: str, given: Sequence[Tensor]) -> bool:
+        """Whether gradients are further from fp64 than rounding can ever bring them.
+
+        With scores s q.k that are off by ``e = u (8 + 4 s |q|.|k|)`` at most, where u is of the
+        data's type (the CPU's unfused kernel keeps every intermediate in it), each P is off by
+        ``exp(2 max e) - 1`` of itself, dP and D by a few roundings of what they are sums of, and
+        products by one per term and block. Worst cases all; P is computed head by head.
+
+        Args:
+            seen: The backward pass.
+            names: Of the gradients in `given`: letters of ``qkv``.
+            given: What is asked about.
+        """
+        query, key, value, mask = seen.kept
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.detach().double()
+        wide = [each.detach().double().requires_grad_() for each in (query, key, value)]
+        now = torch.get_rng_state()
+        if self.random is not None:
+            torch.set_rng_state(self.random)
+        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+            o = self.compute(wide[0], wide[1], wide[2], mask)
+            expected = torch.autograd.grad(o, wide, seen.dy.double())
+        torch.set_rng_state(now)
+        limits = self._worst([each.detach() for each in wide], mask, seen.dy.double(), value.dtype)
+        largest = torch.finfo(value.dtype).max
+        for name, found in zip(names, given, strict=True):
+            index = "qkv".index(name)
+            limit = limits[index]
+            free = ~torch.isfinite(expected[index]) | ~(limit <= largest)
+            if not bool((((found.double() - expected[index]).abs() <= limit) | free).all()):
+                return True
+        return False
+
+    def _worst(
+        self, inputs: list[Tensor], mask: Tensor | None, dy: Tensor, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """How far rounding can move dQ, dK and dV that are computed in `dtype`; all in fp64."""
+        query, key = inputs[:2]
+        queries, keys = query.shape[-2], key.shape[-2]
+        unit = unit_roundoff(name_of(dtype))
+        spacing = torch.finfo(dtype).smallest_normal * unit * 2.0
+        kept = 1.0 - float(self.options["dropout_p"])
+        seen = None
+        if self.options["is_causal"]:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        limits = [torch.zeros_like(each) for each in inputs]
+        flat = [each.reshape(-1, *each.shape[-2:]) for each in (*inputs, dy)]
+        into = [each.view(-1, *each.shape[-2:]) for each in limits]
+        group = len(flat[0]) // len(flat[1])
+        if mask is not None:
+            mask = mask.expand(*query.shape[:-1], keys).reshape(-1, queries, keys)
+        added = unit * (4.0 + queries * group / 8.0 + keys / 8.0)
+        for head in range(len(flat[0])):
+            q, d, k, v = (
+                flat[0][head],
+                flat[3][head],
+                flat[1][head // group],
+                flat[2][head // group],
+            )
+            scores = self.scale * q @ k.T
+            sizes = abs(self.scale) * q.abs() @ k.abs().T
+            for part in (seen, None if mask is None else mask[head]):
+                if part is None:
+                    continue
+                if part.dtype == torch.bool:
+                    scores = scores.masked_fill(~part, -torch.inf)
+                else:
+                    scores = scores + part
+                    sizes = sizes + part.abs().nan_to_num(posinf=0.0)
+            p = scores.softmax(dim=-1).nan_to_num() / kept
+            off = unit * (8.0 + 4.0 * sizes).masked_fill(~torch.isfinite(scores), 0.0)
+            off = torch.expm1(2.0 * off.amax(dim=-1, keepdim=True))
+            dp = d.abs() @ v.abs().T / kept
+            dp = dp + (p * dp).sum(dim=-1, keepdim=True)
+            p_off = p * off + spacing
+            ds, ds_off = p * dp, p * dp * (off + 6.0 * unit) + spacing * (1.0 + dp)
+            into[2][head // group] += (p_off + added * p).T @ d.abs() + spacing
+            into[1][head // group] += abs(self.scale) * ((ds_off + added * ds).T @ q.abs())
+            into[0][head] += abs(self.scale) * ((ds_off + added * ds) @ k.abs())
+            for each, place in zip(into, (head, head // group, head // group), strict=True):
+                each[place] += spacing * (1.0 + abs(self.scale) * queries)
+        return limits
+
     def touched(self, site: str, numbers: Tensor) -> Tensor:
         return self.watch.touched(site, self.name, numbers)
 
@@ -308,6 +393,7 @@ class _Call:
                 [given],
                 again_dv,
                 lambda given: head.judge_dv(given[0], rows),
+                beyond=partial(self.beyond_rounding, seen, "v"),
                 changed=changed,
             )
             if fresh and right is not given and not same_bits(right, given):
@@ -324,6 +410,7 @@ class _Call:
                 pair,
                 lambda: [each for each in again()[1::-1] if each is not None],
                 head.judge_dk,
+                beyond=partial(self.beyond_rounding, seen, "k" if dq is None else "kq"),
                 changed=changed,
             )
             dk = both[0]

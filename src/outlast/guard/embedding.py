@@ -183,7 +183,8 @@ class EmbeddingChecks(StandIn):
         difference = (found @ u).double() - expected
         # Rows that no token uses are zero, all of them as one more check.
         idle = (gradient != 0).any(dim=1) & (sums[:, 2] == 0)
-        stray = torch.where(idle.any(), torch.inf, 0.0).double()[None]
+        # Finite: infinities are taken for the data's own.
+        stray = torch.where(idle.any(), 1e30, 0.0).double()[None]
         return judge(
             torch.cat([difference, stray]),
             torch.cat([variance, torch.ones_like(stray)]),

@@ -152,10 +152,32 @@ class Guard:
             function.prefer()
 
     def finish(self) -> None:
-        """Make the checks that wait for a next step; all ranks together, after the last one."""
+        """Make the checks that wait for a next step; all ranks together, after the last one.
+
+        Raises:
+            WrongNumbersError: On all ranks, when the last step's numbers are no longer what it has
+                left, and no replica had them.
+        """
         if self.patrol is not None:
             self.patrol.finish()
         self.watch.settle()
+        verdict = agree(self.watch.step, self.watch.uncorrected)
+        if not verdict.clean:
+            raise self._wrong(verdict)
+
+    def before_save(self) -> None:
+        """Look whether what is to be saved is what the last step has left; all ranks together.
+
+        At level full that is all of it, at others the slice that is watched at this time.
+
+        Raises:
+            WrongNumbersError: On all ranks, when it is not: it must not become the newest version.
+        """
+        if self.patrol is None:
+            return
+        moved = self.patrol.has_moved()
+        if not agree(self.watch.step, int(moved and self.policy.correct)).clean:
+            self.finish()
 
     def restart(self, step: int) -> None:
         """Weights and optimizer state were loaded from outside: go on at `step` with them.

@@ -21,6 +21,7 @@ class Judged:
         total: Sum of squared differences in standard deviations, of rows that passed.
         widest: Largest threshold of a row that passed, as a share of its scale; an error of twice
             as much is surely found.
+        bitwise: Whether numbers were compared that must be equal, whatever they are.
     """
 
     flags: Tensor
@@ -28,6 +29,7 @@ class Judged:
     worst: float | Tensor
     total: float | Tensor
     widest: float | Tensor
+    bitwise: bool = False
 
 
 def judge(difference: Tensor, variance: Tensor, scale_squared: Tensor) -> Judged:
@@ -57,4 +59,4 @@ def exact(found: Tensor, expected: Tensor) -> Judged:
     flags = found != expected
     zero = torch.zeros((), device=flags.device)
     worst = torch.where(flags.any(), torch.inf, 0.0)
-    return Judged(flags, flags.sum(), worst, zero, zero)
+    return Judged(flags, flags.sum(), worst, zero, zero, bitwise=True)

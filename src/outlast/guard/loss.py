@@ -13,17 +13,18 @@ are each rounded to the loss's type before they are used::
 
     L_v = round(x_v - max - round(log(round(S))))
 
-So a log-probability is off by at most ``u (1 + |lse| + |L_v|)`` (in fp32, whose exp and log have
-errors of a last place and whose differences round, too: ``u (2 + 2 |lse| + |x_v - max| + |L_v|)``),
-and the sum of a row's P by ``u (1 + |lse| + H)`` (twice and 2 H) of its weight. Storing dlogits adds
-``u sum |dlogits_v|`` and half the smallest spacing per class. These are worst cases, which rows and
-classes that are alike attain together: roundings are independent only where numbers differ. With
-three to six roundings in all, they are no wider than `DEVIATIONS` standard deviations would be.
+So a log-probability is off by at most ``u (1 + |lse| + |L_v|)``. In fp32, whose exp and log have
+errors of a last place and whose differences round, too, it is ``u (2 + 2 |lse| + |x_v - max| +
+|L_v|)``. The sum of a row's P is off by ``u (1 + |lse| + H)`` of its weight, in fp32 by twice that.
+Storing dlogits adds ``u sum |dlogits_v|`` and half the smallest spacing per class. These are worst
+cases, which rows and classes that are alike attain together: roundings are independent only where
+numbers differ. With so few roundings they are no wider than `DEVIATIONS` standard deviations.
 
 The sum S of C exponentials in at least `_LANES` lanes rounds in fp32 as in `threshold`. Where a
 share a of neighbouring classes have equal logits, its steps round alike: another ``a C / 2 lanes``
-roundings; and what is smaller than a rounding of its lane's sum is lost. The rows' losses are added up in the loss's type, 16 at a time in a tree (nll_loss of the
-CPU), so that each level of N rows adds the roundings of 16 partial sums.
+roundings; and what is smaller than a rounding of its lane's sum is lost. Rows' losses are added up
+in the loss's type, `_BRANCHES` at a time in a tree (nll_loss of the CPU), so that each level of it
+adds the roundings of so many partial sums.
 
 Numbers that come out a second time with the same bits are compared with fp64, element by element,
 and are called rounding only within the worst case of all of these with a sum of C terms in series.
@@ -313,9 +314,7 @@ class _Call:
         spread = single**2 / 3.0 * (serial + smoothed + size.square())
         judged = partial(_judge_rows, weights.square() * spread, weights * worst)
         given = [self._touched(gradient)]
-        right = put_right(
-            self.watch, site, given, again, judged, beyond=beyond, changed=changed
-        )
+        right = put_right(self.watch, site, given, again, judged, beyond=beyond, changed=changed)
         return (*right, None)
 
     def _gradient_beyond_rounding(

@@ -173,7 +173,7 @@ class Patrol:
         self._visited = self.steps, self._clock()
         if before is not None:
             self._pace.earn(self._visited[1] - before[1], self.steps - before[0])
-        self.finish()
+        self.finish(used=True)
         if self.steps >= self._due:
             begun = self._clock()
             self._round = Round(list(map(Piece.of, self._blocks[self._cursor : self._until])))
@@ -192,18 +192,35 @@ class Patrol:
         current.hashes, current.writes = hashes_of(views), writes_of(views)
         self._charge(started, current)
 
-    def finish(self) -> None:
+    def finish(self, *, used: bool = False) -> None:
         """End a round whose step is done: is everything still as the step has left it, everywhere?
 
         All ranks of a group call it together; `before_step` does it, too.
+
+        Args:
+            used: Whether passes have been run since that step.
         """
         current = self._round
         if current is not None and current.hashes is not None:
             self._round = None
-            self._end(current, current.hashes)
+            self._end(current, current.hashes, used)
 
     @torch.no_grad()
-    def _end(self, current: Round, after: tuple[Tensor, Tensor]) -> None:
+    def has_moved(self) -> bool:
+        """Whether the watched slice is another than the last step has left, on this rank."""
+        current = self._round
+        if current is None or current.hashes is None:
+            return False
+        started = self._clock()
+        views = current.views()
+        moved = current.writes == writes_of(views) and bool(
+            torch.any(torch.stack(hashes_of(views)) != torch.stack(current.hashes))
+        )
+        self._charge(started, current)
+        return moved
+
+    @torch.no_grad()
+    def _end(self, current: Round, after: tuple[Tensor, Tensor], used: bool) -> None:
         started = self._clock()
         views = current.views()
         now = hashes_of(views)
@@ -221,7 +238,7 @@ class Patrol:
                 self.watch.judge(*each)
             self._due, self._until = self._wish()
         else:
-            waited = self._compare(self._replicas, current, views, (*after, *now))
+            waited = self._compare(self._replicas, current, views, (*after, *now), used)
         self._report_not_finite(current)
         self._charge(started + waited, current)
         if self._learning:
@@ -336,6 +353,7 @@ class Patrol:
         current: Round,
         views: list[Views],
         hashes: tuple[Tensor, ...],
+        used: bool,
     ) -> float:
         """Compare the slice over its replicas, and agree on the next one.
 
@@ -344,6 +362,7 @@ class Patrol:
             current: What this rank's checks of it have said; the last one is `rest`.
             views: Its memory.
             hashes: Of parameters and of state after the step, and of both now.
+            used: Whether passes have been run since that step.
 
         Returns:
             Seconds of waiting for other ranks.
@@ -362,10 +381,16 @@ class Patrol:
             if comparison.bad and comparison.good is not None and self.watch.policy.correct:
                 fixed = replicas.repair(tensors, comparison.good) == rows[comparison.good][2 + part]
                 outcome = "corrected" if fixed else "persistent"
-                if fixed and wrong:
+                # Of a slice whose last round was long ago, the steps since may have used it.
+                older = not self._whole and any(
+                    rows[rank][part] != rows[comparison.good][part] for rank in comparison.bad
+                )
+                if fixed and older:
+                    outcome = "detected"
+                elif fixed and wrong:
                     repaired = True
                     # With wrong parameters, this step's passes are wrong, too.
-                    self.watch.uncorrected += part == 0
+                    self.watch.uncorrected += part == 0 and used
             site = self.watch.ledger.site("optimizer", "replicas")
             worst = math.inf if wrong else 0.0
             if self.watch.wants(site, Judged(torch.tensor([wrong]), int(wrong), worst, 0.0, 0.0)):

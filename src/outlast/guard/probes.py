@@ -399,9 +399,7 @@ def put_right(
     if not watch.wants(site, judged):
         return list(tensors)
     if changed is not None and changed():
-        watch.find(
-            site, tensors[0].device, int(judged.exceeded), float(judged.worst), "detected"
-        )
+        watch.find(site, tensors[0].device, int(judged.exceeded), float(judged.worst), "detected")
         return list(tensors)
     sizes = [each.numel() for each in tensors]
     stored = _flat(tensors)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
 from outlast.guard.recompute import correct
 from outlast.guard.signs import Signs
+from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ class Watch:
         self.driven = False
         self.seam: Seam | None = None
         self._on_finding = on_finding
-        self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...]]] = []
+        self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
 
     def __deepcopy__(self, memo: object) -> Watch:
@@ -131,7 +132,8 @@ class Watch:
         if isinstance(judged.exceeded, torch.Tensor):
             numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
             device = judged.flags.device
-            self._waiting.append((site, device, rows, tuple(map(torch.as_tensor, numbers))))
+            four = tuple(map(torch.as_tensor, numbers))
+            self._waiting.append((site, device, rows, four, judged.bitwise))
             if device.type != "cpu":
                 return False
             # The CPU is never behind: its tensors are numbers already.
@@ -148,12 +150,21 @@ class Watch:
         for device in dict.fromkeys(each[1] for each in waiting):
             own = [each for each in waiting if each[1] == device]
             numbers = torch.stack(
-                [torch.stack([each.double() for each in four[3]]) for four in own]
+                [torch.stack([each.double() for each in waits[3]]) for waits in own]
             )
-            for (site, _, rows, _), (exceeded, *rest) in zip(own, numbers.tolist(), strict=True):
-                self._count(site, rows, int(exceeded), *rest)
+            for waits, found in zip(own, numbers.tolist(), strict=True):
+                site, _, rows, _, bitwise = waits
+                exceeded, worst, total, widest = found
+                outcome: Outcome = "detected"
+                if site.operation.split(".")[0] in _NUMERIC and not bitwise:
+                    # The threshold is wider here, and so is what may hide below it.
+                    widest *= _LATE_DEVIATIONS / DEVIATIONS
+                    exceeded = 0 if worst <= _LATE_DEVIATIONS else exceeded
+                    # May be the data's own, such as an overflow under a gradient scaler.
+                    outcome = outcome if math.isfinite(worst) else "not_finite"
+                self._count(site, rows, int(exceeded), worst, total, widest)
                 if exceeded:
-                    self.find(site, device, int(exceeded), rest[0], _late(site, rest[0]))
+                    self.find(site, device, int(exceeded), worst, outcome)
 
     def correct(
         self,
@@ -211,7 +222,7 @@ class Watch:
             )
 
     def _settle_last(self) -> int:
-        site, _, rows, four = self._waiting.pop()
+        site, _, rows, four, _ = self._waiting.pop()
         exceeded, worst, total, widest = (float(each) for each in four)
         self._count(site, rows, int(exceeded), worst, total, widest)
         return int(exceeded)
@@ -224,18 +235,6 @@ class Watch:
         if not exceeded and self._not_finite and site in self._not_finite:
             self._not_finite.remove(site)
         site.add(rows, 0.0 if exceeded else worst, total, widest)
-
-
-def _late(site: Site, worst: float) -> Outcome:
-    """The outcome of a check that failed on a device, from its largest difference alone.
-
-    Infinities and NaN may be the data's own there, such as an overflow under a gradient scaler.
-    """
-    if site.operation.split(".")[0] not in _NUMERIC:
-        return "detected"
-    if not math.isfinite(worst):
-        return "not_finite"
-    return "detected" if worst > _LATE_DEVIATIONS else "rounding"
 
 
 def _rank() -> int:

@@ -15,7 +15,7 @@ from outlast.records import Guarded, MemberLost, WrongNumbers
 from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.optim import Optimizer
@@ -72,7 +72,18 @@ class RunGuard:
 
     def finish(self) -> None:
         """See `Guard.finish`."""
-        self.guard.finish()
+        self._giving_up(self.guard.finish)
+
+    def before_save(self) -> None:
+        """See `Guard.before_save`."""
+        self._giving_up(self.guard.before_save)
+
+    def _giving_up(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except WrongNumbersError:
+            self._gave_up = True
+            raise
 
     @property
     def found(self) -> int:

@@ -135,9 +135,7 @@ class Trainer:
             completed = last_step >= self.job.train.steps
             if completed and self._made(last_step, first_step):
                 self._evaluate(last_step)
-            if self.guard is not None:
-                self.guard.finish()
-                self._record_findings()
+            self._check_state(last=True)
             self._save_last(last_step, first_step)
             if self.recovery is not None:
                 self.recovery.close(forget=not self._handed_over)
@@ -162,6 +160,9 @@ class Trainer:
         except WrongNumbersError:
             if self.recovery is not None:
                 self.recovery.close(forget=True)
+            if self.guard is not None:
+                # Another trainer may follow in this process.
+                self.guard.guard.remove()
             raise
 
     def _restore(self) -> int:
@@ -308,6 +309,18 @@ class Trainer:
         for event in self.coding.take(done) if self.coding is not None else ():
             self._record(event)
 
+    def _check_state(self, *, last: bool = False) -> None:
+        """Do not save weights or moments that have changed in memory since the last step."""
+        if self.guard is None:
+            return
+        try:
+            if last:
+                self.guard.finish()
+            else:
+                self.guard.before_save()
+        finally:
+            self._record_findings()
+
     def _record_findings(self) -> None:
         assert self.guard is not None
         for event in self.guard.news():
@@ -321,6 +334,7 @@ class Trainer:
         if evaluate and done % evaluate == 0:
             self._evaluate(done)
         if saving:
+            self._check_state()
             self.saves.begin(done)
         self.saves.collect(wait=False)
         self.saves.record_copies()

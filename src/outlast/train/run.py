@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +17,13 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, OutlastError, RunError
+from outlast.errors import (
+    EXIT_DONE,
+    EXIT_TO_BE_CONTINUED,
+    OutlastError,
+    RunError,
+    WrongNumbersError,
+)
 from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml
 from outlast.records import (
@@ -37,7 +45,7 @@ from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
 from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
-from outlast.train.ranks import Ranks, device_of, join, leave, patient_group, together
+from outlast.train.ranks import ALONE, Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
 from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
@@ -128,6 +136,30 @@ def claim(start: Start) -> OwnerLock:
     directory = run_directory(start.job)
     check = partial(check_directory, start.job, directory)
     return directory.claim(to_toml(start.job), check, fresh=start.fresh)
+
+
+def work_alone(start: Start) -> int:
+    """`work` on a single process, again after wrong numbers, as `launch_group` does for several.
+
+    Every start builds the model anew and restores the newest version, or begins at step 0.
+
+    Raises:
+        WrongNumbersError: When numbers are wrong more often than `launch.restarts` allows.
+    """
+    restarts = start.job.launch.restarts
+    for restart in range(restarts):
+        try:
+            return work(start, ALONE)
+        except WrongNumbersError as error:
+            print(
+                f"outlast: {error}; starting again from it ({restart + 1} of {restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+        # The old model and its state, which its checks' hooks refer to in circles.
+        gc.collect()
+        start = replace(start, fresh=False, again=True)
+    return work(start, ALONE)
 
 
 def work(start: Start, ranks: Ranks) -> int:

@@ -247,10 +247,12 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         if self.remembering is not None:
             self.remembering.settle()
         if self.guarding is not None:
-            self.guarding.finish()
-            if self.recorder is not None:
-                self.recorder.tell(self.guarding, self._trainer.state.global_step)
-            self.guarding.remove()
+            try:
+                self.guarding.finish()
+            finally:
+                if self.recorder is not None:
+                    self.recorder.tell(self.guarding, self._trainer.state.global_step)
+                self.guarding.remove()
         return own(*arguments, **options)
 
     def _wrap(self, trainer: Trainer) -> None:
