@@ -290,3 +290,182 @@ def test_training_on_real_text(norm: Any, again: bool, dropout: float, bf16: boo
     operations = {each.operation for each in watch.ledger.sites.values() if each.checks}
     assert len(operations) == (9 if dropout else 10)
     assert watch.ledger.site("blocks.1.attention", "attention.dv").checks > 0
+
+
+FAULTS: dict[str, Callable[[Tensor], object]] = {
+    "addition": lambda o: o[1, 2, 7, 3].add_(0.3 * o.float().abs().max().to(o.dtype)),
+    "flipped sign": lambda o: o[1, 2, 7].neg_(),
+    "low bit": lambda o: o.view(torch.int16 if o.itemsize == 2 else torch.int32)[
+        1, 2, 7, 3
+    ].bitwise_xor_(8),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_output_that_changes_after_it_was_handed_on_is_harmful(
+    setting: str, dtype: torch.dtype, fault: str
+) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs(setting, dtype)
+    with AttentionChecks(watch).replacing():
+        o = functional.scaled_dot_product_attention(*tensors, **options)
+        FAULTS[fault](o.data)
+        torch.autograd.grad(o, tensors, dy)
+    assert {each.outcome for each in watch.ledger.findings} == {"detected"}
+    assert watch.uncorrected
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_wrong_output_that_was_used_is_never_corrected_or_excused(setting: str) -> None:
+    # Computed wrong, but between the values: with dropout there is no check of the forward pass.
+    for size in (0.01, 0.05, 0.3, 1.0):
+        torch.manual_seed(0)
+        watch = Watch(Policy(), None)
+        tensors, dy, options = inputs(setting)
+        watch.seam = once("attention.output", lambda o, add=size: o[0, 2, 7, 1].add_(add))
+        checked(watch, tensors, dy, options)
+        (finding, *more) = watch.ledger.findings
+        if (finding.operation, finding.outcome) != ("attention.forward", "corrected"):
+            assert {each.outcome for each in (finding, *more)} == {"detected"}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_input_that_changes_before_the_backward_pass_is_harmful(which: int) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("causal")
+    with AttentionChecks(watch).replacing():
+        o = functional.scaled_dot_product_attention(*tensors, **options)
+        tensors[which].data[0, 1, 5].mul_(3.0)
+        torch.autograd.grad(o, tensors, dy)
+    assert {each.outcome for each in watch.ledger.findings} == {"detected"}
+
+
+@pytest.mark.parametrize("setting", ["causal", "dropout"])
+def test_a_gradient_that_stays_wrong_is_no_rounding(setting: str) -> None:
+    # 20 sigma: below four thresholds, up to which numbers were believed that came out again.
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs(setting)
+
+    def seam(site: str, module: str, numbers: Tensor) -> None:
+        if site == "attention.dv":
+            numbers[0, 1, 7, 3] += 3e-5 * numbers[0, 1, :, 3].norm()
+
+    watch.seam = seam
+    checked(watch, tensors, dy, options)
+    (finding,) = watch.ledger.findings
+    assert (finding.operation, finding.outcome) == ("attention.dv", "persistent")
+
+
+def test_gradients_with_dropout_are_computed_again_with_the_same_numbers_dropped() -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    tensors, dy, options = inputs("dropout")
+    plain = passes(tensors, dy, options)
+    state = torch.get_rng_state()
+    watch.seam = once("attention.dv", lambda numbers: numbers[1, 1, 4, 3].add_(1.0))
+    assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
+    assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_but_healthy_attention_is_never_called_a_broken_device(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    shapes = [(1, 1, 16), (2, 2, 64), (7, 7, 8), (48, 50, 4), (200, 3, 8), (64, 64, 16)]
+    for queries, keys, channels in shapes:
+        for mean, scale in ((0.0, 1.0), (30.0, 1.0), (1.0, 1e-4), (0.0, 0.0), (0.0, 100.0)):
+            for options in ({}, {"dropout_p": 0.1}):
+                given = [
+                    (mean + scale * torch.randn(2, 2, size, channels)).to(dtype).requires_grad_()
+                    for size in (queries, keys, keys)
+                ]
+                with AttentionChecks(watch).replacing():
+                    o = functional.scaled_dot_product_attention(*given, **options)
+                    o.backward(torch.ones_like(o))
+    assert {each.outcome for each in watch.ledger.findings} <= {"rounding", "not_finite"}
+    assert watch.uncorrected == 0
+
+
+def language_model(name: str, checkpointed: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 64, "attn_implementation": "sdpa"}
+    model: nn.Module
+    if name == "llama":
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                **common,
+            )
+        )
+    elif name == "gpt2":
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, **common)
+        )
+    else:
+        model = transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=32,
+                **common,
+            )
+        )
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def guarded_steps(model: nn.Module, bf16: bool, fault: Any) -> tuple[list[Tensor], list[str]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = guard.guard(model, optimizer, "full")
+    handle.watch.seam = fault
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ids = torch.randint(0, 64, (3, 20), generator=generator)
+        seen = torch.ones_like(ids)
+        seen[0, 15:] = 0
+        for _ in handle.attempts():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(input_ids=ids, attention_mask=seen, labels=ids).loss
+            loss.backward()
+        optimizer.step()
+    handle.remove()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    return weights, [each.outcome for each in handle.ledger.findings]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_step_with_a_wrong_output_is_repeated_in_real_models(
+    name: str, bf16: bool, checkpointed: bool
+) -> None:
+    torch.manual_seed(0)
+    runs = []
+    state = {
+        key: value.clone() for key, value in language_model(name, checkpointed).state_dict().items()
+    }
+    for fault in (None, once("attention.output", lambda o: o[1, 1, 5, 3].add_(o.abs().max()))):
+        model = language_model(name, checkpointed)
+        model.load_state_dict(state)
+        runs.append(guarded_steps(model, bf16, fault))
+    (clean, nothing), (weights, outcomes) = runs
+    assert nothing == []
+    assert outcomes
+    assert set(outcomes) <= {"repeated", "corrected"}
+    assert all(map(torch.equal, clean, weights))
