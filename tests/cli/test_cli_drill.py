@@ -14,7 +14,7 @@ from tiny import tiny_job
 
 from outlast.cli.drill import print_drill
 from outlast.cli.main import main
-from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_WRONG_NUMBERS
 from outlast.guard.inject import Fault, parse_faults
 from outlast.guard.seam import SITES
 from outlast.job import to_toml
@@ -150,7 +150,8 @@ def test_numbers_that_stay_wrong_are_told_as_stops(tmp_path):
 def test_what_a_lower_level_does_not_see_stays_in_the_weights(tmp_path):
     arguments = ("guard.policy=linear", "--faults", "weight.rest:bit=22:step=3")
     code, out, err, result = outlast_drill(tmp_path, *arguments)
-    assert code == EXIT_DONE, err
+    assert code == EXIT_WRONG_NUMBERS, err
+    assert "has stayed in the run: exit code 4" in out
     assert result["policy"] == "linear"
     assert result["bits_equal"] is False
     assert 0 < result["distance"] < 1

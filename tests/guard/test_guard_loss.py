@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outlast.guard import guard
 from outlast.guard.loss import LossChecks, checked_cross_entropy
 from outlast.guard.policy import Policy
 from outlast.guard.watch import Watch
@@ -86,6 +87,113 @@ def test_wrong_numbers_are_put_right(site: str, index: int, change: Any) -> None
     assert all(map(torch.equal, plain, passes(checked(watch), logits, target)))
     (finding,) = watch.ledger.findings
     assert (finding.outcome, finding.rows) == ("corrected", 1)
+
+
+def drawn(kind: str, rows: int, classes: int) -> Tensor:
+    """Logits as healthy models have them: at their start, in training, and quite sure."""
+    equal = torch.full((rows, classes), float(torch.randn(())))
+    if kind == "equal":
+        return equal
+    if kind == "dominant":
+        equal[:, classes // 2] += 6.0
+        return equal
+    if kind == "two values":
+        return torch.where(torch.rand(rows, classes) > 0.5, 1.3, 0.0)
+    if kind == "masked":
+        logits = torch.randn(rows, classes)
+        logits[:, (classes + 1) // 2 :] = -torch.inf
+        return logits
+    return {"random": 3.0, "small": 0.01, "huge": 1e4}[kind] * torch.randn(rows, classes)
+
+
+LOGITS = ["random", "small", "huge", "equal", "dominant", "two values", "masked"]
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_healthy_logits_raise_no_alarm(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    watch = Watch(Policy(), None)
+    for classes in (2, 3, 10, 37, 1000, 50_000):
+        for rows in (1, 4, 64, 500 if classes < 1000 else 7):
+            for number, reduction in enumerate(("mean", "sum", "none")):
+                # Sums over rows and classes may overflow in fp16, which is the data's own.
+                smoothing = 0.1 if number != 1 and kind != "masked" else 0.0
+                logits = drawn(kind, rows, classes).to(dtype).requires_grad_()
+                target = torch.randint(0, (classes + 1) // 2, (rows,))
+                target[1::5] = -100
+                options = {"reduction": reduction, "label_smoothing": smoothing}
+                passes(checked(watch), logits, target, **options)
+    wrong = [each for each in watch.ledger.findings if each.outcome != "not_finite"]
+    assert wrong == []
+    assert dtype == torch.float16 or not watch.ledger.findings
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+@pytest.mark.parametrize("classes", [2, 10])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_small_classifier_trains_without_an_alarm(
+    dtype: torch.dtype, classes: int, batch: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, classes)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = guard(model, optimizer, "full")
+    for _ in range(100):
+        x, target = torch.randn(batch, 20).to(dtype), torch.randint(0, classes, (batch,))
+        for _ in handle.attempts():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+    assert handle.ledger.findings == []
+    assert handle.ledger.site("loss", "loss.forward").checks == 100
+    handle.remove()
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("site", ["loss.output", "loss.dlogits"])
+def test_an_error_beyond_the_detection_point_is_found(
+    site: str, dtype: torch.dtype, classes: int
+) -> None:
+    # Of the loss's value, and of a row's weight.
+    share = {torch.bfloat16: 0.3, torch.float16: 0.05, torch.float32: 1e-4}[dtype]
+    torch.manual_seed(0)
+    for _ in range(10):
+        watch = Watch(Policy(), None)
+        logits = (2.0 * torch.randn(64, classes)).to(dtype).requires_grad_()
+        target = torch.randint(0, classes, (64,))
+        plain = passes(functional.cross_entropy, logits, target)
+        size = share * (float(plain[0].detach()) if site == "loss.output" else 1.0 / 64)
+        watch.seam = once(site, 0, lambda x, size=size: x + size)
+        assert all(map(torch.equal, plain, passes(checked(watch), logits, target)))
+        assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
+
+
+@pytest.mark.parametrize("site", ["loss.output", "loss.dlogits"])
+def test_numbers_that_stay_wrong_by_little_are_no_rounding(site: str) -> None:
+    # A few thresholds: it is fp64 that says so, not a multiple of the threshold.
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    share = 3e-4 if site == "loss.output" else 3e-5 / ROWS
+
+    def seam(at: str, module: str, numbers: Tensor) -> None:
+        if at == site:
+            numbers.view(-1)[0] += share
+
+    watch.seam = seam
+    passes(checked(watch), logits, target)
+    assert [each.outcome for each in watch.ledger.findings] == ["persistent"]
+
+
+def test_logits_that_change_before_the_backward_pass_are_harmful() -> None:
+    watch = Watch(Policy(), None)
+    logits, target = data()
+    loss = checked_cross_entropy(watch, logits, target)
+    logits.data[1, 3] += 5.0
+    watch.seam = once("loss.dlogits", 5, lambda x: x + 1.0)
+    torch.autograd.grad(loss, logits)
+    assert [each.outcome for each in watch.ledger.findings] == ["detected"]
 
 
 def test_a_batch_without_targets_is_no_fault() -> None:

@@ -159,6 +159,20 @@ def test_wrong_gradients_that_cannot_be_replaced_are_reported() -> None:
     assert watch.uncorrected == 1
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms", "llama"])
+def test_an_input_that_changes_before_the_backward_pass_is_harmful(kind: str) -> None:
+    # Gradients of other numbers than were used are not the step's, however often they come out.
+    _, checks, watch = build(kind)
+    x, dy = data(torch.float32)
+    x.requires_grad_()
+    y = checks(x)
+    x.data[..., 5] *= 3.0
+    y.backward(dy)
+    assert watch.ledger.findings
+    assert {each.outcome for each in watch.ledger.findings} == {"detected"}
+    assert watch.uncorrected
+
+
 def test_a_lasting_fault_is_persistent() -> None:
     module, checks, watch = build("layer")
     x, dy = data(torch.float32)

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from forked import RanksFailedError, run_ranks
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
@@ -30,6 +31,7 @@ from outlast.records import (
     read_run,
 )
 from outlast.train.guarding import RunGuard
+from outlast.train.loop import Trainer
 from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
@@ -355,6 +357,52 @@ def test_the_program_ends_with_a_sentence_and_an_exit_code_of_its_own(tmp_path: 
     assert "linear.saved of model.layers.0.mlp.gate_proj" in error
     assert "Traceback" not in error
     assert found(job)
+
+
+def _struck_in_memory(arguments: list[str], step: int, what: str) -> tuple[int, str]:
+    """`outlast`, with a bit that flips once in memory after `step` steps, where no hook looks."""
+    struck: list[int] = []
+    plain = Trainer.step
+
+    def stepped(self: Trainer, number: int, parts: Any) -> Any:
+        result = plain(self, number, parts)
+        if number + 1 == step and not struck:
+            struck.append(number)
+            parameter = self.optimizers[0].param_groups[0]["params"][2]
+            state = self.optimizers[0].state[parameter]
+            numbers = parameter if what == "weight" else state[what]
+            numbers.data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
+        return result
+
+    Trainer.step = stepped  # type: ignore[method-assign]
+    return _outlast(arguments, [])
+
+
+@pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_run_restarts_by_itself_after_a_memory_fault(
+    what: str, step: int, clean: Any, tmp_path: Path
+) -> None:
+    # Step 3 is one that is saved, and 4 the last: neither may be kept with the fault in it.
+    job = tiny_job(tmp_path, "memory", *SHORT, "guard.policy=full", "checkpoint.every_steps=3")
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    [(code, error)] = run_ranks(1, _struck_in_memory, ["train", str(file)], step, what)
+    assert code == EXIT_DONE, error
+    assert "starting again from it (1 of 3)" in error
+    assert {each.operation for each in found(job)} == {"rest"}
+    assert_equal_bits(weights(job), weights(clean(1)))
+
+
+def test_a_fault_that_comes_back_stops_the_run(tmp_path: Path) -> None:
+    settings = (*SHORT, "guard.policy=linear", "launch.restarts=1")
+    job = tiny_job(tmp_path, "again", *settings)
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    [(code, error)] = run_ranks(1, _outlast, ["train", str(file)], [PERSISTENT])
+    assert code == EXIT_WRONG_NUMBERS
+    assert error.count("the numbers of rank 0 are wrong and stay so") == 2
+    assert "starting again from it (1 of 1)" in error
 
 
 def test_a_rank_whose_numbers_stay_wrong_may_be_left_out(clean: Any, tmp_path: Path) -> None:
