@@ -131,22 +131,25 @@ def test_healthy_logits_raise_no_alarm(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("batch", [4, 64])
 @pytest.mark.parametrize("classes", [2, 10])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_small_classifier_trains_without_an_alarm(
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_small_classifier_learns_without_an_alarm(
     dtype: torch.dtype, classes: int, batch: int
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, classes)).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    teacher = torch.randn(20, classes)
     handle = guard(model, optimizer, "full")
-    for _ in range(100):
-        x, target = torch.randn(batch, 20).to(dtype), torch.randint(0, classes, (batch,))
+    for _ in range(250):
+        x = torch.randn(batch, 20)
+        # What can be learnt makes the model sure, and sums of exponentials little more than 1.
+        target, x = (x @ teacher).argmax(dim=1), x.to(dtype)
         for _ in handle.attempts():
             optimizer.zero_grad()
             functional.cross_entropy(model(x), target).backward()
         optimizer.step()
     assert handle.ledger.findings == []
-    assert handle.ledger.site("loss", "loss.forward").checks == 100
+    assert handle.ledger.site("loss", "loss.forward").checks == 250
     handle.remove()
 
 

@@ -114,10 +114,10 @@ OPERATIONS: dict[str, Operation] = {
     "attention.dv": Operation(
         "full",
         "sum dV = sum dO (without dropout) and sum V dV = sum dO O, per channel of each head",
-        "a wrong dV, a wrong product P V, an O or a log-sum-exp that changed, scores that differ "
-        "between forward and backward, above the detection point",
+        "any bit of O that changed after it was handed on (detected); above the detection point a "
+        "wrong dV, a log-sum-exp that changed, and an O that was wrong when it was used (detected)",
         "scores that are wrong in both passes alike; errors whose sums vanish (there are no random "
-        "signs here); after the forward pass O has been used: only dV is computed again",
+        "signs here); an O that was used and wrong by less",
         corrects=True,
     ),
     "attention.dk": Operation(
