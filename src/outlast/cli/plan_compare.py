@@ -35,6 +35,7 @@ _PURPOSES: Mapping[str, tuple[str, ...]] = {
         "gradient coding",
         "lower clocks",
         "correction from similar runs",
+        "held to the best published MFU",
     ),
     "communication": (
         "tensor-parallel collectives",

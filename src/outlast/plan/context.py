@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.fit import Belonging
+from outlast.plan.frameworks import CALIBRATED_AS, KEYS
 from outlast.plan.reliability.recovery import Restart
 
 if TYPE_CHECKING:
@@ -19,20 +20,11 @@ if TYPE_CHECKING:
     from outlast.plan.memory.fit import MemoryFit
     from outlast.plan.transformer import Transformer
 
-CALIBRATED_AS = {
-    "megatron": "Megatron-LM",
-    "nemo": "Megatron-Bridge",
-    "deepspeed": "Megatron-DeepSpeed",
-    "nanotron": "nanotron",
-    "mosaic": "llm-foundry",
-    "llm-foundry": "llm-foundry",
-}
-"""Names that published runs have, by the planner's names of frameworks; others keep their own."""
-
 
 def calibrated_as(framework: str) -> str:
-    """The name under which runs of a framework are calibrated."""
-    return CALIBRATED_AS.get(framework, framework)
+    """The name under which runs of a framework are calibrated: an unknown one's own."""
+    key = KEYS.get(framework.casefold(), framework)
+    return CALIBRATED_AS.get(key, key)
 
 
 @dataclass(frozen=True, kw_only=True)

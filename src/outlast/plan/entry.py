@@ -22,6 +22,7 @@ from outlast.plan.cluster_checks import checked
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
 from outlast.plan.context import Context, calibrated_as
+from outlast.plan.frameworks import framework_key
 from outlast.plan.job_runs import run_of
 from outlast.plan.job_settings import mapped
 from outlast.plan.legal import problems
@@ -58,7 +59,8 @@ class Training:
         tokens: Of the whole training.
         settings: Of the mechanisms.
         unique_tokens: Different ones in the data; infinite where nothing repeats.
-        framework: Software that trains.
+        framework: Software that trains, by any of its names (`frameworks.framework_key`); kept by
+            its key.
         compiled: Outlast compiles its steps (`train.compile`): what compiled runs have taught of
             time and of memory counts; where there were none, what others have.
         checkpoint_steps: Between two saves, where `settings` gives no seconds; 0 for the interval
@@ -79,6 +81,7 @@ class Training:
     unmapped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "framework", framework_key(self.framework))
         if self.checkpoint_steps < 0:
             raise PlanError(f"checkpoint_steps = {self.checkpoint_steps}: give at least 0")
 

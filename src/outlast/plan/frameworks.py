@@ -25,6 +25,8 @@ class Framework:
 
     Attributes:
         label: For people.
+        calibrated_as: Name that published runs of it have; empty where there are none.
+        also: Other names that users and logs give it; letter case is ignored.
         replicates_kv_heads: More tensor ranks than key heads, each head held several times.
         pads_vocabulary: To a multiple of the tensor ranks.
         uneven_interleaved: Stages of an interleaved schedule may hold different numbers of
@@ -44,6 +46,8 @@ class Framework:
     """
 
     label: str
+    calibrated_as: str = ""
+    also: tuple[str, ...] = ()
     replicates_kv_heads: bool = True
     pads_vocabulary: bool = False
     uneven_interleaved: bool = True
@@ -63,6 +67,8 @@ class Framework:
 
 _MEGATRON = Framework(
     label="Megatron-LM",
+    calibrated_as="Megatron-LM",
+    also=("Megatron-Core",),
     pads_vocabulary=True,
     uneven_interleaved=False,
     whole_rounds=True,
@@ -99,6 +105,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "megatron": _MEGATRON,
     "nemo": Framework(
         label="NeMo",
+        calibrated_as="Megatron-Bridge",
         pads_vocabulary=True,
         uneven_interleaved=False,
         whole_rounds=True,
@@ -108,6 +115,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "nanotron": Framework(
         label="nanotron",
+        calibrated_as="nanotron",
         replicates_kv_heads=False,
         pads_vocabulary=True,
         context=False,
@@ -118,15 +126,28 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "deepspeed": Framework(
         label="DeepSpeed",
+        calibrated_as="Megatron-DeepSpeed",
         most_sharding_in_pipeline=1,
         schedules=frozenset({"1f1b"}),
         precisions=frozenset({"fp32", "fp16", "bf16"}),
     ),
     "accelerate": Framework(
         label="Accelerate",
+        also=("HF Trainer", "Transformers"),
         replicates_kv_heads=False,
         expert=False,
         schedules=frozenset(),
+    ),
+    "llm-foundry": Framework(
+        label="llm-foundry",
+        calibrated_as="llm-foundry",
+        also=("MosaicML", "mosaic"),
+        replicates_kv_heads=False,
+        tensor=False,
+        context=False,
+        expert=False,
+        schedules=frozenset(),
+        sharding=frozenset({"none", "gradients", "parameters"}),
     ),
 }
 """By the name that `framework` settings give.
@@ -137,14 +158,40 @@ some framework has.
 """
 
 
-def framework_named(name: str) -> Framework:
-    """The abilities of a framework.
+KEYS: Mapping[str, str] = {
+    name.casefold(): key
+    for key, kind in FRAMEWORKS.items()
+    for name in (*kind.also, kind.calibrated_as, kind.label, key)
+    if name
+}
+"""Keys of `FRAMEWORKS` by every name of a framework, in small letters."""
+CALIBRATED_AS: Mapping[str, str] = {
+    name: kind.calibrated_as
+    for key, kind in FRAMEWORKS.items()
+    for name in (key, *kind.also)
+    if kind.calibrated_as
+}
+"""Names that published runs have, by the names of frameworks; others keep their own."""
+
+
+def framework_key(name: str) -> str:
+    """The key in `FRAMEWORKS` of a framework by any of its names.
 
     Raises:
         PlanError: No such framework; the sentence suggests the nearest.
     """
-    if name not in FRAMEWORKS:
-        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(FRAMEWORKS)}"
+    found = KEYS.get(str(name).casefold())
+    if found is None:
+        near = difflib.get_close_matches(str(name).casefold(), KEYS, n=1)
+        hint = f"did you mean {KEYS[near[0]]!r}?" if near else f"known are {', '.join(FRAMEWORKS)}"
         raise PlanError(f"framework = {name!r} is not known: {hint}")
-    return FRAMEWORKS[name]
+    return found
+
+
+def framework_named(name: str) -> Framework:
+    """The abilities of a framework.
+
+    Raises:
+        PlanError: As `framework_key`.
+    """
+    return FRAMEWORKS[framework_key(name)]

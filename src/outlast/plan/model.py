@@ -28,9 +28,10 @@ from outlast.plan.reliability.recovery import HOUR_SECONDS
 from outlast.plan.structured import form_of, operations_ratio, room
 from outlast.plan.survival import Survival, survival
 from outlast.plan.unfit import possible
+from outlast.plan.utilisation import held, why_held
 
 if TYPE_CHECKING:
-    from outlast.plan.cases import Array
+    from outlast.plan.cases import Array, Cases
     from outlast.plan.context import Context
     from outlast.plan.pareto.space import Block
     from outlast.plan.quality.difference import Differences
@@ -90,10 +91,10 @@ def judge(context: Context, block: Block) -> Judged:
         rows: Array = np.broadcast_to(values, (count,))[block.layout]
         return rows
 
-    plain = context.step.parts(layouts, context.whose)
+    plain = held(context, layouts, context.step.parts(layouts, context.whose))
     step = with_mechanisms(context, block, plain)
     widths = spread(context.step.half_widths(layouts, context.whose))
-    held = room(layouts, memory_of(context), block.layout, _shares(context, block))
+    memory = room(layouts, memory_of(context), block.layout, _shares(context, block))
     capacity = spread(layouts.memory_bytes)
     alive = survival(context, block, step)
     going = possible(context.cluster, block)
@@ -108,12 +109,12 @@ def judge(context: Context, block: Block) -> Judged:
     return Judged(
         step=step,
         step_half_widths=widths,
-        memory_bytes=held.reserved_bytes,
+        memory_bytes=memory.reserved_bytes,
         capacity_bytes=capacity,
-        pressing=held.pressing,
+        pressing=memory.pressing,
         possible=going,
-        fits=going & (held.pressing < 1.0),
-        cliff=held.headroom < CLIFF_HEADROOM,
+        fits=going & (memory.pressing < 1.0),
+        cliff=memory.headroom < CLIFF_HEADROOM,
         survival=alive,
         finish=done,
         energy=energy,
@@ -144,6 +145,11 @@ def _shares(context: Context, block: Block) -> Array | None:
     return block.by_setting([form_of(context.model, each).share for each in block.settings])
 
 
+def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
+    """Why the first of some layouts is beyond what was calibrated, a phrase each."""
+    return (*context.step.outside(layouts, context.whose), *why_held(context, layouts))
+
+
 def evaluator(context: Context) -> Callable[[Block], Objectives]:
     """What a search asks of each block of candidates."""
 
@@ -170,9 +176,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             loss_difference=judged.quality.middle,
             money=judged.bill.money,
             grams_co2=judged.bill.carbon_grams,
-            flags=lambda row: context.step.outside(
-                block.layouts.taken(block.layout[[row]]), context.whose
-            ),
+            flags=lambda row: beyond(context, block.layouts.taken(block.layout[[row]])),
             half_widths={
                 "hours": half,
                 "kwh": joules,

@@ -13,12 +13,13 @@ from outlast.plan.constants import PRIORS
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.legal import warnings
 from outlast.plan.memory_figures import memory_total, stages_held, why_unfit
-from outlast.plan.model import Judged, in_time, judge
+from outlast.plan.model import Judged, beyond, in_time, judge
 from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.space import Block
 from outlast.plan.reliability.finish import SMALLEST, finish
 from outlast.plan.reliability.goodput import goodput
 from outlast.plan.structured import form_of, operations_ratio
+from outlast.plan.utilisation import HELD
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
@@ -48,8 +49,11 @@ class Estimate:
     Attributes:
         step_seconds: Of one optimizer step, with its terms; its interval ends where the devices
             compute at their peak.
+        calibrated: Runs of this very framework, chip and cluster were measured and fitted; else
+            the interval is that of a cluster which no fit had seen.
         tokens_per_s: Of all devices.
-        utilisation: Model FLOPs per second over the peak (MFU), no recomputation counted.
+        utilisation: Model FLOPs per second over the peak (MFU), no recomputation counted, and of
+            structured layers what they compute.
         memory: Of the fullest device, reserved, with its terms.
         memory_by_stage: Reserved bytes of each pipeline stage.
         capacity_bytes: Of a device.
@@ -84,6 +88,7 @@ class Estimate:
     """
 
     step_seconds: Total
+    calibrated: bool
     tokens_per_s: Interval
     utilisation: Interval
     memory: Total
@@ -126,21 +131,23 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     one = np.zeros(1, dtype=np.intp)
     block = Block(numbers, (settings or Settings(),), one, one)
     judged = judge(context, block)
-    outside = _outside(context, block)
+    outside = beyond(context, block.layouts)
     step = _step_total(context, judged, _least_seconds(context, run, block.settings[0]), outside)
     seconds = step.figure
     rate = Interval(*_inverse(seconds, run.tokens), seconds.coverage, outside)
-    flops = context.model.flops_per_token(run.sequence) / run.devices
+    dense = context.model.flops_per_token(run.sequence)
+    flops = dense * operations_ratio(context.model, block.settings[0], dense) / run.devices
     stages = stages_held(context, block)
     held = tuple(sum(_first(part.values) for part in stage) for stage in stages)
     rare, often = _rate_ends(context.cluster, judged)
-    beyond = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
+    whole = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
     width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
     left_out = () if isinstance(judged.energy, Unavailable) else judged.energy.flags
     # The last tier is the one that every run has: what a run leaves behind when it ends.
     shared, restart = judged.survival.run.tiers[-1], judged.survival.run.restart
     return Estimate(
         step_seconds=step,
+        calibrated=context.step.calibrated(context.whose, mixture=context.model.experts > 1),
         tokens_per_s=rate,
         utilisation=rate.scaled(flops / context.cluster.peak_flop_per_s[run.precision]),
         memory=memory_total(context, stages[int(np.argmax(held))], outside),
@@ -151,9 +158,9 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         cliff=bool(judged.cliff[0]),
         headroom_bytes=float(judged.capacity_bytes[0] - judged.memory_bytes[0]),
         joules=_joules(judged, run.devices, (*outside, *left_out)),
-        run_joules=_interval(judged.run_joules, energy, (*beyond, *left_out)),
-        ettr=_share(_ettr(judged, (rare, often), beyond)),
-        finish_seconds=_finish(judged, seconds, (rare, often), beyond),
+        run_joules=_interval(judged.run_joules, energy, (*whole, *left_out)),
+        ettr=_share(_ettr(judged, (rare, often), whole)),
+        finish_seconds=_finish(judged, seconds, (rare, often), whole),
         on_time=_on_time(context, judged),
         lost_work_seconds=float(judged.finish.lost_work_seconds[0]),
         checkpoint_seconds=float(judged.survival.interval_seconds[0]),
@@ -161,11 +168,11 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         resume_seconds=_first(np.asarray(restart.restart_seconds + shared.restore_seconds)),
         loss_difference=judged.quality.total(0),
         money=(
-            _interval(judged.bill.money, width, beyond)
+            _interval(judged.bill.money, width, whole)
             if judged.bill.rented
-            else _interval(judged.bill.money, energy, (*beyond, *left_out))
+            else _interval(judged.bill.money, energy, (*whole, *left_out))
         ),
-        carbon_grams=_interval(judged.bill.carbon_grams, energy, (*beyond, *left_out)),
+        carbon_grams=_interval(judged.bill.carbon_grams, energy, (*whole, *left_out)),
         limiting=_limiting(judged),
         devices=run.devices,
         steps=context.steps,
@@ -184,11 +191,6 @@ def _warnings(context: Context, run: Configuration, settings: Settings) -> tuple
             f"{share:.3g} times the parameters of the dense layers and gains nothing: lower it"
         )
     return tuple(found)
-
-
-def _outside(context: Context, block: Block) -> tuple[str, ...]:
-    """Why a run is beyond what was calibrated."""
-    return context.step.outside(block.layouts, context.whose)
 
 
 def _least_seconds(context: Context, run: Configuration, settings: Settings) -> float:
@@ -211,7 +213,9 @@ def _step_total(
     middle = sum(term.value for term in terms)
     half = float(np.exp(judged.step_half_widths[0]))
     widths = context.step.widths
-    low = max(middle / half, min(least_seconds, middle))
+    # What no run has shown is no middle, but it is possible.
+    formulas = middle - sum(term.value for term in terms if term.name == HELD)
+    low = max(formulas / half, min(least_seconds, middle))
     return Total("s", Interval(low, middle, middle * half, widths.coverage, outside), terms)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.conformal import Conformal
-from outlast.plan.calibration.support import Support
+from outlast.plan.calibration.support import Place, Support
 from outlast.plan.cases import Array
 
 ORIGINS = ("calibrated", "prior", "measured", "published", "datasheet")
@@ -61,19 +61,19 @@ class ResidualPoints:
 
     def __post_init__(self) -> None:
         rows, columns = len(self.places), len(self.names)
-        for field, shape in (
+        for name, shape in (
             ("features", (rows, columns)),
             ("residuals", (rows,)),
             ("noises", (rows,)),
             ("length_scales", (columns,)),
         ):
-            array = np.asarray(getattr(self, field), np.float64)
+            array = np.asarray(getattr(self, name), np.float64)
             if array.shape != shape or not np.all(np.isfinite(array)):
                 raise PlanError(
-                    f"residual.{field} has shape {array.shape} or is not finite: it should be "
+                    f"residual.{name} has shape {array.shape} or is not finite: it should be "
                     f"{shape}"
                 )
-            object.__setattr__(self, field, array)
+            object.__setattr__(self, name, array)
         if not (
             np.all(self.noises >= 0) and np.all(self.length_scales > 0) and self.amplitude >= 0
         ):
@@ -115,6 +115,8 @@ class Calibration:
         coverage: Share of truths that the intervals should hold.
         support: Calibrated range of each feature.
         provenance: Where it comes from.
+        places: What was measured, by interval group; empty in files of older versions, whose
+            groups do not tell clusters apart, so that none counts as calibrated.
     """
 
     constants: Mapping[str, Constant]
@@ -126,6 +128,7 @@ class Calibration:
     coverage: float = 0.9
     support: Mapping[str, tuple[float, float]]
     provenance: Provenance
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, constant in self.constants.items():

@@ -30,6 +30,7 @@ from outlast.plan.calibration.calibrated import (
     ResidualPoints,
 )
 from outlast.plan.calibration.strict import NUMBER, check_keys, number, texts
+from outlast.plan.calibration.support import Place, Support
 
 __all__ = [
     "Calibration",
@@ -61,8 +62,9 @@ _TOP = {
     "quantiles": dict,
     "support": dict,
     "residual": dict,
+    "places": dict,
 }
-_OPTIONAL = {"digest", "residual"}
+_OPTIONAL = {"digest", "residual", "places"}
 
 
 def write_calibration(calibration: Calibration, path: Path | str) -> None:
@@ -153,6 +155,17 @@ def _tables(calibration: Calibration) -> dict[str, Any]:
             name: [float(low), float(high)] for name, (low, high) in calibration.support.items()
         },
     }
+    if calibration.places:
+        tables["places"] = {
+            name: {
+                "utilisation": {key: float(share) for key, share in place.utilisation.items()},
+                "ranges": {
+                    key: [float(low), float(high)]
+                    for key, (low, high) in place.ranges.ranges.items()
+                },
+            }
+            for name, place in calibration.places.items()
+        }
     if calibration.residual is not None:
         tables["residual"] = _listed(
             {each.name: getattr(calibration.residual, each.name) for each in fields(ResidualPoints)}
@@ -200,6 +213,10 @@ def _table_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_value(each) for each in value) + "]"
+    if isinstance(value, dict):
+        return (
+            "{ " + ", ".join(f"{_key(key)} = {_value(each)}" for key, each in value.items()) + " }"
+        )
     if isinstance(value, str):
         return _quoted(value)
     return repr(value)
@@ -266,7 +283,22 @@ def _calibration(tables: Mapping[str, Any], source: str) -> Calibration:
             for name, value in tables["support"].items()
         },
         provenance=_provenance(tables["provenance"], f"{source}: provenance"),
+        places={
+            name: _place(table, f"{source}: places.{name}")
+            for name, table in tables.get("places", {}).items()
+        },
     )
+
+
+def _place(table: Any, where: str) -> Place:
+    if not isinstance(table, dict):
+        raise PlanError(f"{where} = {str(table)[:60]!r} must be a table")
+    check_keys(table, {"utilisation": dict, "ranges": dict}, set(), where)
+    ranges = {name: _range(value, f"{where}.{name}") for name, value in table["ranges"].items()}
+    shares = {
+        name: number(value, f"{where}.{name}") for name, value in table["utilisation"].items()
+    }
+    return Place(Support(ranges), shares)
 
 
 def _provenance(table: Mapping[str, Any], where: str) -> Provenance:

@@ -25,12 +25,13 @@ _PARTS = {
 _UNCHECKED = "vendor's product page, quoted from memory and not checked"
 
 
-def published_cluster(gpu: str, devices: int) -> Cluster | None:
+def published_cluster(gpu: str, devices: int, site: str = "published tables") -> Cluster | None:
     """The cluster of a published row.
 
     Args:
         gpu: As `throughput.csv` writes it, e.g. "A100-80GB".
         devices: Accelerators of the run: the cluster has whole nodes for them.
+        site: Whose cluster it is: its name.
 
     Returns:
         The cluster, or None for a part that nothing is known of.
@@ -47,7 +48,7 @@ def published_cluster(gpu: str, devices: int) -> Cluster | None:
     # A tray of the rack has four devices; the rack's 72 are one domain of the fast link.
     per_node = 4 if rack else per_node
     return Cluster(
-        name=f"{gpu} of published tables",
+        name=site,
         device=key,
         nodes=-(-devices // per_node),
         devices_per_node=per_node,

@@ -106,7 +106,7 @@ def _row(name: str, cells: _Cells) -> Row:
         raise _RefusedRowError("only adapters are trained, which a configuration cannot say")
     convention = CONVENTIONS[group]
     model, model_text = _model(cells, convention)
-    cluster = published_cluster(cells.text("gpu"), cells.whole("num_gpus"))
+    cluster = published_cluster(cells.text("gpu"), cells.whole("num_gpus"), group)
     if cluster is None:
         raise _RefusedRowError(f"gpu = {cells.text('gpu')!r}: no peak of it is known")
     run = _configuration(cells, convention)

@@ -15,19 +15,28 @@ OTHERS = "*"
 """Stands for every group that no row was measured of."""
 
 
-def interval_group(framework: str, chip: str, *, mixture: bool = False) -> str:
-    """The name under which errors of a framework on a chip are collected, mixtures apart.
+def interval_group(framework: str, chip: str, cluster: str = "", *, mixture: bool = False) -> str:
+    """The name under which errors of a framework on a chip of a cluster are collected.
 
-    How far a prediction is off differs more between dense models and mixtures of experts than
-    between chips: kernels and exchanges of experts change from release to release.
+    Another cluster with the same framework and chip has errors of its own: its network, hosts and
+    versions differ. How far a prediction is off differs as much between dense models and mixtures
+    of experts: kernels and exchanges of experts change from release to release.
+
+    Args:
+        framework: As calibrations count.
+        chip: Kind of the devices.
+        cluster: Its name; empty for the beginning that the names of all clusters share.
+        mixture: A mixture of experts.
     """
-    return f"mixtures, {framework} on {chip}" if mixture else f"{framework} on {chip}"
+    name = f"{framework} on {chip} at {cluster}"
+    return f"mixtures, {name}" if mixture else name
 
 
 def interval_groups(rows: Sequence[Row]) -> tuple[str, ...]:
     """`interval_group` of each row."""
     return tuple(
-        interval_group(row.framework, row.chip, mixture=row.model.experts > 1) for row in rows
+        interval_group(row.framework, row.chip, row.cluster.name, mixture=row.model.experts > 1)
+        for row in rows
     )
 
 

@@ -47,8 +47,6 @@ _TOP = {"name": str, "framework": str, "version": str, "cluster": str, "model": 
 
 _OUT_OF_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory")
 _BAR = re.compile(r"\b(\d+/\d+) \[")
-_PLANNED_AS = {"DeepSpeed": "deepspeed", "HF Trainer": "accelerate"}
-"""The planner's names of frameworks, where a log has another."""
 
 
 def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None = None) -> Row:
@@ -81,7 +79,7 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         run=run,
         cluster=cluster,
         source=str(log),
-        framework=calibrated_as(_PLANNED_AS.get(figures.framework, figures.framework)),
+        framework=calibrated_as(figures.framework),
         version=table.get("version", ""),
         step_seconds=seconds,
         # What a run held as it failed is not what it needs.

@@ -45,7 +45,7 @@ def slow_links(rows: Sequence[Row], away: Array) -> Iterator[tuple[int, str]]:
     Yields:
         Index and sentence of each such row.
     """
-    clusters = np.array([f"{row.source}/{row.cluster.name}" for row in rows])
+    clusters = np.array([f"{row.source}/{row.cluster.name}/{row.chip}" for row in rows])
     classes = [link_classes(row) for row in rows]
     for cluster in np.unique(clusters):
         here = (clusters == cluster) & np.isfinite(away)

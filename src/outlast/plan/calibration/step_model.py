@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from outlast.plan.calibration.fit import Belonging, Fit, believed, fit
 from outlast.plan.calibration.groups import OTHERS, folds, interval_group, interval_groups
 from outlast.plan.calibration.residual import Residual, fit_residual
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.support import Support, support_of
+from outlast.plan.calibration.support import Place, Support, support_of
 from outlast.plan.cases import Array, Cases, cases
 from outlast.plan.terms.part import Part
 from outlast.plan.terms.step import step_parts, step_seconds
@@ -40,6 +40,13 @@ RANGES = (
 """Features whose calibrated ranges are kept; the last ones are kinds, by the numbers of `Cases`."""
 FARTHEST = 2.0
 """Distance from the calibrated ranges beyond which intervals grow no more: three times as wide."""
+FEWEST_SITES = 3
+"""Of which whole ones are held out, one after the other, to see how far off others are."""
+ELSEWHERE = 2.3, 0.07
+"""Quantile of errors at published sites that no fit had seen, and the floor of its scale; the least
+for a calibration that has too few sites to hold one out (`benchmarks/plan_time.py`)."""
+_UNSEEN = "\0"
+"""A cluster or framework that no run is of."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,10 @@ class StepModel:
         constants: Fitted constants.
         residual: What the formulas miss among the calibrated runs; None without any.
         widths: How wide intervals are.
-        support: Calibrated ranges.
+        support: Calibrated ranges of all places.
         rows: How many runs were fitted, for people.
+        places: What was measured of each interval group; those that `widths` has a quantile of are
+            calibrated, others only tell what was seen elsewhere.
     """
 
     constants: Fit
@@ -59,6 +68,12 @@ class StepModel:
     widths: Conformal
     support: Support
     rows: int = 0
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def calibrated(self, whose: Belonging, *, mixture: bool) -> bool:
+        """Whether runs of this very framework, chip and cluster were measured."""
+        group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
+        return group in self.widths.quantiles
 
     def parts(self, cases: Cases, whose: Belonging) -> tuple[Part, ...]:
         """Terms of the step's time, the correction among them; it may be negative.
@@ -85,25 +100,56 @@ class StepModel:
         return (*parts, correction)
 
     def half_widths(self, cases: Cases, whose: Belonging) -> Array:
-        """(cases,): half of the interval of a step's time, in log space."""
+        """(cases,): half of the interval of a step's time, in log space.
+
+        On a cluster that was not measured, constants of the framework may be those of the site at
+        which they were: its spread counts as if nothing of the framework were known.
+        """
+        groups = _groups_of(cases, whose)
+        unseen = [Belonging(whose.chip, _UNSEEN, _UNSEEN)]
+        elsewhere = self.widths.half_widths(
+            self.deviations(cases, unseen), [OTHERS], _distances(self.support, cases)
+        )
+        known = np.array([group in self.widths.quantiles for group in groups])
+        if not known.any():
+            return elsewhere
+        place = self.places.get(groups[int(np.argmax(known))])
         deviations = self.deviations(cases, [whose])
-        features = {name: getattr(cases, name) for name in RANGES}
-        away = np.minimum(self.support.distances(features), FARTHEST)
-        distances = np.broadcast_to(away, (len(cases),))
-        return self.widths.half_widths(deviations, _groups_of(cases, whose), distances)
+        near = self.widths.half_widths(deviations, groups, np.zeros(len(cases)))
+        away = _distances(place.ranges if place else self.support, cases)
+        far = self.widths.half_widths(deviations, groups, away)
+        # Away from what was measured here, no more is in doubt than where nothing was.
+        own = np.maximum(near, np.minimum(far, elsewhere))
+        widths: Array = np.where(known, own, elsewhere)
+        return widths
 
     def outside(self, cases: Cases, whose: Belonging) -> tuple[str, ...]:
         """Why the first case is beyond what was calibrated, a phrase each."""
-        features = {name: float(np.ravel(getattr(cases, name))[0]) for name in RANGES}
-        phrases = self.support.outside(features)
+        features = _features(cases)
+        first = {name: float(np.ravel(values)[0]) for name, values in features.items()}
+        mixture = first["experts"] > 1.0
+        if self.calibrated(whose, mixture=mixture):
+            place = self.places.get(_groups_of(cases, whose)[0])
+            return _said(place.ranges if place else self.support, first)
+        reasons = [f"not calibrated on this cluster ({whose.cluster})"]
         if not self.rows:
-            return ("nothing was calibrated: priors alone", *phrases)
-        group = _groups_of(cases, whose)[0]
-        if group in self.widths.quantiles:
-            return phrases
+            return ("nothing was calibrated: priors alone", *reasons)
+        same = interval_group(whose.framework, whose.chip, mixture=mixture)
+        chip = f" on {whose.chip} at "
         if whose.framework == "any":
-            return ("no framework is named: constants are those of all", *phrases)
-        return (f"no run of {group} was calibrated", *phrases)
+            reasons.append("no framework is named: constants are those of all")
+        elif not any(name.startswith(same) for name in self.places):
+            reasons.append(f"no run of {same.removesuffix(' at ')} was calibrated")
+        if not any(chip in name for name in self.places):
+            reasons.append(f"no run on {whose.chip} was calibrated")
+        for beginning in (same, chip):
+            alike = [each.ranges for name, each in self.places.items() if beginning in name]
+            if alike:
+                break
+        seen = alike[0] if alike else self.support
+        for each in alike[1:]:
+            seen = seen.joined(each)
+        return (*reasons, *_said(seen, first))
 
     def seconds(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(cases,) with the correction."""
@@ -130,8 +176,8 @@ def place_of(whose: Belonging) -> str:
 
 
 def belonging(row: Row) -> Belonging:
-    """Of a calibrated row: its source stands for its cluster."""
-    return Belonging(row.chip, row.source, row.framework)
+    """Of a measured row."""
+    return Belonging(row.chip, row.cluster.name, row.framework)
 
 
 @dataclass(frozen=True)
@@ -198,33 +244,39 @@ def validate(
         whose = [belonging(rows[int(index)]) for index in out]
         predicted[out] = model.seconds(asked, whose)
         deviations[out] = model.deviations(asked, whose)
-        features = {name: getattr(asked, name) for name in RANGES}
-        distances[out] = np.minimum(model.support.distances(features), FARTHEST)
+        distances[out] = _distances(model.support, asked)
     return Validation(tuple(rows), predicted, deviations, distances)
 
 
 def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
-    """Each framework's runs by a fit of the others': how far off one is where nothing was measured.
+    """Each cluster's runs by a fit of the others': how far off one is where nothing was measured.
 
-    The framework and its clusters are unknown to that fit, so the deviations contain their spread.
+    Whole sites are held out, since runs of one site err alike. Distances from the ranges of the
+    others are not counted, so that intervals are wide enough also where nothing is out of range.
 
     Args:
         rows: All with `fits_time`.
 
     Returns:
-        None where there are fewer than three frameworks.
+        None where there are fewer than `FEWEST_SITES` clusters.
     """
-    frameworks = [row.framework for row in rows]
-    if len(set(frameworks)) < 3:
+    sites = np.array([row.cluster.name for row in rows])
+    names = sorted(set(sites))
+    if len(names) < FEWEST_SITES:
         return None
     predicted, deviations = np.zeros(len(rows)), np.zeros(len(rows))
     numbers = _numbers(rows)
-    for name in sorted(set(frameworks)):
-        out = np.flatnonzero([each == name for each in frameworks])
-        found, _ = fitted([row for row in rows if row.framework != name])
+    for name in names:
+        out = np.flatnonzero(sites == name)
+        found = fit(
+            numbers.taken(sites != name),
+            _seconds([row for row in rows if row.cluster.name != name]),
+            [belonging(row) for row in rows if row.cluster.name != name],
+        )
         asked, whose = numbers.taken(out), [belonging(rows[int(index)]) for index in out]
         predicted[out] = step_seconds(asked, found.constants(whose))
-        deviations[out] = found.log_deviation(asked, whose)
+        unseen = [Belonging(each.chip, _UNSEEN, _UNSEEN) for each in whose]
+        deviations[out] = found.log_deviation(asked, unseen)
     return Validation(tuple(rows), predicted, deviations, np.zeros(len(rows)))
 
 
@@ -252,26 +304,39 @@ def step_model(
         held = validate(usable, min(count, configurations), prior=before)
     groups = interval_groups(usable)
     widths = conformal(held.log_errors, held.deviations, groups, held.distances)
-    elsewhere = validate_elsewhere(usable)
-    if elsewhere is not None:
+    quantile, floor = ELSEWHERE if prior is None else _elsewhere_of(prior)
+    others = quantile * max(floor / widths.floor, 1.0)
+    if (elsewhere := validate_elsewhere(usable)) is not None:
         scores = np.abs(elsewhere.log_errors) / np.hypot(widths.floor, elsewhere.deviations)
-        other = {OTHERS: float(np.quantile(scores, widths.coverage))}
-        widths = replace(widths, quantiles={**widths.quantiles, **other})
-    support = _support(usable)
+        others = float(np.quantile(scores, widths.coverage))
+    elif prior is None:
+        others = max(others, widths.quantiles[OTHERS])
+    own = {**widths.quantiles, OTHERS: others}
+    support, places = _support(usable), _places(usable, groups)
     if prior is not None:
-        own = {name: widths.quantiles[name] for name in groups}
-        widths = replace(widths, quantiles={**prior.widths.quantiles, **own})
-        support = _joined(support, prior.support)
-    return StepModel(found, residual, widths, support, len(usable))
+        own = {**prior.widths.quantiles, **own}
+        support = support.joined(prior.support)
+        places = {**prior.places, **places}
+    widths = replace(widths, quantiles=own)
+    return StepModel(found, residual, widths, support, len(usable), places)
 
 
-def _joined(one: Support, other: Support) -> Support:
-    """The smallest ranges that hold both."""
-    ranges = dict(one.ranges)
-    for name, (low, high) in other.ranges.items():
-        own = ranges.get(name, (low, high))
-        ranges[name] = min(low, own[0]), max(high, own[1])
-    return Support(ranges)
+def _elsewhere_of(model: StepModel) -> tuple[float, float]:
+    return model.widths.quantiles[OTHERS], model.widths.floor
+
+
+def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
+    """What was measured of each group."""
+    members: dict[str, list[Row]] = {}
+    for row, group in zip(rows, groups, strict=True):
+        members.setdefault(group, []).append(row)
+    places = {}
+    for group, some in members.items():
+        reached: dict[str, float] = {}
+        for row, share in zip(some, utilisation(some), strict=True):
+            reached[row.run.precision] = max(float(share), reached.get(row.run.precision, 0.0))
+        places[group] = Place(_support(some), reached)
+    return places
 
 
 def uncalibrated() -> StepModel:
@@ -284,7 +349,24 @@ def _groups_of(cases: Cases, whose: Belonging) -> list[str]:
     """Interval groups, one for all cases where they are alike."""
     mixtures = cases.experts > 1.0
     different = mixtures if mixtures.any() and not mixtures.all() else mixtures[:1]
-    return [interval_group(whose.framework, whose.chip, mixture=bool(each)) for each in different]
+    return [
+        interval_group(whose.framework, whose.chip, whose.cluster, mixture=bool(each))
+        for each in different
+    ]
+
+
+def _said(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(f"outside measured range: {each}" for each in ranges.outside(features))
+
+
+def _features(cases: Cases) -> dict[str, Array]:
+    found = {name: getattr(cases, name) for name in RANGES}
+    return {**found, "unfused": 1.0 - cases.fused_attention}
+
+
+def _distances(support: Support, cases: Cases) -> Array:
+    away: Array = np.minimum(support.distances(_features(cases)), FARTHEST)
+    return np.broadcast_to(away, (len(cases),))
 
 
 def _numbers(rows: Sequence[Row]) -> Cases:
@@ -296,5 +378,4 @@ def _seconds(rows: Sequence[Row]) -> Array:
 
 
 def _support(rows: Sequence[Row]) -> Support:
-    numbers = _numbers(rows)
-    return support_of({name: getattr(numbers, name) for name in RANGES})
+    return support_of(_features(_numbers(rows)))

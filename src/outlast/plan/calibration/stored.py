@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.calibrated import Calibration, Constant, Provenance, ResidualPoints
 from outlast.plan.calibration.fit import Column, Fit
+from outlast.plan.calibration.groups import OTHERS
 from outlast.plan.calibration.residual import FEATURES, Residual
 from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.cases import Array
@@ -35,6 +38,7 @@ def calibration_of(model: StepModel, provenance: Provenance) -> Calibration:
         coverage=model.widths.coverage,
         support=model.support.ranges,
         provenance=provenance,
+        places=model.places,
     )
 
 
@@ -62,14 +66,17 @@ def step_model_of(calibration: Calibration) -> StepModel:
         calibration.conformal,
         calibration.ranges,
         len(calibration.provenance.rows),
+        calibration.places,
     )
 
 
 def shared(model: StepModel) -> StepModel:
     """What others can use of a model: constants of chips and frameworks, and interval widths.
 
-    Clusters and the points of single runs are left out. Numbers are rounded, correlations to three
-    digits after a hundredth of the identity is mixed in, so that they stay a correlation.
+    Clusters and the points of single runs are left out, and intervals are those of a cluster that
+    nobody measured: no cluster of another owner is calibrated by them. Numbers are rounded,
+    correlations to three digits after a hundredth of the identity is mixed in, so that they stay
+    a correlation.
     """
     fitted = model.constants
     kept = [index for index, each in enumerate(fitted.columns) if each.level != "cluster"]
@@ -82,7 +89,8 @@ def shared(model: StepModel) -> StepModel:
         _rounded(fitted.values[kept]),
         correlation * np.outer(deviations, deviations),
     )
-    return StepModel(constants, None, model.widths, model.support, model.rows)
+    widths = replace(model.widths, quantiles={OTHERS: model.widths.quantiles[OTHERS]})
+    return StepModel(constants, None, widths, model.support, model.rows, model.places)
 
 
 def _rounded(values: Array) -> Array:

@@ -11,6 +11,26 @@ from outlast.errors import PlanError
 from outlast.plan.cases import Array
 
 _SLACK = 1.0 + 1e-9
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "sharding": (
+        "without sharding",
+        "that shards the optimizer",
+        "that shards gradients",
+        "that shards parameters",
+    ),
+    "recompute": (
+        "without recomputation",
+        "that recomputes attention",
+        "that recomputes whole blocks",
+    ),
+    "zero_bubble": ("of another schedule than zero_bubble", "of the zero_bubble schedule"),
+    "gpipe": ("of another schedule than gpipe", "of the gpipe schedule"),
+    "quantized": ("in another precision than fp8", "in fp8"),
+    "half": ("in fp32", "in 16 bits"),
+    "muon": ("with another optimizer than Muon", "with Muon"),
+    "unfused": ("with fused attention", "with unfused attention"),
+}
+"""Features that tell kinds of runs, and in words a run of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +72,47 @@ class Support:
             if name not in features:
                 continue
             value = float(features[name])
-            if value > high * _SLACK:
-                by = f"{value / high:.3g} times above" if high else "outside"
-                phrases.append(f"{name} = {value:.6g} is {by} the calibrated {_range(low, high)}")
-            elif value * _SLACK < low:
-                by = f"{low / value:.3g} times below" if value else "outside"
-                phrases.append(f"{name} = {value:.6g} is {by} the calibrated {_range(low, high)}")
+            above = value > high * _SLACK
+            if not above and value * _SLACK >= low:
+                continue
+            if name in KINDS:
+                phrases.append(f"no run {KINDS[name][int(value)]} was measured")
+                continue
+            by = "outside"
+            if above and high:
+                by = f"{value / high:.3g} times above"
+            elif not above and value:
+                by = f"{low / value:.3g} times below"
+            phrases.append(f"{name} = {value:.6g} is {by} the calibrated {_range(low, high)}")
         return tuple(phrases)
+
+    def joined(self, other: Support) -> Support:
+        """The smallest ranges that hold both."""
+        ranges = dict(self.ranges)
+        for name, (low, high) in other.ranges.items():
+            own = ranges.get(name, (low, high))
+            ranges[name] = min(low, own[0]), max(high, own[1])
+        return Support(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What was measured of one interval group.
+
+    Attributes:
+        ranges: Of the features of its runs.
+        utilisation: Largest share of the peak (MFU) among its runs, by precision.
+    """
+
+    ranges: Support
+    utilisation: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for precision, share in self.utilisation.items():
+            if not 0.0 < share < float("inf"):
+                raise PlanError(
+                    f"utilisation = {share:g} in {precision} of a calibrated place: calibrate again"
+                )
 
 
 def support_of(features: Mapping[str, Array]) -> Support:
