@@ -4,8 +4,9 @@
 
 DIR holds the published table `throughput.csv` and the folder `energy` that docs/plan.md names;
 without it, the rows that need them are left out. `--keep` holds runs made on this machine,
-so that a second call does not repeat them. `--part` runs one part (published, speed, reliability,
-here) and puts its rows in the place of the same rows of FILE: `here` wants a quiet machine.
+so that a second call does not repeat them. `--part` runs one part (published, elsewhere, speed,
+reliability, here) and puts its rows in the place of the same rows of FILE: `here` wants a quiet
+machine.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import plan_reliability
 from harness import Bar, publish
 from plan_here import here_bars
 from plan_search import regret_bars, speed_bars
-from plan_time import time_bars
+from plan_time import elsewhere_bars, time_bars
 
-PARTS = ("published", "speed", "reliability", "here")
+PARTS = ("published", "elsewhere", "speed", "reliability", "here")
 
 
 def main() -> None:
@@ -37,6 +38,8 @@ def main() -> None:
     bars = []
     if "published" in parts:
         bars += _published(options.data, options.quick)
+    if "elsewhere" in parts and options.data is not None:
+        bars += elsewhere_bars(options.data / "throughput.csv", options.quick)
     if "speed" in parts:
         bars += speed_bars()
     if "reliability" in parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from outlast.plan.calibration.clean import clean
 from outlast.plan.calibration.conformal import conformal
 from outlast.plan.calibration.csv_rows import read_rows
 from outlast.plan.calibration.fit import NOISE, Fit, believed
-from outlast.plan.calibration.groups import folds, interval_groups
+from outlast.plan.calibration.groups import OTHERS, folds, interval_groups
 from outlast.plan.calibration.probes import Budget, choose_probes
 from outlast.plan.calibration.probing import MISSED, directions
 from outlast.plan.calibration.rows import Row
@@ -27,10 +28,12 @@ from outlast.plan.calibration.step_model import (
     StepModel,
     belonging,
     fitted,
+    step_model,
     uncalibrated,
     utilisation,
     validate,
 )
+from outlast.plan.calibration.stored import shared
 from outlast.plan.calibration.support import Support
 from outlast.plan.cases import cases
 
@@ -44,6 +47,12 @@ VTRAIN = "vtrain_multi"
 SWEEP = "nanotron"
 # Sequences are packed there, to lengths that nobody published.
 LEFT_OUT = ("nemo_finetune",)
+PUBLICATIONS = {
+    "vtrain_multi": "vtrain",
+    "vtrain_single": "vtrain",
+    "nemo_dense": "nemo",
+    "nemo_moe": "nemo",
+}
 TRANSFERS = ((VTRAIN, "mosaic"), ("mosaic", VTRAIN), (SWEEP, "mosaic"), ("mosaic", SWEEP))
 
 
@@ -64,6 +73,125 @@ def time_bars(data: Path, quick: bool) -> Iterator[Bar]:
     yield from _interval_bars(rows, held[0])
     yield from _transfer_bars(rows, 2 if quick else DRAWS)
     yield from _unmeasured_bars(rows)
+
+
+def elsewhere_bars(data: Path, quick: bool) -> Iterator[Bar]:
+    """What a user gets on a cluster of which nothing was measured.
+
+    The constants that are shipped know no cluster. Their errors on configurations that no fit had
+    seen, of sites that it had, say how well formulas interpolate; errors on sites that were held
+    out whole, with intervals from the other sites alone, are those to expect elsewhere.
+
+    Args:
+        data: The published table.
+        quick: Only one site, and fewer folds.
+    """
+    rows = fitting_rows(data)
+    yield from _summary(
+        "step time with shipped constants, unseen configurations of fitted sites",
+        rows,
+        _shipped_errors(rows, 3 if quick else 10),
+    )
+    sites = {"table group": [row.source for row in rows]}
+    if not quick:
+        sites["publication"] = [PUBLICATIONS.get(row.source, row.source) for row in rows]
+    for kind, names in sites.items():
+        held = ["vtrain_single"] if quick else sorted(set(names))
+        errors, widths = _site_errors(rows, names, held, 3 if quick else 5)
+        yield from _summary(f"step time on unseen sites, each {kind} held out", rows, errors)
+        yield from _site_coverage(kind, rows, names, errors, widths)
+
+
+def _shipped_errors(rows: Sequence[Row], count: int) -> np.ndarray:
+    """Log of measured over predicted by constants that know no cluster, by configuration."""
+    fold = folds([row.key for row in rows], count)
+    errors = np.full(len(rows), np.nan)
+    for number in range(count):
+        kept = [row for row, own in zip(rows, fold, strict=True) if own != number]
+        model = _general(_model(*fitted(kept)))
+        out = np.flatnonzero(fold == number)
+        errors[out] = -np.log1p(_errors(model, [rows[index] for index in out]))
+    return errors
+
+
+def _general(model: StepModel) -> StepModel:
+    """Without what it knows of clusters; as `outlast.plan.calibration.stored.shared`."""
+    quantiles = {OTHERS: model.widths.quantiles.get(OTHERS, 1.0)}
+    return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
+
+
+def _site_errors(
+    rows: Sequence[Row], names: Sequence[str], held: Sequence[str], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log of measured over predicted, and half-widths, by calibrations of the other sites."""
+    errors, widths = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
+    numbers = cases([(row.model, row.run, row.cluster) for row in rows])
+    for site in held:
+        model = shared(
+            step_model([r for r, n in zip(rows, names, strict=True) if n != site], count)
+        )
+        for index in np.flatnonzero(np.array(names) == site):
+            row, one = rows[int(index)], numbers.taken(np.array([index]))
+            widths[index] = model.half_widths(one, belonging(row))[0]
+        out = np.flatnonzero(np.array(names) == site)
+        errors[out] = -np.log1p(_errors(model, [rows[int(index)] for index in out]))
+    return errors, widths
+
+
+def _summary(name: str, rows: Sequence[Row], log_errors: np.ndarray) -> Iterator[Bar]:
+    """Median, mean and p90 of the scored rows, with the median of each group."""
+    known = np.isfinite(log_errors)
+    errors = np.expm1(-log_errors)
+    medians = []
+    scored = np.zeros(len(rows), bool)
+    for source in sorted({row.source for row in rows}):
+        own = _scored(rows, source) & known
+        scored |= own
+        if own.any():
+            medians.append(f"{source} {_three(errors[own])[0]:.1f}")
+    three = _three(errors[scored])
+    peer = f"median by group: {', '.join(medians)}"
+    for label, value in zip(("median", "mean", "p90"), three, strict=True):
+        yield _below(f"{name} ({scored.sum()} rows): {label} error", value, None, peer)
+
+
+def _site_coverage(
+    kind: str,
+    rows: Sequence[Row],
+    names: Sequence[str],
+    errors: np.ndarray,
+    widths: np.ndarray,
+) -> Iterator[Bar]:
+    """Share of intervals that hold the truth, with the 95 % interval of a binomial share."""
+    known = np.isfinite(errors)
+    inside, sites = np.abs(errors) <= widths, np.array(names)
+    shares = [
+        f"{site} {100.0 * inside[own].mean():.0f} of {own.sum()}"
+        for site in sorted(set(sites[known]))
+        for own in [sites == site]
+    ]
+    whole = np.zeros(len(rows), bool)
+    for source in sorted({row.source for row in rows}):
+        whole |= _scored(rows, source)
+    share, low, high = _binomial(int(inside[known].sum()), int(known.sum()))
+    unbroken = 100.0 * float(inside[known & whole].mean())
+    peer = (
+        f"{known.sum()} rows, binomial 95 %: {low:.1f} to {high:.1f}; {unbroken:.1f} without runs "
+        f"below 10 % of the peak; % by site: {', '.join(shares)}"
+    )
+    name = f"90 % intervals on unseen sites, each {kind} held out: coverage"
+    yield Bar(name, round(share, 2), "%", "87 to 93", 87.0 <= share <= 93.0, peer, "predicted")
+    half = 100.0 * float(np.median(np.expm1(widths[known])))
+    name = f"90 % intervals on unseen sites, each {kind} held out: median half-width"
+    yield _below(name, half, None, "")
+
+
+def _binomial(hits: int, count: int) -> tuple[float, float, float]:
+    """A share and the ends of its 95 % interval, in per cent (Wilson 1927)."""
+    share, z = hits / count, 1.96
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return 100.0 * share, 100.0 * float(middle - half), 100.0 * float(middle + half)
 
 
 def fitting_rows(data: Path) -> list[Row]:

@@ -233,10 +233,30 @@ def _print_choices(console: Console, found: Ranking) -> None:
     ]
     console.print()
     title = f"Ranked by {FIGURES[found.planned.asked.by].words}, the front first"
+    if not first.calibrated:
+        title += "; not calibrated on this cluster"
     shown = [[row[each] for each in kept] for row in rows]
     print_table(console, [columns[each] for each in kept], shown, title)
     if shared:
         console.print(f"in all rows: {shared}", style="dim", markup=False)
+    for phrase, numbers in _beyond_of_rows(found).items():
+        which = ", ".join(map(str, numbers))
+        console.print(
+            f"extrapolated, row{'s'[: len(numbers) != 1]} {which}: {phrase}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _beyond_of_rows(found: Ranking) -> dict[str, list[int]]:
+    """Rows by what is beyond what was measured in them, where it is not so in row 1."""
+    said = set(beyond(found.choices[0].estimate))
+    rows: dict[str, list[int]] = {}
+    for each in found.choices:
+        for phrase in beyond(each.estimate):
+            if phrase not in said:
+                rows.setdefault(phrase, []).append(each.number)
+    return rows
 
 
 def _unknown(name: str, rows: list[list[str]], number: int) -> bool:

@@ -47,6 +47,7 @@ class Context:
         delays: How late workers are; None where nobody knows, so that coding gains nothing.
         clocks: Power and time constants of the device; None where nobody fitted them.
         memory: Fitted constants of the memory model; None for the priors.
+        memory_elsewhere: They are of published runs on other clusters.
         busy_watts: What a busy device was measured to draw; None for the prior.
         commits_without: A gradient code commits a step without the chunks that were lost; else
             they are computed again and the gradient is exact.
@@ -66,6 +67,7 @@ class Context:
     delays: DelayModel | None = None
     clocks: DeviceConstants | None = None
     memory: MemoryFit | None = None
+    memory_elsewhere: bool = False
     busy_watts: float | None = None
     commits_without: bool = False
     unmapped: tuple[str, ...] = ()

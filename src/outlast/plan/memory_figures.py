@@ -54,6 +54,9 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
         outside = (*outside, _why_prior(context))
     else:
         origin, deviation = "calibrated", fitted.log_deviation
+        if context.memory_elsewhere:
+            origin = "published"
+            outside = (*outside, "constants of published runs on other clusters")
     terms = tuple(
         Term(
             part.name,

@@ -221,7 +221,9 @@ def _step_total(
 
 def _term(context: Context, part: Part) -> Term:
     values = context.step.constants.constants([context.whose])
-    origin = "calibrated" if context.step.rows else "prior"
+    origin = "published" if context.step.rows else "prior"
+    if context.step.calibrated(context.whose, mixture=context.model.experts > 1):
+        origin = "calibrated"
     constants = {
         name: Source(float(getattr(values, name)[0]), PRIORS[name].unit, origin, PRIORS[name].text)
         for name in part.constants

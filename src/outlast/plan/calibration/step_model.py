@@ -40,7 +40,7 @@ RANGES = (
 """Features whose calibrated ranges are kept; the last ones are kinds, by the numbers of `Cases`."""
 FARTHEST = 2.0
 """Distance from the calibrated ranges beyond which intervals grow no more: three times as wide."""
-FEWEST_SITES = 3
+FEWEST_SITES = 6
 """Of which whole ones are held out, one after the other, to see how far off others are."""
 ELSEWHERE = 2.3, 0.07
 """Quantile of errors at published sites that no fit had seen, and the floor of its scale; the least
