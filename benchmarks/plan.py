@@ -3,7 +3,7 @@
     python benchmarks/plan.py [--data DIR] [--quick] [--json FILE] [--keep DIR] [--part PART]
 
 DIR holds the published table `throughput.csv` and the folder `energy` that docs/plan.md names;
-without it, the rows that need them are left out. `--keep` holds runs made on this machine,
+without it, the rows that need them are left out. `--keep` holds runs and fits made on this machine,
 so that a second call does not repeat them. `--part` runs one part (published, elsewhere, speed,
 reliability, here) and puts its rows in the place of the same rows of FILE: `here` wants a quiet
 machine.
@@ -39,7 +39,7 @@ def main() -> None:
     if "published" in parts:
         bars += _published(options.data, options.quick)
     if "elsewhere" in parts and options.data is not None:
-        bars += elsewhere_bars(options.data / "throughput.csv", options.quick)
+        bars += elsewhere_bars(options.data / "throughput.csv", options.quick, options.keep)
     if "speed" in parts:
         bars += speed_bars()
     if "reliability" in parts:

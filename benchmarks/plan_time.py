@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,18 @@ from harness import Bar
 from outlast.plan.calibration.clean import clean
 from outlast.plan.calibration.conformal import conformal
 from outlast.plan.calibration.csv_rows import read_rows
-from outlast.plan.calibration.fit import NOISE, Fit, believed
+from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed
 from outlast.plan.calibration.groups import OTHERS, folds, interval_groups
 from outlast.plan.calibration.probes import Budget, choose_probes
 from outlast.plan.calibration.probing import MISSED, directions
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import (
+    UNSEEN,
     StepModel,
     belonging,
+    distances_from,
     fitted,
-    step_model,
+    ranges_of,
     uncalibrated,
     utilisation,
     validate,
@@ -36,6 +39,8 @@ from outlast.plan.calibration.step_model import (
 from outlast.plan.calibration.stored import shared
 from outlast.plan.calibration.support import Support
 from outlast.plan.cases import cases
+from outlast.plan.entry import published_constants
+from outlast.plan.terms.step import step_seconds
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""
@@ -75,7 +80,7 @@ def time_bars(data: Path, quick: bool) -> Iterator[Bar]:
     yield from _unmeasured_bars(rows)
 
 
-def elsewhere_bars(data: Path, quick: bool) -> Iterator[Bar]:
+def elsewhere_bars(data: Path, quick: bool, keep: Path | None = None) -> Iterator[Bar]:
     """What a user gets on a cluster of which nothing was measured.
 
     The constants that are shipped know no cluster. Their errors on configurations that no fit had
@@ -85,6 +90,7 @@ def elsewhere_bars(data: Path, quick: bool) -> Iterator[Bar]:
     Args:
         data: The published table.
         quick: Only one site, and fewer folds.
+        keep: Folder that keeps the fits, so that a run that was cut short continues.
     """
     rows = fitting_rows(data)
     yield from _summary(
@@ -92,12 +98,13 @@ def elsewhere_bars(data: Path, quick: bool) -> Iterator[Bar]:
         rows,
         _shipped_errors(rows, 3 if quick else 10),
     )
-    sites = {"table group": [row.source for row in rows]}
+    kinds = {"table group": [row.source for row in rows]}
     if not quick:
-        sites["publication"] = [PUBLICATIONS.get(row.source, row.source) for row in rows]
-    for kind, names in sites.items():
+        kinds["publication"] = [PUBLICATIONS.get(row.source, row.source) for row in rows]
+    for kind, names in kinds.items():
         held = ["vtrain_single"] if quick else sorted(set(names))
-        errors, widths = _site_errors(rows, names, held, 3 if quick else 5)
+        kept = None if keep is None else keep / f"sites-{kind.replace(' ', '-')}.json"
+        errors, widths = _site_errors(rows, names, held, _Fits(rows, names, kept))
         yield from _summary(f"step time on unseen sites, each {kind} held out", rows, errors)
         yield from _site_coverage(kind, rows, names, errors, widths)
 
@@ -120,21 +127,59 @@ def _general(model: StepModel) -> StepModel:
     return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
 
 
+class _Fits:
+    """Sites as fits of others predict them, kept in a file."""
+
+    def __init__(self, rows: Sequence[Row], names: Sequence[str], file: Path | None) -> None:
+        self.rows, self.names, self.file = rows, np.array(names), file
+        self.numbers = cases([(row.model, row.run, row.cluster) for row in rows])
+        known = {} if file is None or not file.exists() else json.loads(file.read_text())
+        self.known: dict[str, dict[str, list[list[float]]]] = known
+
+    def of(self, site: str, *others: str) -> tuple[np.ndarray, np.ndarray]:
+        """Log errors and deviations of a site by a fit without it and without the others."""
+        out = sorted({site, *others})
+        key = "|".join(out)
+        if key not in self.known:
+            kept = np.flatnonzero(~np.isin(self.names, out))
+            found, _ = fitted([self.rows[int(index)] for index in kept])
+            self.known[key] = {each: self._predicted(found, each) for each in out}
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text(json.dumps(self.known))
+        errors, deviations = self.known[key][site]
+        return np.array(errors), np.array(deviations)
+
+    def _predicted(self, found: Fit, site: str) -> list[list[float]]:
+        own = np.flatnonzero(self.names == site)
+        some = [self.rows[int(index)] for index in own]
+        seconds = np.array([row.step_seconds for row in some])
+        asked = self.numbers.taken(own)
+        whose = [Belonging(row.chip, UNSEEN, row.framework) for row in some]
+        unseen = [Belonging(row.chip, UNSEEN, UNSEEN) for row in some]
+        errors = np.log(seconds / step_seconds(asked, found.constants(whose)))
+        return [errors.tolist(), found.log_deviation(asked, unseen).tolist()]
+
+
 def _site_errors(
-    rows: Sequence[Row], names: Sequence[str], held: Sequence[str], count: int
+    rows: Sequence[Row], names: Sequence[str], held: Sequence[str], fits: _Fits
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log of measured over predicted, and half-widths, by calibrations of the other sites."""
+    """Log of measured over predicted, and half-widths: both from the other sites alone.
+
+    As `outlast.plan.calibration.step_model` makes them; the floor of the scale is that of all
+    rows, which hardly depends on one site.
+    """
     errors, widths = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
-    numbers = cases([(row.model, row.run, row.cluster) for row in rows])
+    shipped, where = published_constants().widths, np.array(names)
     for site in held:
-        model = shared(
-            step_model([r for r, n in zip(rows, names, strict=True) if n != site], count)
-        )
-        for index in np.flatnonzero(np.array(names) == site):
-            row, one = rows[int(index)], numbers.taken(np.array([index]))
-            widths[index] = model.half_widths(one, belonging(row))[0]
-        out = np.flatnonzero(np.array(names) == site)
-        errors[out] = -np.log1p(_errors(model, [rows[int(index)] for index in out]))
+        own = np.flatnonzero(where == site)
+        errors[own], deviations = fits.of(site)
+        others = [fits.of(other, site) for other in sorted(set(names)) if other != site]
+        scores = np.concatenate([np.abs(e) / np.hypot(shipped.floor, d) for e, d in others])
+        ranges = ranges_of([row for row, name in zip(rows, names, strict=True) if name != site])
+        away = distances_from(ranges, fits.numbers.taken(own))
+        quantile = np.quantile(scores, shipped.coverage)
+        widths[own] = quantile * np.hypot(shipped.floor, deviations) * (1.0 + away)
     return errors, widths
 
 
