@@ -241,3 +241,33 @@ def test_lists(plan: Plan) -> None:
     models = {each["name"]: each for each in plan.json("models")}
     assert models["llama-3-8b"]["parameters"] == 8030261248
     assert {each["name"] for each in plan.json("targets")} >= {"outlast", "torchtitan", "sbatch"}
+
+
+def test_a_cluster_that_nobody_measured_is_flagged_wherever_a_user_looks(
+    plan: Plan, tmp_path: Path
+) -> None:
+    flag = "not calibrated on this cluster"
+    asked = ("llama-3-8b", "--cluster", "h100x64", "--framework", "nemo", *SMALL)
+    code, out, _ = plan(*asked)
+    assert code == 0
+    assert "extrapolated" in out
+    assert f"first; {flag}" in " ".join(out.split())
+    choices = json.loads(plan(*asked, "--json")[1])["choices"]
+    assert {each["estimate"]["calibrated"] for each in choices} == {False}
+    for each in choices:
+        assert flag in each["estimate"]["step_seconds"]["figure"]["extrapolated"][0]
+    points = json.loads(plan("pareto", *asked, "--json")[1])["points"]
+    assert all(flag in each["extrapolated"][0] for each in points)
+    to = ("--target", "torchtitan", "--out", tmp_path)
+    assert plan("emit", "llama-3-8b", "--cluster", "h100x64", *SMALL, *to)[0] == 0
+    assert flag in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+def test_names_of_published_frameworks_are_taken(plan: Plan) -> None:
+    for name in ("mosaic", "Megatron-Bridge", "llm-foundry"):
+        code, out, _ = plan("gpt2", "--cluster", "h100x8", "--framework", name, *SMALL)
+        assert code == 0
+        assert "Ranked by" in out
+    assert "did you mean 'llm-foundry'" in plan.refused(
+        "gpt2", "--cluster", "h100x8", "--framework", "mosiac"
+    )

@@ -45,7 +45,7 @@ FEWEST_SITES = 6
 ELSEWHERE = 2.3, 0.07
 """Quantile of errors at published sites that no fit had seen, and the floor of its scale; the least
 for a calibration that has too few sites to hold one out (`benchmarks/plan_time.py`)."""
-_UNSEEN = "\0"
+UNSEEN = "\0"
 """A cluster or framework that no run is of."""
 
 
@@ -106,9 +106,9 @@ class StepModel:
         which they were: its spread counts as if nothing of the framework were known.
         """
         groups = _groups_of(cases, whose)
-        unseen = [Belonging(whose.chip, _UNSEEN, _UNSEEN)]
+        unseen = [Belonging(whose.chip, UNSEEN, UNSEEN)]
         elsewhere = self.widths.half_widths(
-            self.deviations(cases, unseen), [OTHERS], _distances(self.support, cases)
+            self.deviations(cases, unseen), [OTHERS], distances_from(self.support, cases)
         )
         known = np.array([group in self.widths.quantiles for group in groups])
         if not known.any():
@@ -116,7 +116,7 @@ class StepModel:
         place = self.places.get(groups[int(np.argmax(known))])
         deviations = self.deviations(cases, [whose])
         near = self.widths.half_widths(deviations, groups, np.zeros(len(cases)))
-        away = _distances(place.ranges if place else self.support, cases)
+        away = distances_from(place.ranges if place else self.support, cases)
         far = self.widths.half_widths(deviations, groups, away)
         # Away from what was measured here, no more is in doubt than where nothing was.
         own = np.maximum(near, np.minimum(far, elsewhere))
@@ -239,12 +239,12 @@ def validate(
     for number in range(count):
         kept = [row for row, own in zip(rows, fold, strict=True) if own != number]
         out = np.flatnonzero(fold == number)
-        model = StepModel(*fitted(kept, prior), Conformal(quantiles={}, floor=0.0), _support(kept))
+        model = StepModel(*fitted(kept, prior), Conformal(quantiles={}, floor=0.0), ranges_of(kept))
         asked = numbers.taken(out)
         whose = [belonging(rows[int(index)]) for index in out]
         predicted[out] = model.seconds(asked, whose)
         deviations[out] = model.deviations(asked, whose)
-        distances[out] = _distances(model.support, asked)
+        distances[out] = distances_from(model.support, asked)
     return Validation(tuple(rows), predicted, deviations, distances)
 
 
@@ -275,7 +275,7 @@ def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
         )
         asked, whose = numbers.taken(out), [belonging(rows[int(index)]) for index in out]
         predicted[out] = step_seconds(asked, found.constants(whose))
-        unseen = [Belonging(each.chip, _UNSEEN, _UNSEEN) for each in whose]
+        unseen = [Belonging(each.chip, UNSEEN, UNSEEN) for each in whose]
         deviations[out] = found.log_deviation(asked, unseen)
     return Validation(tuple(rows), predicted, deviations, np.zeros(len(rows)))
 
@@ -312,7 +312,7 @@ def step_model(
     elif prior is None:
         others = max(others, widths.quantiles[OTHERS])
     own = {**widths.quantiles, OTHERS: others}
-    support, places = _support(usable), _places(usable, groups)
+    support, places = ranges_of(usable), _places(usable, groups)
     if prior is not None:
         own = {**prior.widths.quantiles, **own}
         support = support.joined(prior.support)
@@ -335,7 +335,7 @@ def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
         reached: dict[str, float] = {}
         for row, share in zip(some, utilisation(some), strict=True):
             reached[row.run.precision] = max(float(share), reached.get(row.run.precision, 0.0))
-        places[group] = Place(_support(some), reached)
+        places[group] = Place(ranges_of(some), reached)
     return places
 
 
@@ -364,7 +364,8 @@ def _features(cases: Cases) -> dict[str, Array]:
     return {**found, "unfused": 1.0 - cases.fused_attention}
 
 
-def _distances(support: Support, cases: Cases) -> Array:
+def distances_from(support: Support, cases: Cases) -> Array:
+    """(cases,) from calibrated ranges, at most `FARTHEST`."""
     away: Array = np.minimum(support.distances(_features(cases)), FARTHEST)
     return np.broadcast_to(away, (len(cases),))
 
@@ -377,5 +378,6 @@ def _seconds(rows: Sequence[Row]) -> Array:
     return np.array([row.step_seconds or np.nan for row in rows])
 
 
-def _support(rows: Sequence[Row]) -> Support:
+def ranges_of(rows: Sequence[Row]) -> Support:
+    """Of the features of some runs."""
     return support_of(_features(_numbers(rows)))
