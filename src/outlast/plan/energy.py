@@ -213,8 +213,6 @@ def step_energy(
     deviation = np.hypot(draw.deviation * busy, waiting)
     deviation = np.hypot(deviation, (NODE_DEVIATION if guessed else 0.0) * node) * power.pue
     flags = []
-    if draw.source.origin == "prior":
-        flags.append("watts of a busy device are a prior: none was measured")
     if not power.node_watts:
         flags.append("devices alone: node_watts is not given")
     if power.pue == 1.0:

@@ -142,7 +142,11 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     rare, often = _rate_ends(context.cluster, judged)
     whole = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
     width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
-    left_out = () if isinstance(judged.energy, Unavailable) else judged.energy.flags
+    left_out: tuple[str, ...] = ()
+    if not isinstance(judged.energy, Unavailable):
+        left_out = judged.energy.flags
+        if judged.energy.draw.source.origin == "prior":
+            left_out = ("watts of a busy device are a prior: none was measured", *left_out)
     # The last tier is the one that every run has: what a run leaves behind when it ends.
     shared, restart = judged.survival.run.tiers[-1], judged.survival.run.restart
     return Estimate(
