@@ -141,15 +141,15 @@ def test_a_step_that_failed_on_one_rank_can_be_saved_again(ranks: Ranks, tmp_pat
 def save_into_a_file(directory: Path) -> list[str | None]:
     dist.init_process_group("gloo")
     store = open_store(directory)
-    with pytest.raises(CheckpointError) as caught:
-        store.save_async(1, {"model": Net(0)})
+    with pytest.warns(UserWarning, match="training goes on without it"):
+        failed = store.save_async(1, {"model": Net(0)}).result().error
     dist.barrier()
     if dist.get_rank() == 0:
         directory.unlink()
     dist.barrier()
     later = store.save_async(2, {"model": Net(0)}).result().error
     dist.barrier()
-    return [str(caught.value), later]
+    return [failed, later]
 
 
 def test_when_rank_zero_cannot_begin_every_rank_learns_it(ranks: Ranks, tmp_path: Path) -> None:

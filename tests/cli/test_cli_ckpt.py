@@ -200,9 +200,10 @@ def test_an_unfinished_save_is_reported(ckpt, run):
     for name in ("rank-00000-of-00001.json", "version.json"):
         (run / "checkpoints" / "step-00000300-a1" / name).unlink()
     assert "step 300, session 1: " in ckpt("ls", run)[1]
-    code, out, _ = ckpt("verify", run, "--all")
-    assert code == 0
-    assert "step 300, session 1: INCOMPLETE" in out
+    for arguments in ([], ["--all"]):
+        code, out, _ = ckpt("verify", run, *arguments)
+        assert code == 1
+        assert "step 300, session 1: INCOMPLETE" in out
     assert ckpt("verify", run, "--step", 300)[0] == 1
     assert ckpt("show", run, "--step", 300)[0] == 2
     assert json.loads(ckpt("show", run, "--json")[1])["step"] == 200

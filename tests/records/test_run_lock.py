@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -179,9 +180,20 @@ def test_lock_that_was_taken_over_lets_its_first_owner_commit_nothing(tmp_path: 
     edit(tmp_path, host="elsewhere", pid=7)
     with pytest.raises(LeaseLostError, match="was taken over by process 7 on host elsewhere"):
         lock.check()
+    # Whoever took it over has ended since.
     (tmp_path / "lock").unlink()
-    with pytest.raises(LeaseLostError, match="was taken over by another process"):
+    with pytest.raises(LeaseLostError, match="lost its lock .* another process took over"):
         lock.check()
+
+
+def test_lock_that_went_with_its_directory_is_taken_anew(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = lock_of(tmp_path / "run")
+    lock.acquire()
+    shutil.rmtree(tmp_path / "run")
+    lock.check()
+    assert lock.is_held()
+    lock.release()
 
 
 def leased(monkeypatch: pytest.MonkeyPatch, file: Path, token: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from outlast.checkpoint.format.job import AbandonedError, PartJob, Written
 from outlast.checkpoint.format.manifest import STATE
-from outlast.checkpoint.format.storage import storage_of
+from outlast.checkpoint.format.storage import sentence_of, storage_of, within
 from outlast.checkpoint.plan import Holding, Plan, make_plan
 from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
 from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
@@ -172,6 +172,8 @@ class Lane:
         reduction: Codecs and deltas.
         writer: Who codes and writes.
         coordinated: Whether ranks share the work of every new plan.
+        check: Called in the background before each write; raises CheckpointError or OSError when
+            nothing may be written.
         timeout_seconds: Longest time of a write.
     """
 
@@ -183,6 +185,7 @@ class Lane:
         reduction: Reduction,
         writer: WriterKind,
         coordinated: bool,
+        check: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
         self._place = place
@@ -190,6 +193,7 @@ class Lane:
         self._reduction = reduction
         self._writer_kind = writer
         self._coordinated = coordinated
+        self._check = check
         self._timeout_seconds = timeout_seconds
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._held: Holding | None = None
@@ -220,10 +224,11 @@ class Lane:
             self._last.result()
 
     def failed_at(self, step: int) -> bool:
-        """Whether the save before was of `step` and failed."""
+        """Whether the save before was of `step` and was not published."""
         if self._last is None or step != self.last_step:
             return False
-        return self._last.result().error is not None
+        result = self._last.result()
+        return result.error is not None or bool(result.skipped)
 
     def abandon(self) -> None:
         """Give up the save under way; it is never published."""
@@ -355,11 +360,14 @@ class Lane:
                 raise AbandonedError
             if problem:
                 raise CheckpointError(problem)
+            within(self._timeout_seconds, self._check, self._place)
             written = self._write(job, abandoned)
         except AbandonedError:
             problem = _REPLACED
         except CheckpointError as error:
             problem = str(error)
+        except OSError as error:
+            problem = sentence_of(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         problem = staged.finish(job.version, problem)

@@ -62,6 +62,9 @@ class Restorer:
         tiers: Where versions lie.
         log_place: Where replay logs lie.
         ranks: Those that restore together.
+
+    Attributes:
+        unfinished: A sentence for each version that was begun, where none is complete.
     """
 
     def __init__(self, tiers: Tiers, log_place: Place, ranks: Ranks) -> None:
@@ -69,10 +72,12 @@ class Restorer:
         self._log_place = log_place
         self._ranks = ranks
         self._place = tiers.first.storage.location
+        self.unfinished: list[str] = []
 
     def restore(self, state: State, step: int | None, allow: Collection[Misfit]) -> Restored | None:
         """As `CheckpointStore.restore`."""
         wish = Wish(state, step, allow)
+        self.unfinished = []
         tried: set[tuple[str, Version]] = set()
         skipped: list[str] = []
         damaged = False
@@ -95,6 +100,7 @@ class Restorer:
                 damaged = damaged or harmed
                 skipped += [problem] if problem else []
         if not damaged and not unlisted:
+            self.unfinished = skipped
             return None
         raise CheckpointError(
             f"no checkpoint in {self._place} can be used: {'; '.join(skipped)}; restore the files "
@@ -168,8 +174,7 @@ class Restorer:
     def _load_together(self, place: Place, version: Version) -> tuple[Contents | None, str, bool]:
         """The manifests of `version`, or why they cannot be used, and whether that is damage.
 
-        A version whose save was cut short is passed over without a word, unless another rank has
-        its part of it, or the copy to a lower tier was cut short.
+        Where no rank has its part of a version, its save was cut short, which is no damage.
         """
         contents, problem, damaged = None, "", False
         try:
@@ -182,8 +187,8 @@ class Restorer:
         whole = [each for each, _, _ in found]
         damaged = any(whole) or any(each for _, _, each in found)
         problem = next((each for _, each, _ in found if each), "")
-        if not damaged and place is self._tiers.first:
-            problem = ""
+        if problem and not damaged:
+            problem = f"{problem}: its save was cut short, or is still under way"
         return (contents if all(whole) else None), problem, damaged
 
     def _restore_and_replay(

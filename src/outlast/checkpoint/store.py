@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,15 +24,20 @@ from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
 from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.logs import logs_of, prune_logs
 from outlast.checkpoint.format.manifest import REPLAY, STATE
-from outlast.checkpoint.format.owner import own
-from outlast.checkpoint.format.storage import LocalStorage, make_directory, sentence_of
+from outlast.checkpoint.format.owner import OwnedError
+from outlast.checkpoint.format.storage import (
+    LocalStorage,
+    make_directory,
+    sentence_of,
+    within,
+)
 from outlast.checkpoint.format.version import Version
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
 from outlast.errors import CheckpointError, LeaseLostError
-from outlast.records import OwnerLock, check_lease, leave_without_lease
+from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit
 from outlast.state.live import State, collect, mesh_of
 
@@ -141,7 +147,6 @@ class CheckpointStore:
         self._logs: Lane | None = None
         self._restorer = Restorer(self._tiers, self._log_place, self._ranks)
         self._last_save: LastSave | None = None
-        self._lock: OwnerLock | None = None
         self._session = 0
         self._saves = 0
         self._submissions = 0
@@ -151,6 +156,7 @@ class CheckpointStore:
         self._process = os.getpid()
         _OPEN.add(self)
         leave_without_lease()
+        self._tiers.look()
 
     def save_async(
         self,
@@ -163,8 +169,9 @@ class CheckpointStore:
         """Copy `state` and write it in the background as the version of `step`.
 
         Returns when the copy is made. The handle's result carries an error instead of raising, so
-        that a failed write need not stop training. A step that this store has published is refused
-        in the same way: no version is ever overwritten.
+        that a failed write need not stop training; so it is where the storage does not answer at
+        the first save, of which a warning tells at once. A step that this store has published is
+        refused in the same way: no version is ever overwritten.
 
         Tensors in `late` are copied in the background after the return, while training reads them;
         ``handle.copied()`` must be called before the first of them is written, which is when the
@@ -252,7 +259,8 @@ class CheckpointStore:
                 (kept as it is), ``retyped`` (converted).
 
         Returns:
-            What was restored, or None when there is no version at all.
+            What was restored, or None when there is no version at all, or none but those whose
+            save was cut short: of these a warning tells, and `unfinished`.
 
         Raises:
             CheckpointError: When versions exist but none can be used, or the chosen one does not
@@ -261,7 +269,28 @@ class CheckpointStore:
         """
         settle_saves(self._place)
         self._went_back = self._session > 0
-        return self._restorer.restore(state, step, allow)
+        if not self._session:
+            self._tiers.look()
+        restored = self._restorer.restore(state, step, allow)
+        if self.unfinished and self._tiers.first.keeps_house:
+            warnings.warn(self.unfinished, stacklevel=2)
+        return restored
+
+    @property
+    def unfinished(self) -> str:
+        """Where the last `restore` found none but versions that were never finished: a sentence.
+
+        It is empty otherwise. A run that was killed in its first save has nothing else to begin
+        from than its first step, which is not to be mistaken for one that never ran.
+        """
+        found = self._restorer.unfinished
+        if not found:
+            return ""
+        return (
+            f"nothing is restored from {self._place}: {'; '.join(found)}. No save there was ever "
+            "finished, so training starts from its first step; if it had come further, stop it, "
+            "and bring back the missing files"
+        )
 
     def newest(self) -> Version | None:
         """The newest published version in any tier, verified or not.
@@ -297,9 +326,7 @@ class CheckpointStore:
             lane.close()
         self._tiers.close(drain=drain)
         self._signals.close()
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        self._tiers.disown()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -314,6 +341,7 @@ class CheckpointStore:
             reduction=reduction,
             writer=self._writer_kind,
             coordinated=self._coordinated,
+            check=self._tiers.first.check,
             timeout_seconds=self._timeout_seconds,
         )
 
@@ -368,12 +396,16 @@ class CheckpointStore:
         if busy and self._when_busy == "replace" and kind == STATE:
             lane.abandon()
         lane.settle()
-        if kind == STATE and self._session and (self._went_back or self._comes_again(step)):
-            # What comes now is newer than the versions of later steps, and parts of a save that
-            # failed must not mix with it.
-            self._session += 1
-        else:
-            self._begin_session()
+        # What comes after going back is newer than the versions of later steps, and parts of a
+        # save that failed must not mix with it.
+        again = kind == STATE and (self._went_back or self._comes_again(step))
+        if not self._session or again:
+            try:
+                self._begin_session()
+            except OwnedError:
+                raise
+            except CheckpointError as error:
+                return self._storage_away(step, begun, str(error))
         self._went_back = self._went_back and kind != STATE
         if changed:
             self._replan(lane, replace(held, private=self._tiers.first.private), memory)
@@ -402,28 +434,49 @@ class CheckpointStore:
             raise CheckpointError(problem)
 
     def _check_right(self) -> None:
-        """Raise LeaseLostError where another process writes here now."""
+        """Raise LeaseLostError where another process writes here now; asks no object store."""
         check_lease()
-        if self._lock is not None:
-            self._lock.check()
+        self._tiers.first.check_lock()
+
+    def _storage_away(self, step: int, begun: float, problem: str) -> SaveHandle:
+        """The handle of a save that could not begin, because the storage does not answer."""
+        # What the copies to lower tiers and ranks agree on begins with a save that does.
+        self._went_back = self._went_back or self._session > 0
+        seconds = time.perf_counter() - begun
+        sentence = f"the checkpoint of step {step} in {self._place} failed: {problem}"
+        warnings.warn(f"{sentence}; training goes on without it", stacklevel=4)
+        return _ended(SaveResult(step, seconds, seconds, 0, error=sentence))
 
     def _begin_session(self) -> None:
-        """Become the owner of the store, before the first save."""
-        if self._session:
-            return
+        """Become the owner of the store before the first save, or begin its next session.
 
-        problem = ""
-        if self._lock is None and self._tiers.first.keeps_house:
-            try:
-                if isinstance(self.storage, LocalStorage):
-                    self._lock = own(self.storage)
-            except CheckpointError as error:
-                problem = str(error)
-        if problem := self._ranks.first_problem(problem):
-            raise CheckpointError(problem)
-        listed, unlisted = self._tiers.listed()
-        versions = [*(version for _, version in listed), *self._restorer.all_logged()]
-        session = max((version.session for version in versions), default=0) + 1
+        Raises:
+            OwnedError: When another process saves to it.
+            CheckpointError: When the storage fails, or does not answer in time.
+        """
+        tiers = self._tiers
+        self._on_all_ranks(tiers.first.lock if tiers.first.keeps_house else None)
+        if self._session:
+            session = self._session + 1
+        else:
+            listed, unlisted = tiers.listed()
+            versions = [*(version for _, version in listed), *self._restorer.all_logged()]
+            newest = max((version.session for version in versions), default=0)
+            newest = max(newest, *self._ranks.gather(tiers.claimed()))
+            seen = self._ranks.gather(tiers.seen)
+            known = [each for each in seen if each is not None]
+            # In a file system, a lock has kept others out for as long as they lived.
+            is_local = isinstance(self.storage, LocalStorage)
+            if not is_local and len(known) == len(seen) and newest > max(known):
+                raise OwnedError(
+                    f"another process has saved to {self._place} since this one looked there last: "
+                    "restore before the first save, or save to another place"
+                )
+            session = newest + 1
+        self._on_all_ranks(lambda: tiers.own(session))
+        if self._session:
+            self._session = session
+            return
         prefix = self._ranks.from_first(lambda: f"outlast-checkpoint/{self._place}/{session}")
         self._session = session
         if self._coordinated:
@@ -431,6 +484,20 @@ class CheckpointStore:
         self._tiers.begin(self._signals, coordinated=self._coordinated)
         for place, sentence in unlisted.items():
             self._tiers.report(DrainResult(place, -1, error=sentence))
+
+    def _on_all_ranks(self, work: Callable[[], None] | None) -> None:
+        """Do what asks the storage, and raise on all ranks what goes wrong on one."""
+        problem, is_owned = "", False
+        try:
+            if work is not None:
+                within(self._timeout_seconds, work, self._place)
+        except CheckpointError as error:
+            problem, is_owned = str(error), isinstance(error, OwnedError)
+        except OSError as error:
+            problem = f"{self._place} cannot be written: {sentence_of(error)}"
+        found = [each for each in self._ranks.gather((problem, is_owned)) if each[0]]
+        for sentence, owned in sorted(found, key=lambda each: not each[1]):
+            raise (OwnedError if owned else CheckpointError)(sentence)
 
     def _finish(
         self, place: Place, version: Version, problem: str, *, number: int, key: str
@@ -448,7 +515,7 @@ class CheckpointStore:
                 problem = self._signals.hear(key, problem)
                 if not problem:
                     if place.private:
-                        place.seal(version)
+                        self._seal_here(place, version)
                     self._offer(version, number)
         except (CheckpointError, LeaseLostError) as error:
             return problem or str(error)
@@ -471,13 +538,18 @@ class CheckpointStore:
         if number:
             self._tiers.offer(version, number)
 
+    def _seal_here(self, place: Place, version: Version) -> None:
+        # Replay logs lie below the versions, and have no owner of their own.
+        self._tiers.first.check()
+        place.seal(version)
+
     def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
         try:
             problems = self._signals.gather(key, problem)
             problem = next((each for each in problems if each), "")
             if not problem:
-                self._check_right()
-                place.seal(version)
+                check_lease()
+                within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
         except (CheckpointError, LeaseLostError) as error:
             return str(error)
         except OSError as error:

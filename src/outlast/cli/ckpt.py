@@ -103,10 +103,15 @@ def verify(
 ) -> None:
     """Decode everything that is stored and compare it with its checksums.
 
-    Exit code 0: all is as written; 1: something is damaged. With --all, a save that did not finish
-    is reported and is no damage.
+    Exit code 0: all is as written; 1: something is damaged, or incomplete: a save that did not
+    finish, or that a live run is at.
     """
-    from outlast.checkpoint.inspection.listing import find_version, list_saved, open_store
+    from outlast.checkpoint.inspection.listing import (
+        find_version,
+        list_begun,
+        newest_complete,
+        open_store,
+    )
     from outlast.checkpoint.inspection.verification import Known
     from outlast.checkpoint.inspection.verification import verify as verify_version
     from outlast.cli.ckpt_tables import print_verdict
@@ -115,10 +120,15 @@ def verify(
     if every and step is not None:
         raise CheckpointError(f"--step {step} and --all exclude each other; give one of them")
     storage = open_store(store)
+    begun = list_begun(storage)
     if every:
-        versions = list_saved(storage)
+        versions = begun
+    elif step is None:
+        # A newer one that is not complete is what a restore passes over.
+        newest = newest_complete(storage)
+        versions = [each for each in begun if newest is None or each >= newest]
     else:
-        candidates = [each for each in list_saved(storage) if each.step == step]
+        candidates = [each for each in begun if each.step == step]
         versions = candidates or [find_version(storage, step).version]
     known: set[Known] = set()
     verdicts = []
@@ -127,9 +137,7 @@ def verify(
             verdicts.append(verify_version(storage, version, known, progress))
         if not json:
             print_verdict(verdicts[-1])
-    damaged = sum(
-        each.state == "damaged" or (each.state == "incomplete" and not every) for each in verdicts
-    )
+    damaged = sum(each.state != "ok" for each in verdicts)
     if json:
         print_json({"store": storage.location, "damaged": damaged, "versions": verdicts})
     if damaged:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.errors import CheckpointError
@@ -27,7 +29,7 @@ KEY = "checkpoint"
 
 _PICKLED = "outlast.pickled"
 _WORDS = (type(None), bool, int, float, complex, str, bytes)
-_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+_ARRAYS = (torch.Tensor, nn.Parameter, np.ndarray)
 _COMPARED_BYTES = 1 << 20
 
 
@@ -56,14 +58,17 @@ def plain(value: Any, path: str = KEY) -> Any:
     Raises:
         CheckpointError: Naming the path of an object that cannot be pickled.
     """
-    if type(value) in _WORDS or isinstance(value, _ARRAYS):
+    if type(value) in (*_WORDS, *_ARRAYS) or isinstance(value, (DTensor, np.generic)):
         return value
     if type(value) in (list, tuple):
         return type(value)(plain(each, f"{path}.{n}") for n, each in enumerate(value))
     if type(value) in (set, frozenset) and all(type(each) in _WORDS for each in value):
         return value
     if type(value) in (dict, OrderedDict) and all(type(key) in _WORDS for key in value):
-        return {key: plain(each, f"{path}.{key}") for key, each in value.items()}
+        found = type(value)((key, plain(each, f"{path}.{key}")) for key, each in value.items())
+        if attributes := getattr(value, "__dict__", None):
+            found.__dict__.update(plain(attributes, f"{path}.__dict__"))
+        return found
     try:
         return {_PICKLED: pickle.dumps(value, protocol=5)}
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -86,7 +91,10 @@ def restored(value: Any, *, unpickle: bool) -> Any:
                     "weights_only = True forbids; load it with weights_only = False"
                 )
             return pickle.loads(value[_PICKLED])
-        return {key: restored(each, unpickle=unpickle) for key, each in value.items()}
+        found = type(value)((key, restored(each, unpickle=unpickle)) for key, each in value.items())
+        if attributes := getattr(value, "__dict__", None):
+            found.__dict__.update(restored(attributes, unpickle=unpickle))
+        return found
     if type(value) in (list, tuple):
         return type(value)(restored(each, unpickle=unpickle) for each in value)
     return value

@@ -274,6 +274,10 @@ class CheckpointFiles:
         # The store has waited for the save before.
         self._collect(wait=True)
         self._handle, self._collected = handle, False
+        if handle.version is None:
+            # The storage does not answer: there is nothing that the path could lead to.
+            self._collect(wait=True)
+            return
         self._step, self._asked, self._marks = number, step, ()
         self._point(path)
         if not self._settings.asynchronous:

@@ -38,7 +38,13 @@ from outlast.records.events import (
 )
 from outlast.records.forecast import Compared, Forecast, Measured, forecast_of, measured_figures
 from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
-from outlast.records.lock import OwnerLock, check_lease, leave_without_lease
+from outlast.records.lock import (
+    OwnerLock,
+    check_lease,
+    leave_without_lease,
+    lives_on_this_host,
+    this_process,
+)
 from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
 from outlast.records.reader import LOST, Attempt, Record, Run, read_run
 from outlast.records.recovered import RecoveryTotals, recovery_totals, recovery_words
@@ -119,6 +125,7 @@ __all__ = [
     "forecast_of",
     "guard_totals",
     "leave_without_lease",
+    "lives_on_this_host",
     "measured_figures",
     "notes",
     "open_sinks",
@@ -129,4 +136,5 @@ __all__ = [
     "replace_file",
     "scalars",
     "sync_directory",
+    "this_process",
 ]

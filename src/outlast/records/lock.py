@@ -187,7 +187,7 @@ class OwnerLock:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        owner = _this_process()
+        owner = this_process()
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(owner, file)
@@ -224,7 +224,7 @@ class OwnerLock:
                 or (not _can_be_judged(owner) and self._beats(opened.st_mtime_ns))
             ):
                 remedy = self._remedy
-                if owner == _this_process():
+                if owner == this_process():
                     remedy = (
                         "that is this process: close what holds it first, or use another directory"
                     )
@@ -258,6 +258,8 @@ class OwnerLock:
     def check(self) -> None:
         """Refuse to go on where the lock was taken over; to be called at each commit.
 
+        A lock that has gone with its whole directory is taken anew.
+
         Raises:
             LeaseLostError: Says by whom, and that this process must end.
         """
@@ -269,11 +271,30 @@ class OwnerLock:
             owner = {}
         except OSError:
             return
-        by = f"process {owner['pid']} on host {owner['host']}" if owner else "another process"
+        if not owner and not self._path.parent.exists():
+            self._take_anew()
+            return
+        by = (
+            f"was taken over by process {owner['pid']} on host {owner['host']}"
+            if owner
+            else f"lost its lock {self._path}, which another process took over or somebody deleted,"
+        )
         raise LeaseLostError(
-            f"{self._subject} was taken over by {by} while this one was suspended or cut off: "
+            f"{self._subject} {by} while this process was suspended, cut off or training: "
             "nothing more is saved by it"
         )
+
+    def _take_anew(self) -> None:
+        self._released.set()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.acquire()
+        except OSError:
+            # The save itself says that the storage is away.
+            return
+        except RunError as error:
+            if not isinstance(error.__context__, OSError):
+                raise LeaseLostError(f"{error}: nothing more is saved by this process") from None
 
     def is_held(self) -> bool:
         """Whether a live process holds it, this one or another."""
@@ -298,7 +319,8 @@ class OwnerLock:
         return self._owner is not None and _parse_owner(self._path.read_bytes()) == self._owner
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """What names this process for good: host, boot, pid, when it started after that, and lease."""
     pid, lease = os.getpid(), process_lease()
     return {
         "host": socket.gethostname(),
@@ -346,6 +368,11 @@ def _has_lost_lease(owner: dict[str, Any]) -> bool:
 def _can_be_judged(owner: dict[str, Any]) -> bool:
     """Whether it is known without its heartbeat that it lives or not."""
     return _is_here(owner) or _has_lost_lease(owner)
+
+
+def lives_on_this_host(owner: dict[str, Any]) -> bool:
+    """Whether the process that `this_process` has named runs on this host since this boot."""
+    return {"host", "boot", "pid", "started"} <= owner.keys() and _alive(owner, 1.0, 0.0)
 
 
 def _alive(owner: dict[str, Any], age_seconds: float, stale_after_seconds: float) -> bool:

@@ -25,7 +25,7 @@ from outlast.state.live import (
 from outlast.state.tensors import Facts, dtype_name, dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Misfit = Literal["missing", "unexpected", "reshaped", "retyped"]
 MISFITS: tuple[Misfit, ...] = ("missing", "unexpected", "reshaped", "retyped")
@@ -116,21 +116,9 @@ def _want_value(targets: Targets, saved: _Saved, name: str) -> None:
         targets.missing.append(name)
         return
     targets.values.add(name)
-    for tensor in _tensors_in(saved.values[name]):
+    for tensor in values.tensors_of(saved.values[name]):
         facts = saved.tensors[tensor]
         targets.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
-
-
-def _tensors_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if "!tensor" in value:
-            yield value["!tensor"]
-        else:
-            for each in value.values():
-                yield from _tensors_in(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _tensors_in(each)
 
 
 def _find_optimizer(
@@ -144,6 +132,9 @@ def _find_optimizer(
         _check_group(saved, key, [name_of(each, names, key) for each in group["params"]])
         for parameter in group["params"]:
             name = name_of(parameter, names, key)
+            for path in (f"{key}.groups.{name}", f"{key}.other.{name}"):
+                if not isinstance(saved.values.get(path, {}), dict):
+                    raise CheckpointError(f"`{path}` is no table of settings by name")
             _want_value(targets, saved, f"{key}.groups.{name}")
             if f"{key}.other.{name}" in saved.values:
                 _want_value(targets, saved, f"{key}.other.{name}")

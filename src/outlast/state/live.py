@@ -239,9 +239,10 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
                 f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
                 "parameter or buffer of the module"
             )
-        if isinstance(value, torch.Tensor):
+        # What consists of several tensors is refused with all that a checkpoint cannot hold.
+        if type(value) in (torch.Tensor, nn.Parameter) or is_traceable_wrapper_subclass(value):
             live.put(path, value.detach().clone() if copied else value)
-        elif isinstance(value, np.ndarray):
+        elif type(value) is np.ndarray:
             try:
                 found = np.array(value, order="C") if copied else np.ascontiguousarray(value)
                 content = torch.from_numpy(found)

@@ -119,7 +119,8 @@ def from_disk(
                 f"{'; '.join(passed_over)}; and there is no checkpoint to go on from: start with "
                 "the settings and the code of before, or anew in another directory"
             )
-        return 0, []
+        # Not silently: a run that had saved nothing looks just like one that has lost its files.
+        return 0, [Warned(store.unfinished)] if store.unfinished else []
     skipped = [*passed_over, *restored.skipped]
     events: list[Event] = [
         Warned(f"{each}; the run goes on from the version of step {restored.step}")

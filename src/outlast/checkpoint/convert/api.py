@@ -23,7 +23,7 @@ from outlast.checkpoint.dcp.content import DCP_FILE, DCP_NOTE, DcpContent
 from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.owner import Claim, claimed, own
 from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.format.version import Version, list_versions, seal
 from outlast.errors import CheckpointError
@@ -83,10 +83,12 @@ def import_checkpoint(
         step = step if step is not None else opened.step or 0
         if step < 0:
             raise CheckpointError(f"step = {step} must be 0 or larger")
+        claim: Claim | None = None
         lock = own(storage) if isinstance(storage, LocalStorage) else None
         try:
-            newest = max((each.session for each in list_versions(storage)), default=0)
-            version = Version(newest + 1, step)
+            sessions = [*claimed(storage), *(each.session for each in list_versions(storage))]
+            version = Version(max(sessions, default=0) + 1, step)
+            claim = None if lock else Claim(storage, version.session, held=False)
             try:
                 size = _write(storage, version, opened, prefix, reduction or Reduction())
             except BaseException:
@@ -97,8 +99,9 @@ def import_checkpoint(
                 f"the import into {storage.location} failed: {sentence_of(error)}"
             ) from error
         finally:
-            if lock is not None:
-                lock.release()
+            for held in (lock, claim):
+                if held is not None:
+                    held.release()
         return Converted(step, len(opened.tensors), size, opened.notes)
 
 

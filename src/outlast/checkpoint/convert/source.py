@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast.checkpoint.format.manifest import IMPORTED
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, whole
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.dcp.content import DcpContent
     from outlast.checkpoint.format.manifest import TensorFacts
 
-STRUCTURE = "imported_structure"
+STRUCTURE = IMPORTED
 """Name of the value that holds the nesting of an imported ``torch.save`` file."""
 
 

@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from outlast.checkpoint.format.manifest import FORMAT, STATE, sealed, unsealed
+from outlast.checkpoint.format.manifest import (
+    FORMAT,
+    STATE,
+    Fields,
+    ManifestError,
+    sealed,
+    unsealed,
+)
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import UnfinishedError, list_versions, load, read_seal
 from outlast.errors import CheckpointError
@@ -104,7 +111,7 @@ def read_dcp_content(storage: Storage, contents: Contents) -> DcpContent:
     name = f"{contents.version.folder}/{DCP_FILE}"
     place = f"{storage.location}/{name}"
     try:
-        found = unsealed(storage.read(name), place)
+        found = Fields(place, unsealed(storage.read(name), place))
     except FileNotFoundError:
         # The seal is written after it, so a sealed version has lost it.
         is_sealed = read_seal(storage, contents.version) is not None
@@ -113,10 +120,25 @@ def read_dcp_content(storage: Storage, contents: Contents) -> DcpContent:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{place} cannot be read: {sentence_of(error)}") from None
-    content = DcpContent(**found)
-    absent = sorted(set(content.names) - set(contents.catalogue.tensors))
-    if absent:
-        raise CheckpointError(f"{place} names `{absent[0]}`, which no part holds")
+    found.only("names", "objects", "requires_grad", "planner_data")
+    content = DcpContent(
+        names=found.names("names"),
+        objects=found.names("objects"),
+        requires_grad=found.names("requires_grad"),
+        planner_data=found.tree("planner_data", found.content["planner_data"]),
+    )
+    for listed, known in (
+        (content.names, contents.catalogue.tensors),
+        (content.objects, content.names),
+        (content.requires_grad, content.names),
+    ):
+        absent = sorted(set(listed) - set(known))
+        if absent:
+            raise ManifestError(f"{place} names `{absent[0]}`, which no part holds")
+    for name in content.objects:
+        facts = contents.catalogue.tensors[name]
+        if facts.dtype != "uint8" or len(facts.shape) != 1:
+            raise ManifestError(f"{place} says that `{name}` is bytes, which it is not")
     return content
 
 

@@ -20,7 +20,7 @@ from outlast.checkpoint.dcp.content import DCP_NOTE, StoredItem
 from outlast.checkpoint.format.encoder import Encoder
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.owner import Claim, claimed, own
 from outlast.checkpoint.format.storage import LocalStorage, storage_of
 from outlast.checkpoint.format.version import Version, list_versions
 from outlast.checkpoint.plan import add_facts
@@ -62,6 +62,7 @@ class Engine:
         self.local_plan: SavePlan | None = None
         self._plans: list[SavePlan] = []
         self._session = 0
+        self.claim: Claim | None = None
         self._step = 0
         self._arenas: list[Arena] = []
         self._encoder: Encoder | None = None
@@ -107,10 +108,14 @@ class Engine:
         """The name of the version to be written."""
         versions = list_versions(self.storage)
         newest = versions[-1] if versions else Version(0, 0)
+        session = max(newest.session, *claimed(self.storage), 0)
         if step is None or request == self.served:
             step = (self._step if self._session else newest.step) + 1
-        if not self._session or newest.session > self._session or step <= self._step:
-            self._session = max(self._session, newest.session) + 1
+        if not self._session or session > self._session or step <= self._step:
+            self._session = max(self._session, session) + 1
+            if not isinstance(self.storage, LocalStorage):
+                # Between two saves, as in a file system, others may save here.
+                self.claim = Claim(self.storage, self._session, held=False)
         self._step = step
         return Version(self._session, step)
 

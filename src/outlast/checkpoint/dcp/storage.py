@@ -220,6 +220,8 @@ class OutlastWriter(StorageWriter):
             with storage.create(f"{version.folder}/{DCP_FILE}") as file:
                 file.write(content)
             check_held(storage)
+            if self._engine.claim is not None:
+                self._engine.claim.check()
             seal(storage, version)
             self._engine.served = (self._identity, self._request)
             with contextlib.suppress(OSError, CheckpointError):

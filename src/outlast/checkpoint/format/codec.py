@@ -134,6 +134,8 @@ class Coder:
             )
         try:
             if codec == PLANES:
+                if itemsize not in PLANE_ITEM_BYTES:
+                    raise ValueError(f"elements of {itemsize} bytes have no planes")
                 return self._plane_coder(itemsize).decode(stored, size)
             raw = np.empty((len(stored), size), np.uint8)
             for row, each in zip(raw, stored, strict=True):
@@ -143,13 +145,13 @@ class Coder:
                         raise ValueError("its head names another size")
                     # One thread: a process that was forked waits for threads that it does not have.
                     _blosc2().decompress2(each, dst=row, nthreads=1)
-                elif codec == FILL and size > 0:
+                elif codec == FILL and len(each) == itemsize:
                     row.reshape(-1, len(each))[:] = np.frombuffer(each, np.uint8)
                 elif len(each) == size:
                     row[:] = np.frombuffer(each, np.uint8)
                 else:
                     raise ValueError("it has another size")
-        except (RuntimeError, ValueError, ZeroDivisionError, struct.error) as error:
+        except (RuntimeError, ValueError, LookupError, ArithmeticError, struct.error) as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
         except zstandard.ZstdError as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None

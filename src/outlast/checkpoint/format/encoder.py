@@ -19,6 +19,7 @@ from outlast.checkpoint.format.geometry import tiles
 from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece, Written
 from outlast.checkpoint.format.lossy import Bound, round_to_bound
 from outlast.checkpoint.format.manifest import STATE, Chunk, Part, Piece, root_of
+from outlast.checkpoint.format.storage import publish
 from outlast.checkpoint.format.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 from outlast.state.box import Box
@@ -88,6 +89,8 @@ class Encoder:
         # What an earlier try of this step has left may be referred to by its manifest.
         attempt = sum(name.endswith(".pack") and name.startswith(own[:-5]) for name in files)
         pack_name = job.version.pack_name(job.rank, job.world_size, attempt)
+        # No other writer has this session; if one comes all the same, the first one's part stays.
+        again = own in files
         made: list[str] = []
         try:
             with _Pack(self._storage, pack_name) as pack:
@@ -101,8 +104,11 @@ class Encoder:
             made += self._write_catalogue(job, catalogue)
             content = coding.part.to_bytes()
             check()
-            with self._storage.create(job.name) as file:
-                file.write(content)
+            if again:
+                with self._storage.create(job.name) as file:
+                    file.write(content)
+            else:
+                publish(self._storage, job.name, content)
         except BaseException:
             # A full disk is not filled further by saves that fail.
             for name in made:
@@ -166,7 +172,8 @@ class _Pack:
     def append(self, stored: bytes) -> int:
         """Append `stored`; returns its offset."""
         if self._file is None:
-            self._file = self._stack.enter_context(self._storage.create(self.name))
+            file = self._storage.create(self.name, exclusive=True)
+            self._file = self._stack.enter_context(file)
         offset = self.length
         self._file.write(stored)
         self.length += len(stored)

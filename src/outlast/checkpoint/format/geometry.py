@@ -96,6 +96,16 @@ def tiles(box: Box, steps: tuple[int, ...]) -> Iterator[Box]:
         yield Box(*zip(*spans_of_tile, strict=True)) if spans_of_tile else Box((), ())
 
 
+def tile_count(box: Box, steps: tuple[int, ...]) -> int:
+    """How many pieces `tiles` gives, without making them."""
+    if box.elements == 0:
+        return 0
+    return math.prod(
+        (end - 1) // step - first // step + 1
+        for first, end, step in zip(box.offset, box.end, steps, strict=True)
+    )
+
+
 def _spans(first: int, extent: int, step: int) -> list[tuple[int, int]]:
     end = first + extent
     found = []

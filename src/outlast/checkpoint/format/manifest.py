@@ -10,23 +10,177 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import blake3
 
-from outlast.checkpoint.format.geometry import grid, tiles
+from outlast.checkpoint.format.geometry import grid, tile_count, tiles
 from outlast.errors import CheckpointError
+from outlast.state import values
 from outlast.state.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 FORMAT = 2
 STATE, REPLAY = "state", "replay"
+IMPORTED = "imported_structure"
+"""Name of the value that says how what was imported was nested."""
 
 _BITS = re.compile(r"\d+")
+_DTYPES = """
+bfloat16 bits16 bits1x8 bits2x4 bits4x2 bits8 bool complex128 complex32 complex64 float16 float32
+float4_e2m1fn_x2 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+int1 int16 int2 int3 int32 int4 int5 int6 int64 int7 int8 uint1 uint16 uint2 uint3 uint32 uint4
+uint5 uint6 uint64 uint7 uint8
+"""
+DTYPES = frozenset(_DTYPES.split())
+"""Element types that a tensor may have: torch's, without ``torch.`` and quantised ones."""
+CODECS = frozenset(
+    delta + codec
+    for delta in ("", "xor+", "diff+")
+    for codec in ("raw", "fill", "planes", "blosc2")
+)
+"""How a chunk may be coded; see `codec`."""
+
+# What a file may say, before anything that it says is used.
+_LARGEST = 2**62
+_DIMENSIONS = 64
+_TILE_BYTES = 4 << 20
+MAX_CHAIN = 512
+MAX_RANKS = 1 << 20
+
+ROOT = re.compile(r"[0-9a-f]{64}", re.ASCII)
+PART_NAME = re.compile(r"rank-(\d{5,7})-of-(\d{5,7})\.json", re.ASCII)
+_PACK_NAME = re.compile(
+    r"step-\d{8,19}-a[1-9]\d{0,18}/rank-\d{5,7}-of-\d{5,7}(\.\d{1,9})?\.pack", re.ASCII
+)
+
+
+class ManifestError(CheckpointError):
+    """A file of a store says what no save can have written, although its hash is right."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The content of a file, field by field, each checked before it is used.
+
+    Attributes:
+        file: Its name, for errors.
+        content: What was read from it.
+    """
+
+    file: str
+    content: dict[str, Any]
+
+    def only(self, *names: str) -> None:
+        """Refuse missing and unknown fields."""
+        for name in names:
+            if name not in self.content:
+                raise self.error(name, "is missing")
+        for name in self.content:
+            if name not in names:
+                raise self.error(name, "is unknown; a newer Outlast may have written it: update")
+
+    def number(self, name: str, *, least: int = 0, most: int = _LARGEST) -> int:
+        """A whole number in a field."""
+        return self.checked_number(name, self.content[name], least=least, most=most)
+
+    def checked_number(
+        self, field: str, value: Any, *, least: int = 0, most: int = _LARGEST
+    ) -> int:
+        """`value`, if it is a whole number within the limits."""
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(field, f"= {_shown(value)} is no whole number from {least} to {most}")
+        return value
+
+    def text(self, name: str, pattern: re.Pattern[str]) -> str:
+        """A text of a form."""
+        return self.checked_text(name, self.content[name], pattern)
+
+    def checked_text(self, field: str, value: Any, pattern: re.Pattern[str]) -> str:
+        """`value`, if it is a text of the form."""
+        if type(value) is not str or not pattern.fullmatch(value):
+            raise self.error(field, f"= {_shown(value)} is not of the form {pattern.pattern}")
+        return value
+
+    def one_of(self, field: str, value: Any, known: Collection[str]) -> str:
+        """`value`, if it is a known name."""
+        if type(value) is not str or value not in known:
+            raise self.error(
+                field, f"= {_shown(value)} is unknown; a newer Outlast may have written it: update"
+            )
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A field that is an object."""
+        found = self.content[name]
+        if type(found) is not dict:
+            raise self.error(name, f"= {_shown(found)} is no object")
+        return found
+
+    def rows(self, name: str) -> list[Any]:
+        """A field that is a list."""
+        return self.checked_rows(name, self.content[name])
+
+    def checked_rows(self, field: str, value: Any, length: int | None = None) -> list[Any]:
+        """`value`, if it is a list, of that length where one is given."""
+        if type(value) is not list or (length is not None and len(value) != length):
+            which = "list" if length is None else f"list of {length}"
+            raise self.error(field, f"= {_shown(value)} is no {which}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of texts, each of them once."""
+        found = self.rows(name)
+        if not all(type(each) is str for each in found) or len(set(found)) != len(found):
+            raise self.error(name, f"= {_shown(found)} is no list of different texts")
+        return found
+
+    def packs(self) -> list[str]:
+        """Files that hold chunks: within the store, whatever they are called."""
+        found = self.names("packs")
+        for number, pack in enumerate(found):
+            self.checked_text(f"packs[{number}]", pack, _PACK_NAME)
+        return found
+
+    def extents(self, field: str, value: Any, least: int = 0) -> tuple[int, ...]:
+        """As many numbers as a tensor may have dimensions."""
+        found = self.checked_rows(field, value)
+        if len(found) > _DIMENSIONS:
+            raise self.error(field, f"has {len(found)} dimensions; there are {_DIMENSIONS} at most")
+        return tuple(self.checked_number(field, each, least=least) for each in found)
+
+    def metrics(self, found: Any) -> dict[str, float]:
+        """Figures by name."""
+        if type(found) is not dict or not all(
+            type(each) in (int, float) and math.isfinite(each) for each in found.values()
+        ):
+            raise self.error("metrics", f"= {_shown(found)} are no figures by name")
+        return found
+
+    def tree(self, field: str, value: Any) -> Any:
+        """`value`, if it is what `values.encode` gives."""
+        if problem := values.problem_of(value):
+            raise self.error(field, problem)
+        return value
+
+    def error(self, field: str, what: str) -> ManifestError:
+        """What to raise when `field` is wrong."""
+        return ManifestError(f"{self.file} is malformed: {field} {what}")
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, however large or deep it is."""
+    if isinstance(value, (list, dict)):
+        return f"{'[...]' if isinstance(value, list) else '{...}'} of {len(value)}"
+    if type(value) is int and value.bit_length() > 200:
+        return "a number of very many digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def item_bytes(dtype: str) -> int:
@@ -136,8 +290,10 @@ class Part:
 
     def chain(self, number: int) -> tuple[int, ...]:
         """Chunk `number` and the chunks that it is relative to, the delta first."""
-        base = self.chunks[number].base
-        return (number,) if base < 0 else (number, *self.chain(base))
+        found = [number]
+        while (base := self.chunks[found[-1]].base) >= 0:
+            found.append(base)
+        return tuple(found)
 
     def tiles(self, name: str, facts: TensorFacts) -> Iterator[tuple[Box, int]]:
         """Every saved tile of tensor `name` with the number of its chunk."""
@@ -158,17 +314,125 @@ class Part:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> Part:
-        """Read a part's file; raises CheckpointError when it is damaged."""
+        """Read a part's file.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            ManifestError: When it is malformed. What it says of tensors is compared with the
+                catalogue by `check_pieces`.
+        """
         with collection_paused():
-            found = unsealed(content, name)
-            found["chunks"] = [Chunk(*row) for row in found["chunks"]]
-        found["pieces"] = {
-            tensor: [
-                Piece(Box(tuple(offset), tuple(shape)), chunks) for offset, shape, chunks in pieces
-            ]
-            for tensor, pieces in found["pieces"].items()
-        }
-        return cls(**found)
+            found = Fields(name, unsealed(content, name))
+            found.only(*(each.name for each in fields(cls)))
+            packs = found.packs()
+            codecs = found.names("codecs")
+            for codec in codecs:
+                found.one_of("codecs", codec, CODECS)
+            chunks = _chunks(found, len(packs), codecs)
+            pieces = {
+                tensor: [
+                    _piece(found, f"pieces[{_shown(tensor)}]", row, len(chunks))
+                    for row in found.checked_rows(f"pieces[{_shown(tensor)}]", rows)
+                ]
+                for tensor, rows in found.table("pieces").items()
+            }
+        notes = found.table("notes")
+        found.metrics(notes.get("metrics", {}))
+        bounds = found.table("bounds")
+        for bound in bounds.values():
+            if type(bound) is not dict:
+                raise found.error("bounds", f"has {_shown(bound)}, which is no object")
+        for key, value in found.table("values").items():
+            found.tree(f"values[{_shown(key)}]", value)
+        return cls(
+            step=found.number("step"),
+            session=found.number("session", least=1),
+            rank=found.number("rank", most=MAX_RANKS),
+            world_size=found.number("world_size", least=1, most=MAX_RANKS),
+            kind=found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
+            catalogue=found.text("catalogue", ROOT),
+            requires=[found.checked_number("requires", step) for step in found.rows("requires")],
+            packs=packs,
+            codecs=codecs,
+            chunks=chunks,
+            pieces=pieces,
+            values=found.content["values"],
+            bounds=bounds,
+            notes=notes,
+        )
+
+    def check_pieces(self, catalogue: Catalogue, name: str) -> None:
+        """Compare what the part says with the catalogue of its version.
+
+        Raises:
+            ManifestError: When it names tensors or boxes that there cannot be.
+        """
+        found = Fields(name, {})
+        for tensor, pieces in self.pieces.items():
+            field = f"pieces[{_shown(tensor)}]"
+            facts = catalogue.tensors.get(tensor)
+            if facts is None:
+                raise found.error(field, "is of a tensor that the catalogue has not")
+            for piece in pieces:
+                box = piece.box
+                inside = len(box.offset) == len(facts.shape) and all(
+                    end <= extent for end, extent in zip(box.end, facts.shape, strict=True)
+                )
+                if not inside:
+                    raise found.error(field, f"has a box outside the shape {facts.shape}")
+                if len(piece.chunks) != tile_count(box, facts.steps):
+                    raise found.error(
+                        field,
+                        f"has {len(piece.chunks)} chunks for a box of "
+                        f"{tile_count(box, facts.steps)} tiles",
+                    )
+
+
+def _chunks(found: Fields, packs: int, codecs: list[str]) -> list[Chunk]:
+    """The rows of the chunks, of which each base comes before what is relative to it."""
+    chunks: list[Chunk] = []
+    depths: list[int] = []
+    deltas = ["+" in codec for codec in codecs]
+    for row in found.rows("chunks"):
+        field = f"chunks[{len(chunks)}]"
+        if type(row) is not list or len(row) != len(Chunk._fields):
+            raise found.error(field, f"= {_shown(row)} is no list of {len(Chunk._fields)}")
+        chunk = Chunk(*row)
+        pack, offset, length, codec, size, stored_hash, content_hash, base, max_error = row
+        # One expression for all: there are very many chunks.
+        if not (
+            type(pack) is type(offset) is type(length) is type(codec) is type(size) is int
+            and type(base) is int
+            and type(stored_hash) is type(content_hash) is str
+            and type(max_error) in (float, int)
+            and 0 <= pack < packs
+            and 0 <= codec < len(codecs)
+            and 0 <= offset <= _LARGEST
+            and 0 <= length <= size <= _TILE_BYTES
+            and len(stored_hash) == len(content_hash) == 32
+            and 0.0 <= max_error < math.inf
+        ):
+            raise found.error(field, f"= {str(row)[:200]} is no chunk that can be")
+        if not -1 <= base < len(chunks) or (base >= 0) != deltas[codec]:
+            raise found.error(field, f"has the base {_shown(base)}, which it cannot have")
+        if base >= 0 and chunks[base].size != size:
+            raise found.error(field, "has another size than its base")
+        depths.append(depths[base] + 1 if base >= 0 else 0)
+        if depths[-1] > MAX_CHAIN:
+            raise found.error(field, f"is the end of a chain of more than {MAX_CHAIN}")
+        chunks.append(chunk)
+    return chunks
+
+
+def _piece(found: Fields, field: str, row: Any, chunks: int) -> Piece:
+    offset, shape, numbers = found.checked_rows(field, row, 3)
+    box = Box(found.extents(field, offset), found.extents(field, shape))
+    if len(box.offset) != len(box.shape):
+        raise found.error(field, f"has an offset of {len(offset)} and a shape of {len(shape)}")
+    for number in found.checked_rows(field, numbers):
+        if type(number) is not int or not 0 <= number < chunks:
+            raise found.error(field, f"refers to the chunk {_shown(number)} of {chunks}")
+    return Piece(box, numbers)
 
 
 @dataclass(frozen=True)
@@ -188,13 +452,32 @@ class Catalogue:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> Catalogue:
-        """Read a catalogue's file; raises CheckpointError when it is damaged."""
-        found = unsealed(content, name)
-        tensors = {
-            tensor: TensorFacts(dtype, tuple(shape), tuple(steps))
-            for tensor, (dtype, shape, steps) in found["tensors"].items()
-        }
-        return cls(tensors, tuple(found["values"]))
+        """Read a catalogue's file.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            ManifestError: When it is malformed.
+        """
+        found = Fields(name, unsealed(content, name))
+        found.only("tensors", "values")
+        tensors = {}
+        for tensor, row in found.table("tensors").items():
+            field = f"tensors[{_shown(tensor)}]"
+            dtype, shape, steps = found.checked_rows(field, row, 3)
+            facts = TensorFacts(
+                found.one_of(f"the type of {field}", dtype, DTYPES),
+                found.extents(field, shape),
+                found.extents(field, steps, least=1),
+            )
+            if len(facts.shape) != len(facts.steps):
+                raise found.error(field, "has another number of steps than of dimensions")
+            if math.prod(facts.shape) * facts.itemsize > _LARGEST:
+                raise found.error(field, f"has the shape {facts.shape}, which no memory holds")
+            tile = math.prod(map(min, facts.shape, facts.steps)) * facts.itemsize
+            if tile > _TILE_BYTES:
+                raise found.error(field, f"has tiles of {tile} bytes; {_TILE_BYTES} at most can be")
+            tensors[tensor] = facts
+        return cls(tensors, tuple(found.names("values")))
 
     def merged(self, other: Catalogue) -> Catalogue:
         """Everything that is in one or the other."""
@@ -236,14 +519,23 @@ def unsealed(content: bytes, name: str) -> dict[str, Any]:
     body = content[:-_SEAL_BYTES]
     if content[-_SEAL_BYTES:] != (_SEAL % blake3.blake3(body).hexdigest()).encode():
         raise CheckpointError(f"{name} is damaged: its content does not have the hash it names")
-    found: dict[str, Any] = json.loads(body + b"}")
+    try:
+        found = json.loads(body + b"}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ManifestError(f"{name} is malformed: {type(error).__name__}: {error}") from None
+    if type(found) is not dict:
+        raise ManifestError(f"{name} is malformed: it is no object")
     version = found.pop("format", None)
     if version != FORMAT:
         raise CheckpointError(
-            f"{name} has format {version}, this Outlast reads format {FORMAT}; use the Outlast "
-            "that wrote it"
+            f"{name} has format {_shown(version)}, this Outlast reads format {FORMAT}; use the "
+            "Outlast that wrote it"
         )
     return found
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number")
 
 
 def root_of(content: bytes) -> str:

@@ -1,20 +1,40 @@
-"""The lock that keeps a second writer out of a store in a file system."""
+"""Who may write to a store: one process at a time, by a lock or by claims that each save checks.
+
+In a file system, a lock keeps a second writer out while the first one lives. An object store has no
+locks. There, every session has a small object ``session-NUMBER.json`` that only one writer can have
+made. The newest one holds the store: a writer whose session is older publishes nothing more.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import json
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.format.storage import make_directory
+from outlast.checkpoint.format.storage import LocalStorage, make_directory, publish, sentence_of
+from outlast.checkpoint.format.version import list_versions
 from outlast.errors import CheckpointError, RunError
-from outlast.records import OwnerLock
+from outlast.records import OwnerLock, lives_on_this_host, this_process
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.storage import LocalStorage
+    from collections.abc import Collection
+
+    from outlast.checkpoint.format.storage import Storage
+
+_NAME = re.compile(r"session-([1-9]\d{0,17})\.json", re.ASCII)
+_REMEDY = "wait for it to end, or save to another directory"
+# Claims of processes that were killed, each of which leaves one.
+_CLAIMS_KEPT = 8
 
 
-def own(
-    storage: LocalStorage, *, remedy: str = "wait for it to end, or save to another directory"
-) -> OwnerLock:
+class OwnedError(CheckpointError):
+    """Another process saves to the store: no failure of the storage, and no reason to wait."""
+
+
+def own(storage: LocalStorage, *, remedy: str = _REMEDY) -> OwnerLock:
     """Take the lock; the store's directory is made if missing.
 
     Args:
@@ -22,8 +42,8 @@ def own(
         remedy: What to do when it is taken.
 
     Raises:
-        CheckpointError: When a live process holds it, named by host and pid, or the directory
-            cannot be made.
+        OwnedError: When a live process holds it, named by host and pid.
+        CheckpointError: When the directory cannot be made.
     """
     try:
         make_directory(storage.root)
@@ -35,5 +55,127 @@ def own(
     try:
         lock.acquire()
     except RunError as error:
-        raise CheckpointError(str(error)) from None
+        # Its cause is an OSError where the lock file cannot be made.
+        kind = CheckpointError if isinstance(error.__context__, OSError) else OwnedError
+        raise kind(str(error)) from None
     return lock
+
+
+def claimed(storage: Storage) -> dict[int, str]:
+    """Session to name of the claims in an object store; none where a lock does the work.
+
+    Raises:
+        OSError: When they cannot be listed.
+    """
+    if isinstance(storage, LocalStorage):
+        return {}
+    named = (_NAME.fullmatch(name) for name in storage.files(""))
+    return {int(found[1]): found[0] for found in named if found}
+
+
+class Claim:
+    """The right to write versions of a session, until another process claims a newer one.
+
+    Args:
+        storage: An object store.
+        session: Larger than that of every version and claim there.
+        mine: Names of the claims that this writer has made before.
+        held: Whether this process goes on to hold the store between its saves.
+
+    Attributes:
+        name: Of its object in the store.
+
+    Raises:
+        OwnedError: When another live process saves there.
+        OSError: When the storage fails.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        session: int,
+        *,
+        mine: Collection[str] = (),
+        held: bool = True,
+    ) -> None:
+        self._storage = storage
+        self._session = session
+        others = claimed(storage)
+        for other in sorted(others, reverse=True):
+            if others[other] in mine:
+                continue
+            owner = _read(storage, others[other])
+            if other >= session or (owner.get("held") and lives_on_this_host(owner)):
+                raise OwnedError(f"{_in_use(storage, owner)}; {_REMEDY}")
+        self._owner = {**this_process(), "held": held, "since": time.time(), "id": uuid.uuid4().hex}
+        self.name = f"session-{session}.json"
+        try:
+            publish(storage, self.name, self._content)
+        except FileExistsError:
+            owner = _read(storage, self.name)
+            raise OwnedError(f"{_in_use(storage, owner)}; {_REMEDY}") from None
+        for other in others:
+            if other <= session - _CLAIMS_KEPT:
+                with contextlib.suppress(OSError):
+                    storage.remove(others[other])
+
+    @property
+    def _content(self) -> bytes:
+        return json.dumps(self._owner).encode()
+
+    def check(self) -> None:
+        """See that no other process has claimed the store meanwhile.
+
+        Raises:
+            OwnedError: When one has.
+            OSError: When the storage fails.
+        """
+        others = claimed(self._storage)
+        # Who has claimed the store and ended since has left versions.
+        newest = max([*others, *(each.session for each in list_versions(self._storage))], default=0)
+        # Where the storage has no conditional put, the later of two equal claims counts.
+        ours = self._session not in others or self._storage.read(self.name) == self._content
+        if newest > self._session or not ours:
+            owner = _read(self._storage, others[newest]) if newest in others else {}
+            raise OwnedError(
+                f"{_in_use(self._storage, owner)}, which took over from this one; nothing more is "
+                "published here: end one of the two runs, or give it a store of its own"
+            )
+
+    def release(self) -> None:
+        """Let others save here at once."""
+        with contextlib.suppress(OSError, CheckpointError):
+            if self._storage.read(self.name) == self._content:
+                self._storage.remove(self.name)
+
+
+def refuse_if_held(storage: Storage) -> None:
+    """Refuse to change an object store that a live process of this host saves to.
+
+    Raises:
+        OwnedError: When there is one.
+        CheckpointError: When the storage fails.
+    """
+    try:
+        sessions = claimed(storage)
+        owner = _read(storage, sessions[max(sessions)]) if sessions else {}
+    except OSError as error:
+        raise CheckpointError(f"{storage.location} cannot be read: {sentence_of(error)}") from None
+    if owner.get("held") and lives_on_this_host(owner):
+        raise OwnedError(f"{_in_use(storage, owner)}; wait for it to end")
+
+
+def _read(storage: Storage, name: str) -> dict[str, Any]:
+    """Who made a claim; empty when it has gone, or is no claim."""
+    try:
+        found = json.loads(storage.read(name))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _in_use(storage: Storage, owner: dict[str, Any]) -> str:
+    return (
+        f"the checkpoint store {storage.location} is in use by process {owner.get('pid', '?')} on "
+        f"host {owner.get('host', '?')}"
+    )

@@ -165,6 +165,8 @@ class PlaneCoder:
         """
         count = size // self._itemsize
         codes = [_Code.parse(each, self._itemsize) for each in stored]
+        if any(code.exceptions > count for code in codes):
+            raise ValueError("it names more exceptions than elements")
         words = np.empty((len(codes), count), self._type)
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, code in enumerate(codes):
@@ -297,6 +299,9 @@ class PlaneCoder:
         """`size` bytes; as many stored bytes are not coded."""
         if len(coded) == size:
             return np.frombuffer(coded, np.uint8)
+        # The library believes the size that stands in the frame, whatever `max_output_size` says.
+        if zstandard.frame_content_size(coded) != size:
+            raise ValueError(f"the frame of a plane names another size than {size} bytes")
         plain = self._decompressor.decompress(coded, max_output_size=size)
         if len(plain) != size:
             raise ValueError(f"a plane has {len(plain)} bytes instead of {size}")

@@ -17,7 +17,7 @@ import xxhash
 
 from outlast.checkpoint.format import codec
 from outlast.checkpoint.format.geometry import tiles, tiles_within
-from outlast.checkpoint.format.manifest import collection_paused
+from outlast.checkpoint.format.manifest import ManifestError, collection_paused
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
@@ -175,6 +175,7 @@ class VersionReader:
                     key = (part.packs[chunk.pack], chunk.offset, facts.itemsize)
                     if key not in seen:
                         seen.add(key)
+                        self._check_size(part, number, tile, facts.itemsize)
                         chain = part.chain(number)
                         fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, []))
         self._run(list(_batches(fetches)), done)
@@ -218,9 +219,20 @@ class VersionReader:
                     for number, (tile, targets) in found.items():
                         if tile not in taken:
                             taken.add(tile)
+                            self._check_size(part, piece.chunks[number], tile, facts.itemsize)
                             chain = part.chain(piece.chunks[number])
                             fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
         return fetches
+
+    def _check_size(self, part: Part, number: int, tile: Box, itemsize: int) -> None:
+        """See that a chunk has the content of its tile, before room is made for it."""
+        if part.chunks[number].size != tile.elements * itemsize:
+            name = self.contents.version.part_name(part.rank, part.world_size)
+            raise ManifestError(
+                f"{self._storage.location}/{name} is malformed: chunks[{number}] is of "
+                f"{part.chunks[number].size} bytes and stands for a tile of "
+                f"{tile.elements * itemsize}"
+            )
 
     def _place(self, batch: list[_Fetch], blocks: dict[int, memoryview]) -> int:
         """Check, decode and place a batch of tiles; returns the bytes decoded."""

@@ -12,18 +12,27 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
+import threading
 import uuid
+from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
+T = TypeVar("T")
+
 TEMPORARY = ".tmp"
+# Of files that are read as a whole: manifests.
+_LONGEST_READ = 1 << 31
+# Protocols whose fsspec clients make mode "xb" a condition of the request itself.
+_CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl"}
 
 
 class PendingFile(Protocol):
@@ -70,8 +79,13 @@ class Storage(Protocol):
     def open(self, name: str) -> RangeReader:
         """Open a file for reads of parts; raises FileNotFoundError."""
 
-    def create(self, name: str) -> PendingFile:
-        """Begin a file that appears when its block ends."""
+    def create(self, name: str, *, exclusive: bool = False) -> PendingFile:
+        """Begin a file that appears when its block ends.
+
+        Args:
+            name: Of the file.
+            exclusive: Whether the block ends with FileExistsError where there is one by then.
+        """
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
@@ -93,6 +107,56 @@ def storage_of(place: str | os.PathLike[str]) -> Storage:
     if protocol in ("file", "local"):
         return LocalStorage(Path(rest))
     return FsspecStorage(text)
+
+
+def publish(storage: Storage, name: str, content: bytes) -> None:
+    """Write a small file that two writers must not both write.
+
+    Raises:
+        FileExistsError: When it is there with other content.
+        OSError: When the storage fails.
+    """
+    try:
+        with storage.create(name, exclusive=True) as file:
+            file.write(content)
+    except FileExistsError:
+        # A client that lost the answer to its request asks again, and finds its own file.
+        if storage.read(name) != content:
+            raise
+
+
+def within(seconds: float, work: Callable[[], T], location: str) -> T:
+    """Do what asks a storage that may hang, in a thread that is left behind when it does.
+
+    Raises:
+        CheckpointError: When `work` takes longer than `seconds`.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="storage", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise CheckpointError(
+            f"{location} did not answer within {seconds:g} s (timeout_seconds); see whether the "
+            "storage hangs"
+        ) from None
+
+
+def _taken(name: str) -> FileExistsError:
+    return FileExistsError(
+        errno.EEXIST,
+        f"another process has written {name} meanwhile: two runs save to this store; end one of "
+        "them, or give it a store of its own",
+    )
 
 
 def make_directory(path: Path) -> None:
@@ -131,21 +195,34 @@ class LocalStorage:
         with entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    if entry.is_file():
-                        found[entry.name] = entry.stat().st_size
+                    try:
+                        if not entry.is_dir():
+                            found[entry.name] = entry.stat().st_size
+                    except OSError as error:
+                        if error.errno != errno.ELOOP:
+                            raise
+                        found[entry.name] = 0
         return found
 
     def read(self, name: str) -> bytes:
         """A whole file; raises FileNotFoundError."""
-        return (self.root / name).read_bytes()
+        descriptor = _open_file(self.root / name)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            if size > _LONGEST_READ:
+                raise CheckpointError(
+                    f"{self.root / name} has {size} bytes; no file of its kind has more than "
+                    f"{_LONGEST_READ}"
+                )
+            return file.read()
 
     def open(self, name: str) -> _LocalReader:
         """Open a file for reads of parts; raises FileNotFoundError."""
         return _LocalReader(self.root / name)
 
-    def create(self, name: str) -> _LocalPending:
+    def create(self, name: str, *, exclusive: bool = False) -> _LocalPending:
         """Begin a file that appears when its block ends."""
-        return _LocalPending(self.root / name)
+        return _LocalPending(self.root / name, exclusive)
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
@@ -160,8 +237,9 @@ class LocalStorage:
 class _LocalPending:
     """Temporary name, fsync, rename, fsync of the directory."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, exclusive: bool) -> None:
         self._target = target
+        self._exclusive = exclusive
         self._temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         self._file: IO[bytes] | None = None
 
@@ -190,17 +268,46 @@ class _LocalPending:
                     os.fsync(file.fileno())
             if kind is None:
                 check_lease()
-                self._temporary.replace(self._target)
+                self._rename()
                 sync_directory(self._target.parent)
         finally:
             # Its own failure must not hide the first one.
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
 
+    def _rename(self) -> None:
+        # That nobody makes it in between is what the lock on the store sees to.
+        if self._exclusive and self._target.exists():
+            raise _taken(str(self._target))
+        self._temporary.replace(self._target)
+
+
+def _open_file(path: Path) -> int:
+    """The descriptor of a file for reading; what is no file, such as a pipe, might never answer.
+
+    Raises:
+        OSError: When it cannot be opened.
+        CheckpointError: When it is no file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is a link to itself where a file should be") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kinds = {stat.S_IFIFO: "pipe", stat.S_IFDIR: "directory"}
+        kind = kinds.get(stat.S_IFMT(mode), "device")
+        raise CheckpointError(f"{path} is a {kind} where a file should be")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
 
 class _LocalReader:
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = _open_file(path)
 
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the file ends."""
@@ -221,7 +328,7 @@ def _as_os_errors() -> Iterator[None]:
     """What the client of an object store raises, in classes of its own, as OSError."""
     try:
         yield
-    except OSError:
+    except (OSError, CheckpointError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
@@ -275,9 +382,14 @@ class FsspecStorage:
         path = self._path(name)
         return _FsspecReader(self._filesystem, path, self._filesystem.size(path))
 
-    def create(self, name: str) -> _FsspecPending:
-        """Begin an object that appears when its block ends."""
-        return _FsspecPending(self._filesystem, self._path(name))
+    def create(self, name: str, *, exclusive: bool = False) -> _FsspecPending:
+        """Begin an object that appears when its block ends.
+
+        An exclusive one is a conditional put where the object store has one (S3 and those like it,
+        Google Cloud Storage, Azure); elsewhere, one that appears between the look and the write is
+        overwritten.
+        """
+        return _FsspecPending(self._filesystem, self._path(name), exclusive)
 
     @_as_os_errors()
     def remove(self, name: str) -> None:
@@ -311,9 +423,10 @@ def _is_file(entry: dict[str, Any]) -> bool:
 class _FsspecPending:
     """Uploads under a temporary name where the file system can move, else directly."""
 
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, filesystem: Any, path: str, exclusive: bool) -> None:
         self._filesystem = filesystem
         self._path = path
+        self._exclusive = exclusive
         self._file: Any = None
 
     @_as_os_errors()
@@ -324,8 +437,15 @@ class _FsspecPending:
     @_as_os_errors()
     def __enter__(self) -> _FsspecPending:
         self._filesystem.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
+        mode = "wb"
+        if self._exclusive:
+            if self._filesystem.exists(self._path):
+                raise _taken(self._path)
+            protocols = self._filesystem.protocol
+            protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+            mode = "xb" if protocols & _CONDITIONAL else "wb"
         # With autocommit off, the object appears at commit() and is dropped by discard().
-        self._file = self._filesystem.open(self._path, "wb", autocommit=False)
+        self._file = self._filesystem.open(self._path, mode, autocommit=False)
         return self
 
     def __exit__(
@@ -340,6 +460,9 @@ class _FsspecPending:
                 with _as_os_errors():
                     self._file.close()
                     self._file.commit()
+            except FileExistsError:
+                self._discard()
+                raise _taken(self._path) from None
             except (OSError, LeaseLostError):
                 self._discard()
                 raise

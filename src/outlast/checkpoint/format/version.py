@@ -20,10 +20,25 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.format.manifest import FORMAT, Catalogue, Part, root_of, sealed, unsealed
-from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint.format.manifest import (
+    FORMAT,
+    IMPORTED,
+    PART_NAME,
+    REPLAY,
+    ROOT,
+    STATE,
+    Catalogue,
+    Fields,
+    ManifestError,
+    Part,
+    root_of,
+    sealed,
+    unsealed,
+)
+from outlast.checkpoint.format.storage import publish, sentence_of
 from outlast.errors import CheckpointError
 from outlast.state.box import covers
+from outlast.state.values import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,7 +47,8 @@ if TYPE_CHECKING:
 
 SEAL = "version.json"
 _FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
-_PART = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.json", re.ASCII)
+# Of ranks whose files are not even listed, as a listing that lags behind may hide a few.
+_UNLISTED = 64
 
 
 class UnfinishedError(CheckpointError):
@@ -107,10 +123,24 @@ class Seal:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> Seal:
-        """Read a seal; raises CheckpointError when it is damaged."""
-        found = unsealed(content, name)
+        """Read a seal.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            ManifestError: When it is malformed.
+        """
+        found = Fields(name, unsealed(content, name))
+        found.only("parts", "packs", "requires", "metrics", "kind")
+        roots = found.table("parts")
+        for part, root in roots.items():
+            found.checked_text("parts", part, PART_NAME)
+            found.checked_text(f"parts[{part}]", root, ROOT)
         return cls(
-            found["parts"], found["packs"], found["requires"], found["metrics"], found["kind"]
+            roots,
+            found.packs(),
+            [found.checked_number("requires", step) for step in found.rows("requires")],
+            found.metrics(found.content["metrics"]),
+            found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
         )
 
 
@@ -173,7 +203,7 @@ def list_versions(storage: Storage) -> list[Version]:
 
 def world_sizes(names: Iterable[str]) -> set[int]:
     """How many ranks saved the parts among the files `names` of a version's folder."""
-    return {int(found[2]) for name in names if (found := _PART.fullmatch(name))}
+    return {int(found[2]) for name in names if (found := PART_NAME.fullmatch(name))}
 
 
 def is_published(storage: Storage, version: Version) -> bool:
@@ -229,10 +259,14 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     if not sizes:
         raise cut_short(f"{_place(storage, version)} has no manifest")
     parts, roots, problems = [], [], []
-    # A listing may lag behind, so every part is asked for by its name.
+    # A listing may lag behind, so parts are asked for by their names.
     world_size = max(sizes)
+    unlisted = 0
     for rank in range(world_size):
         name = version.part_name(rank, world_size)
+        if name.partition("/")[2] not in files and unlisted >= _UNLISTED:
+            unlisted += 1
+            continue
         try:
             content = storage.read(name)
             part = Part.from_bytes(content, f"{storage.location}/{name}")
@@ -243,6 +277,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
             parts.append(part)
             roots.append(root_of(content))
         except FileNotFoundError:
+            unlisted += 1
             problems.append(f"{storage.location}/{name} is missing")
         except CheckpointError as error:
             cut_short = UnreadableError if cut_short is UnreadableError else CheckpointError
@@ -250,6 +285,8 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         except OSError as error:
             cut_short = UnreadableError
             problems.append(f"{storage.location}/{name} cannot be read: {sentence_of(error)}")
+    if unlisted > _UNLISTED:
+        problems.append(f"and {unlisted - _UNLISTED} more manifests are missing")
     if not parts:
         raise (UnreadableError if cut_short is UnreadableError else CheckpointError)(
             "; ".join(problems)
@@ -259,6 +296,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     for root in catalogues:
         catalogue = catalogue.merged(read_catalogue(storage, version, root))
     contents = Contents(version, catalogue, parts, roots, problems)
+    check_contents(storage, contents)
     missing = _uncovered(contents)
     # Ranks that planned alone list only what they hold themselves, so each of them is needed.
     if missing or (problems and len(catalogues) > 1):
@@ -267,6 +305,26 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         causes = f" ({'; '.join(problems)})" if problems else ""
         raise cut_short(f"{_place(storage, version)} is incomplete{which}{causes}")
     return contents
+
+
+def check_contents(storage: Storage, contents: Contents) -> None:
+    """See that the manifests of a version fit its catalogue.
+
+    Raises:
+        ManifestError: When they do not.
+    """
+    tensors = contents.catalogue.tensors
+    for part in contents.parts:
+        name = contents.version.part_name(part.rank, part.world_size)
+        part.check_pieces(contents.catalogue, f"{storage.location}/{name}")
+        for key, value in part.values.items():
+            # What was imported names its tensors without the prefix that they have here.
+            absent = () if key == IMPORTED else set(tensors_of(value)).difference(tensors)
+            if absent:
+                raise ManifestError(
+                    f"{storage.location}/{name} is malformed: the value `{key}` has the tensor "
+                    f"`{min(absent)}`, which the catalogue has not"
+                )
 
 
 def read_catalogue(storage: Storage, version: Version, root: str) -> Catalogue:
@@ -334,8 +392,7 @@ def write_seal(storage: Storage, contents: Contents) -> None:
         contents.metrics,
         contents.kind,
     )
-    with storage.create(f"{version.folder}/{SEAL}") as file:
-        file.write(found.to_bytes())
+    publish(storage, f"{version.folder}/{SEAL}", found.to_bytes())
 
 
 def unreadable(storage: Storage, name: str, error: OSError) -> CheckpointError:

@@ -6,13 +6,14 @@ compares two, `extract` writes one as safetensors, `usage` says what takes the s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from outlast.checkpoint.format.logs import leading_on, logs_of
-from outlast.checkpoint.format.manifest import root_of, unsealed
+from outlast.checkpoint.format.manifest import ManifestError, root_of, unsealed
 from outlast.checkpoint.format.storage import TEMPORARY, storage_of
 from outlast.checkpoint.format.version import SEAL, Seal, Version, list_versions, load
 from outlast.errors import CheckpointError
@@ -71,6 +72,28 @@ def list_saved(storage: Storage) -> list[Version]:
         for version in list_versions(storage)
         if any(name.endswith(".json") for name in storage.files(version.folder))
     ]
+
+
+def list_begun(storage: Storage) -> list[Version]:
+    """As `list_saved`, with the newest folders in which there is no manifest yet, or none any more.
+
+    Older ones may hold chunks that a version refers to.
+    """
+    saved = set(list_saved(storage))
+    newest = max(saved, default=None)
+    return [
+        version
+        for version in list_versions(storage)
+        if version in saved or newest is None or version > newest
+    ]
+
+
+def newest_complete(storage: Storage) -> Version | None:
+    """The newest version whose manifests are all there and right; None when there is none."""
+    for version in reversed(list_saved(storage)):
+        with contextlib.suppress(CheckpointError):
+            return load(storage, version).version
+    return None
 
 
 def find_version(storage: Storage, step: int | None = None) -> Contents:
@@ -153,7 +176,9 @@ def summarize(storage: Storage, version: Version) -> VersionSummary:
             version.session,
             version.folder,
             "",
-            "damaged" if _was_published(storage, version, files) else "incomplete",
+            "damaged"
+            if isinstance(error, ManifestError) or _was_published(storage, version, files)
+            else "incomplete",
             "; ".join([str(error), *problems]),
             root,
             ranks=None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.manifest import REPLAY, Part
-from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.owner import own, refuse_if_held
 from outlast.checkpoint.format.retention import Retention, complete_versions, prune, to_keep
 from outlast.checkpoint.format.storage import TEMPORARY, LocalStorage
 from outlast.checkpoint.format.version import Version, list_versions, load, read_seal
@@ -250,12 +250,13 @@ def _check_kept(storage: Storage, kept: list[Version]) -> None:
 
 @contextlib.contextmanager
 def hold(storage: Storage) -> Iterator[None]:
-    """Own a store of a file system; others have no owner.
+    """Own a store of a file system; in an object store, see that no one of this host saves.
 
     Raises:
         CheckpointError: When a live process owns it.
     """
     if not isinstance(storage, LocalStorage):
+        refuse_if_held(storage)
         yield
         return
     lock = own(storage, remedy="wait for it to end")

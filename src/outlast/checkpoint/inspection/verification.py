@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from outlast.checkpoint.format.logs import states_of
 from outlast.checkpoint.format.manifest import Part, Piece
 from outlast.checkpoint.format.reader import VersionReader
+from outlast.checkpoint.format.storage import sentence_of
 from outlast.checkpoint.format.version import SEAL, Seal, Version, load
 from outlast.checkpoint.inspection.listing import summarize
 from outlast.errors import CheckpointError
@@ -73,6 +74,18 @@ def verify(
         progress: Told how much is done.
     """
     known = set() if known is None else known
+    try:
+        return _verified(storage, version, known, progress)
+    except CheckpointError as error:
+        return _verdict(version, "damaged", [str(error)], "")
+    except OSError as error:
+        problem = f"{storage.location}/{version.folder} cannot be read: {sentence_of(error)}"
+        return _verdict(version, "damaged", [problem], "")
+
+
+def _verified(
+    storage: Storage, version: Version, known: set[Known], progress: Progress | None
+) -> Verdict:
     summary = summarize(storage, version)
     if summary.state != "complete":
         state: Literal["damaged", "incomplete"] = summary.state

@@ -6,14 +6,14 @@ Needs no torch.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import deque
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from outlast.checkpoint.format.manifest import Part
-from outlast.checkpoint.format.version import SEAL
+from outlast.checkpoint.format.storage import publish
+from outlast.checkpoint.format.version import SEAL, world_sizes
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint.format.version import Version
     from outlast.checkpoint.tiers.pace import Pace
     from outlast.checkpoint.tiers.place import Place
-
-_PART = re.compile(r"rank-\d{5,}-of-(\d{5,})\.json", re.ASCII)
 
 
 class Copy:
@@ -74,8 +72,7 @@ class Copy:
             saved = world_size
         else:
             files = self._from.files(self._version.folder)
-            sizes = [int(found[1]) for name in files if (found := _PART.fullmatch(name))]
-            saved = max(sizes, default=0)
+            saved = max(world_sizes(files), default=0)
             ranks = range(rank, saved, world_size)
         for each in ranks:
             name = self._version.part_name(each, saved)
@@ -102,7 +99,7 @@ class Copy:
             if name not in self._target.verified:
                 self._verify(name, size, chunks)
             return
-        with self._to.create(name) as file:
+        with self._to.create(name, exclusive=True) as file:
             for block in self._blocks(self._from, name, size, chunks):
                 file.write(block)
                 self.bytes += len(block)
@@ -143,8 +140,7 @@ class Copy:
                 f"{self._to.location}/{name} is there with other content: it is of another run, or "
                 "damaged; take an empty place"
             )
-        with self._to.create(name) as file:
-            file.write(content)
+        publish(self._to, name, content)
         self._made.append(name)
         self.bytes += len(content)
         self._pace.take(len(content))

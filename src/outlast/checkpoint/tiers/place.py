@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outlast.checkpoint.format.manifest import Part, root_of
+from outlast.checkpoint.format.owner import Claim, own
 from outlast.checkpoint.format.retention import Known, Retention, prune
-from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.format.version import (
     SEAL,
     Contents,
     UnfinishedError,
     UnreadableError,
     Version,
+    check_contents,
     is_published,
     list_versions,
     load,
@@ -25,6 +27,7 @@ from outlast.checkpoint.format.version import (
     write_seal,
 )
 from outlast.errors import CheckpointError
+from outlast.records import OwnerLock
 from outlast.state.box import Box, covers
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class Place:
         world_size: How many save together.
         known: What was found out about sealed versions, for the next `prune`.
         verified: Packs whose content here this rank has compared with what it is to be.
+        held: By what this rank owns the place, if it does; see `own`.
     """
 
     storage: Storage
@@ -56,6 +60,9 @@ class Place:
     world_size: int
     known: dict[Version, Known] = field(init=False, default_factory=dict, repr=False, compare=False)
     verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
+    held: list[OwnerLock | Claim] = field(
+        init=False, default_factory=list, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -111,13 +118,66 @@ class Place:
             ) from None
         return next(filter(self._holds, reversed(versions)), None)
 
+    def own(self, session: int) -> None:
+        """Become the only one who writes here; see `lock` for a place in a file system.
+
+        Args:
+            session: The next one.
+
+        Raises:
+            OwnedError: When another process does.
+            OSError: When the storage fails.
+        """
+        if not isinstance(self.storage, LocalStorage):
+            mine = [each.name for each in self.held if isinstance(each, Claim)]
+            claim = Claim(self.storage, session, mine=mine)
+            self.disown()
+            self.held.append(claim)
+
+    def lock(self) -> None:
+        """Take the lock of a place in a file system, unless it is taken.
+
+        Raises:
+            OwnedError: When a live process holds it.
+            CheckpointError: When it cannot be taken.
+        """
+        if isinstance(self.storage, LocalStorage) and not self.held:
+            self.held.append(own(self.storage))
+
+    def check(self) -> None:
+        """See that no other process has taken the place over.
+
+        Raises:
+            LeaseLostError: When one has taken the lock of a place in a file system.
+            OwnedError: When one has claimed a place in an object store.
+            OSError: When the storage fails.
+        """
+        for held in self.held:
+            held.check()
+
+    def check_lock(self) -> None:
+        """The same where a look costs next to nothing: at a lock in a file system.
+
+        Raises:
+            LeaseLostError: As `check`.
+        """
+        for held in self.held:
+            if isinstance(held, OwnerLock):
+                held.check()
+
+    def disown(self) -> None:
+        """Let others write here."""
+        while self.held:
+            self.held.pop().release()
+
     def seal(self, version: Version) -> None:
         """Seal a version: in a shared place the whole, in a private one what this rank has.
 
         Raises:
-            CheckpointError: When it is not complete.
+            CheckpointError: When it is not complete, or another process owns the place now.
             OSError: When the storage fails.
         """
+        self.check()
         if not self.private:
             seal(self.storage, version)
             return
@@ -153,13 +213,10 @@ class Place:
             raise missing(f"{self.storage.location}/{name} is missing")
         content = self._read(name)
         part = Part.from_bytes(content, f"{self.storage.location}/{name}")
-        return Contents(
-            version,
-            read_catalogue(self.storage, version, part.catalogue),
-            [part],
-            [root_of(content)],
-            [],
-        )
+        catalogue = read_catalogue(self.storage, version, part.catalogue)
+        contents = Contents(version, catalogue, [part], [root_of(content)], [])
+        check_contents(self.storage, contents)
+        return contents
 
     def _sealed(self, version: Version) -> Contents:
         """As `load`, but what other ranks may not have is not complete in a private place."""

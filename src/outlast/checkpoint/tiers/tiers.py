@@ -10,10 +10,13 @@ and the newest one that the session before did not copy any more at the first sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from outlast.checkpoint.format.owner import claimed
+from outlast.checkpoint.format.storage import LocalStorage, within
 from outlast.checkpoint.format.version import list_versions
 from outlast.checkpoint.tiers.drain import Drain, Job, failed
 from outlast.checkpoint.tiers.pace import Pace
@@ -45,6 +48,11 @@ class Tiers:
         ranks: This process among those that save together.
         timeout_seconds: Longest wait for the copies.
 
+    Attributes:
+        places: As given, the first one first.
+        seen: The newest session that was in the object stores when this rank looked last, before
+            it restored; None: not known.
+
     Raises:
         CheckpointError: When the tiers are in an order that cannot work, or two are the same.
     """
@@ -74,6 +82,7 @@ class Tiers:
         self._last: list[Version | None] = [None] * count
         self._threads: dict[int, threading.Thread] = {}
         self._results: deque[DrainResult] = deque(maxlen=_RESULTS)
+        self.seen: int | None = None
 
     @property
     def first(self) -> Place:
@@ -96,7 +105,12 @@ class Tiers:
         for index, place in enumerate(self.places):
             if place.keeps_house:
                 try:
-                    mine += [(index, version) for version in list_versions(place.storage)]
+                    there = within(
+                        self._timeout_seconds,
+                        functools.partial(list_versions, place.storage),
+                        place.storage.location,
+                    )
+                    mine += [(index, version) for version in there]
                 except Exception as error:  # clients of object stores raise what they like
                     problems[index] = (
                         f"{place.storage.location} cannot be listed: {words_of(error)}"
@@ -111,6 +125,53 @@ class Tiers:
         return [(self.places[index], version) for index, version in ordered], {
             self.places[index].storage.location: problems[index] for index in sorted(problems)
         }
+
+    def look(self) -> None:
+        """Remember the newest session, now that this process takes the state from here."""
+        self.seen = None
+        # Who cannot tell now learns of another writer at its first save.
+        with contextlib.suppress(Exception):
+            sessions = [0]
+            for place in self.places:
+                if place.keeps_house and not isinstance(place.storage, LocalStorage):
+                    sessions += self._claimed(place)
+                    asks = functools.partial(list_versions, place.storage)
+                    there = within(self._timeout_seconds, asks, place.storage.location)
+                    sessions += [each.session for each in there]
+            self.seen = max(sessions)
+
+    def claimed(self) -> int:
+        """The newest session that was claimed in a place that answers; 0: none."""
+        newest = 0
+        for place in self.places:
+            if place.keeps_house:
+                with contextlib.suppress(Exception):
+                    newest = max(newest, *self._claimed(place))
+        return newest
+
+    def _claimed(self, place: Place) -> dict[int, str]:
+        asks = functools.partial(claimed, place.storage)
+        return within(self._timeout_seconds, asks, place.storage.location)
+
+    def own(self, session: int) -> None:
+        """Become the only one who writes to these places, as far as they answer.
+
+        Raises:
+            OwnedError: When another process does.
+            OSError: When the first place fails.
+        """
+        for index, place in enumerate(self.places):
+            if place.keeps_house:
+                try:
+                    place.own(session)
+                except OSError:
+                    if not index:
+                        raise
+
+    def disown(self) -> None:
+        """Let others write to these places."""
+        for place in self.places:
+            place.disown()
 
     def newest(self) -> Version | None:
         """The newest complete version of the first tier and of those that answer."""

@@ -1,0 +1,37 @@
+"""An S3 server on this machine, whose conditional puts are atomic: it answers one at a time."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+SETTINGS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@contextmanager
+def s3_server(bucket: str) -> Iterator[str]:
+    """The URL of a new bucket, for this process and those that it starts meanwhile."""
+    import fsspec
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = DomainDispatcherApplication(create_backend_app)
+    server = make_server("127.0.0.1", 0, application, threaded=False)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
+    with mock.patch.dict(os.environ, SETTINGS | place):
+        fsspec.filesystem("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir(bucket)
+        try:
+            yield f"s3://{bucket}"
+        finally:
+            fsspec.filesystem("s3").clear_instance_cache()
+            server.shutdown()
+            thread.join()
