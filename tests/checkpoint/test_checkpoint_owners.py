@@ -100,7 +100,7 @@ def test_a_reader_needs_no_ownership_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_reader_sees_the_version_before_while_one_is_written(
+def test_another_process_reads_the_version_before_while_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path) as store:
@@ -108,7 +108,10 @@ def test_a_reader_sees_the_version_before_while_one_is_written(
         writing = WritingHeld(monkeypatch)
         handle = store.save_async(2, state_of(2))
         assert writing.begun.wait(30)
-        check(tmp_path, 1)
+        reader = multiprocessing.get_context("fork").Process(target=check, args=(tmp_path, 1))
+        reader.start()
+        reader.join(60)
+        assert reader.exitcode == 0
         writing.gate.set()
         handle.wait()
         check(tmp_path, 2)
