@@ -59,6 +59,9 @@ class DictKeeper:
         self.digests[step] = text
         return None
 
+    def note(self, sentence: str) -> None:
+        self.notes = [*getattr(self, "notes", []), sentence]
+
     def left(self, step: int) -> None:
         """Nothing waits for the end of a loop."""
 

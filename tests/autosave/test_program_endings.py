@@ -73,6 +73,9 @@ class Listening(DictKeeper):
         super().__init__()
         self.ends: list[int] = []
 
+    def note(self, sentence: str) -> None:
+        self.notes = [*getattr(self, "notes", []), sentence]
+
     def left(self, step: int) -> None:
         self.ends.append(step)
 

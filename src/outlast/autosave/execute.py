@@ -64,6 +64,9 @@ class ScriptKeeper(Protocol):
     def left(self, step: int) -> None:
         """A training loop has come to its end after `step` steps."""
 
+    def note(self, sentence: str) -> None:
+        """Tell people of something that is not saved."""
+
     def failed(self, error: OutlastError) -> None:
         """Remember why the program must not go on; its script may catch the error itself."""
 
@@ -75,6 +78,7 @@ class _KeeperWithLogs:
         self.due = keeper.due
         self.digest = keeper.digest
         self.left = keeper.left
+        self.note = keeper.note
         self._keeper = keeper
         self._logs = logs
 

@@ -1,4 +1,4 @@
-"""Digests of the first steps after a save, kept to be compared when the run comes back there."""
+"""Digests of the steps after a save, kept to be compared when the run comes back there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SAVES_KEPT = 8
+_SYNCED = 2
+"""Steps after a save whose digests also outlive a machine."""
 
 
 class Digests:
@@ -20,18 +22,15 @@ class Digests:
         folder: Of all of the run.
         rank: Of this process.
         base: Step of the save.
-        fresh: Whether the save was made just now, so that none are there.
     """
 
-    def __init__(self, folder: Path, rank: int, base: int, *, fresh: bool = False) -> None:
+    def __init__(self, folder: Path, rank: int, base: int) -> None:
+        self._base = base
         self._folder = folder
         self._ending = f".rank{rank}.jsonl"
         self._file = folder / f"{base}{self._ending}"
-        self._known: dict[int, str] = {}
-        if fresh:
-            self._file.unlink(missing_ok=True)
-        else:
-            self._known = _read(self._file)
+        # A run that has come here before has done the same steps.
+        self._known = _read(self._file)
 
     def keep(self, step: int, text: str) -> str | None:
         """The digest of `step` that is kept already; else None, and `text` is kept."""
@@ -42,7 +41,9 @@ class Digests:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps([step, text]) + "\n")
             file.flush()
-            os.fsync(file.fileno())
+            # What is lost with the machine's power is a comparison, and disks are slow.
+            if step - self._base <= _SYNCED:
+                os.fsync(file.fileno())
         if first:
             self._prune()
         return None

@@ -50,6 +50,8 @@ def explain_program(asked: Asked) -> None:
     state = read_measured(measured_file(folder.path))
     _print_state(state, [each.text for each in files], asked.script)
     print()
+    for sentence in folder.notes():
+        print(f"note of the last start: {sentence}")
     print("".join(found.differences), end="")
 
 

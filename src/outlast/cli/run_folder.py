@@ -2,6 +2,7 @@
 
 .outlast/train.py-1f3a9c07/
   program.json     the program as it was started: texts, arguments, processes, versions
+  notes.json       what the last start has found that is not saved
   outcome.json     how the last start ended, or that it runs; outcome.rankN.json of further ranks
   pace.json        what the best interval was worked out from
   digests/         of the first steps after each save, to compare after a restore
@@ -171,6 +172,18 @@ class RunFolder:
         text = json.dumps({"word": word, "step": step, "when": when})
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(self._outcome(rank), text.encode())
+
+    def keep_notes(self, sentences: list[str]) -> None:
+        """Write down what the last start has found that is not saved."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path / "notes.json", json.dumps(sentences, indent=1).encode())
+
+    def notes(self) -> list[str]:
+        """What the last start has found that is not saved."""
+        try:
+            return [str(each) for each in json.loads((self.path / "notes.json").read_text("utf-8"))]
+        except (OSError, ValueError):
+            return []
 
     def move_aside(self) -> Path | None:
         """Rename the folder of an earlier run; nothing is deleted.

@@ -87,6 +87,7 @@ class ScriptKeeper:
         self._resumed = False
         self._told = -_QUIET_SECONDS
         self._untold = 0
+        self._notes: list[str] = []
         self._problem: OutlastError | None = None
 
     def saved(self) -> SavedState | None:
@@ -139,6 +140,14 @@ class ScriptKeeper:
         if self._agreement is not None:
             self._agreement.left(step)
 
+    def note(self, sentence: str) -> None:
+        """Tell people of something that is not saved, and write it down for ``--explain``."""
+        if sentence not in self._notes:
+            self._notes.append(sentence)
+            self.warn(f"note: {sentence}")
+            if self._own_rank() == 0:
+                self._folder.keep_notes(self._notes)
+
     def failed(self, error: OutlastError) -> None:
         """Remember why the program must not go on; its script may catch the error itself."""
         self._problem = error
@@ -167,7 +176,7 @@ class ScriptKeeper:
             raise
         self._windows.opened(self._handle)
         self._blocked_seconds = time.monotonic() - self._boundary
-        self._digests = Digests(self._folder.digests, self._own_rank(), step, fresh=True)
+        self._digests = Digests(self._folder.digests, self._own_rank(), step)
         if self._reason:
             self._end(step)
 

@@ -29,7 +29,7 @@ _CLOSED = (
     "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch.distributed",
     "torch._C", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio",
     "socket", "_socket", "ssl", "subprocess", "queue", "_queue", "weakref", "importlib", "typing",
-    "tqdm",     "outlast.autosave",
+    "tqdm", "outlast.autosave",
     # Services that are told how training goes.
     "wandb", "tensorboard", "tensorboardX", "torch.utils.tensorboard", "mlflow", "comet_ml",
     "neptune", "clearml", "aim", "rich", "requests", "urllib3", "http", "grpc", "boto3", "botocore",
@@ -48,7 +48,7 @@ def is_closed(kind: type) -> bool:
     """Whether objects of a class are left as set-up makes them."""
     if kind.__name__ == "DTensorSpec":
         return False
-    return _in_closed_module(kind) and not issubclass(kind, _OPEN)
+    return in_closed_module(kind.__module__) and not issubclass(kind, _OPEN)
 
 
 def is_of_process(value: Any) -> bool:
@@ -59,13 +59,14 @@ def is_of_process(value: Any) -> bool:
         case types.MethodType():
             return is_closed(type(value.__self__))
         case types.FunctionType():
-            return _in_closed_module(value)
+            return in_closed_module(value.__module__)
     hook = getattr(value, "hook", None)
     return hook is not None and is_of_process(hook)
 
 
-def _in_closed_module(value: Any) -> bool:
-    return f"{value.__module__}.".startswith(tuple(f"{each}." for each in _CLOSED))
+def in_closed_module(name: Any) -> bool:
+    """Whether a module of this name is one whose objects are not looked into."""
+    return f"{name}.".startswith(tuple(f"{each}." for each in _CLOSED))
 
 
 def is_builtin_iterator(kind: type) -> bool:

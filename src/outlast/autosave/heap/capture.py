@@ -12,6 +12,7 @@ is written once.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
+from outlast.autosave.heap.environment import has_marks, settled_content
 from outlast.autosave.heap.parametrized import ParametrizedClass, class_from, class_of
 from outlast.autosave.heap.refusal import (
     CHAIN_ADVICE,
@@ -144,6 +146,9 @@ def _restore(
         for path, seen in held.items():
             if (seen.kind in ("dict", "set", "weak")) is hashed:
                 value = names.objects[path]
+                if has_marks(seen):
+                    now = names.kinds.of(value).content(value)
+                    seen = settled_content(seen, now, functools.partial(names.renewed, path))
                 names.kinds.of(value).put(value, seen)
                 if gradients and seen.kind == "tensor" and isinstance(seen.items[1], Gradient):
                     gradients.expect(path, value)

@@ -13,6 +13,12 @@ from outlast.autosave.heap.content import Content, attributes, flat, pairs, put_
 Children = Iterable[tuple[str, Any, Any]]
 """The end of a name as a format, what to put into it, and the object."""
 
+_KEPT = frozenset({
+    *dir(type), *dir(object), "__slots__", "__orig_bases__", "__parameters__", "__match_args__",
+    "__type_params__", "__final__", "__static_attributes__", "__firstlineno__", "__slotnames__",
+})  # fmt: skip
+"""Names in a class that Python, and its `typing` and `dataclasses`, give values to."""
+
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
@@ -34,6 +40,17 @@ def of_function(value: Any) -> Children:
     yield ".%s", "__defaults__", value.__defaults__
     yield ".%s", "__kwdefaults__", value.__kwdefaults__
     yield from of_attributes(value)
+
+
+def is_bare_function(value: Any) -> bool:
+    """Whether a function holds nothing that could change, unless somebody gives it attributes."""
+    return (
+        isinstance(value, types.FunctionType)
+        and not value.__closure__
+        and not value.__kwdefaults__
+        and PLAIN_ATOMS.issuperset(map(type, value.__defaults__ or ()))
+        and not value.__dict__
+    )
 
 
 def function_content(value: Any) -> Content | None:
@@ -67,7 +84,7 @@ def _same_items(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> b
 def of_cell(value: Any) -> Children:
     """What a variable that functions share holds."""
     with contextlib.suppress(ValueError):
-        yield "%s", "", value.cell_contents
+        yield ".%s", "cell_contents", value.cell_contents
 
 
 def cell_content(value: Any) -> Content:
@@ -90,27 +107,39 @@ def cell_put(value: Any, seen: Content) -> None:
 def of_class(value: Any) -> Children:
     """What a class leads to."""
     for name, each in vars(value).items():
-        special = name.startswith("__") and name.endswith("__")
-        if type(each) not in PLAIN_ATOMS and (not special or isinstance(each, types.FunctionType)):
+        if type(each) not in PLAIN_ATOMS and (
+            isinstance(each, types.FunctionType) or not _is_of_python(name, each)
+        ):
             yield ".%s", name, each
 
 
 def class_content(value: Any) -> Content:
-    """The variables of a class."""
-    return Content("class", (), flat(_class_variables(value)))
+    """The variables of a class, and those that it derives from."""
+    return Content("class", value.__bases__, flat(_class_variables(value)))
 
 
 def _class_variables(value: Any) -> dict[str, Any]:
     return {
         name: each
         for name, each in vars(value).items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and not isinstance(each, _DESCRIPTORS)
+        if not _is_of_python(name, each) and not isinstance(each, _DESCRIPTORS)
     }
+
+
+def _is_of_python(name: str, value: Any) -> bool:
+    """Whether a variable of a class is one that Python keeps there, or a method of its own."""
+    special = name.startswith("__") and name.endswith("__")
+    return special and (
+        name in _KEPT
+        or name.startswith("__dataclass_")
+        or not isinstance(value, (*PLAIN_ATOMS, list, dict, set, tuple))
+    )
 
 
 def class_put(value: Any, seen: Content) -> None:
     """Give a class its variables."""
+    if seen.items and value.__bases__ != seen.items:
+        value.__bases__ = seen.items
     others, now = dict(pairs(seen.attributes)), _class_variables(value)
     for name in now:
         if name not in others:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import contextvars
 import ctypes
 import datetime
 import decimal
@@ -18,6 +19,7 @@ import multiprocessing.synchronize
 import pickle
 import queue
 import re
+import sqlite3
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ import numpy as np
 
 from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_closed
 from outlast.autosave.heap.content import Content, attributes, flat, pairs, put_attributes
+from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +49,7 @@ _UNCHANGING = frozenset({
 EVENTS = (threading.Event, multiprocessing.synchronize.Event)
 QUEUES = (queue.Queue, queue.SimpleQueue)
 STREAMS = (io.BytesIO, io.StringIO)
+_FACTORIES = ("row_factory", "text_factory")
 
 _PLAIN_ATTRIBUTES = frozenset({*vars(queue.Queue()), *vars(threading.Event())})
 """Attributes of Python's own that concern the process."""
@@ -200,6 +204,116 @@ def _has_addresses(kind: Any) -> bool:
     if isinstance(inner, str):
         return inner in _POINTERS
     return not (issubclass(kind, ctypes.Array) and not _has_addresses(inner))
+
+
+def of_context_variable(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a context variable is set to."""
+    yield from ((".%s()", "get", each) for each in context_variable_content(value).items)
+
+
+def context_variable_content(value: Any) -> Content:
+    """What a context variable is set to, if it is."""
+    context = contextvars.copy_context()
+    return Content("context variable", (context[value],) if value in context else ())
+
+
+def context_variable_put(value: Any, seen: Content) -> None:
+    """Set a context variable as it was."""
+    if seen.items:
+        value.set(seen.items[0])
+    elif value in contextvars.copy_context():
+        raise AutosaveError(
+            f"the context variable `{value.name}` was not set when the program was saved, and "
+            "set-up sets it now; set it in every run, or in none"
+        )
+
+
+def of_database(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a connection to a database makes its rows with."""
+    yield from ((".%s", name, getattr(value, name)) for name in _FACTORIES)
+    yield from of_beside(value)
+
+
+def database_content(value: Any) -> Content | None:
+    """All of an SQLite database in memory; None of one in a file, and of a closed connection."""
+    places = database_places(value)
+    if not places or any(places.values()):
+        return None
+    factories = tuple(getattr(value, name) for name in _FACTORIES)
+    state = (value.isolation_level, value.in_transaction)
+    # Of one without a table there is nothing to serialize.
+    data = {
+        name: value.serialize(name=name)
+        for name in places
+        if _rows_of(value, f'PRAGMA "{name}".page_count') != [(0,)]
+    }
+    if "temp" in data:
+        raise AutosaveError(
+            "an SQLite database in memory has temporary tables, which cannot be saved; create them "
+            "without TEMP, or before each step"
+        )
+    return Content("database", (data, factories, state), flat(_beside(value)))
+
+
+def database_put(value: Any, seen: Content) -> None:
+    """Put a database in memory back, and begin the transaction that it was in."""
+    data, factories, (level, in_transaction) = seen.items
+    if value.in_transaction:
+        value.commit()
+    with contextlib.closing(sqlite3.connect(":memory:")) as other:
+        if "main" in data:
+            # Put in directly, it would pull away the pages of a statement that set-up has begun.
+            other.deserialize(data["main"])
+            other.backup(value)
+    for name, each in data.items():
+        if name != "main":
+            value.deserialize(each, name=name)
+    for name, each in zip(_FACTORIES, factories, strict=True):
+        setattr(value, name, each)
+    value.isolation_level = level
+    if in_transaction:
+        value.execute("BEGIN")
+    _put_beside(value, seen)
+
+
+def cursor_content(value: Any) -> Content | None:
+    """Nothing of a cursor that has given all its rows.
+
+    Raises:
+        AutosaveError: When there are more.
+    """
+    # It lets its statement go behind the last row.
+    if any(type(each).__name__ == "Statement" for each in gc.get_referents(value)):
+        raise AutosaveError(
+            "an SQLite cursor of the program has rows that have not been read, and cannot be "
+            "saved; read them all at once, with fetchall()"
+        )
+    return None
+
+
+def database_places(value: Any) -> dict[str, str]:
+    """Name of each database of a connection to its file, empty in memory; none of a closed one."""
+    try:
+        return {name: file for _, name, file in _rows_of(value, "PRAGMA database_list")}
+    except sqlite3.ProgrammingError:
+        return {}
+
+
+def _rows_of(value: Any, statement: str) -> list[Any]:
+    cursor = sqlite3.Cursor(value)
+    # Past the program's own ways to make rows.
+    cursor.row_factory = None
+    with _plain_text(value):
+        return cursor.execute(statement).fetchall()
+
+
+@contextlib.contextmanager
+def _plain_text(value: Any) -> Iterator[None]:
+    factory, value.text_factory = value.text_factory, str
+    try:
+        yield
+    finally:
+        value.text_factory = factory
 
 
 def event_content(value: Any) -> Content:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import enum
 import functools
+import itertools
 import random
+import sqlite3
+import threading
 import types
 import warnings
 import weakref
@@ -29,6 +33,7 @@ from outlast.autosave.heap.content import (
     pairs,
     put_attributes,
 )
+from outlast.autosave.heap.modules import is_loose
 from outlast.autosave.heap.results import Results, results_content, results_put
 from outlast.autosave.heap.tensors import (
     array_content,
@@ -132,6 +137,8 @@ class Kinds:
     def of(self, value: Any) -> Kind:
         """The kind of `value`."""
         kind = type(value)
+        if kind is types.ModuleType and is_loose(value):
+            return _OBJECT
         if kind not in self._known:
             self._known[kind] = self._kind(kind)
         return self._known[kind]
@@ -185,7 +192,7 @@ def _state_kind(get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> K
 
 
 def _of_dict(value: Any) -> Children:
-    if not value and type(value) is dict:
+    if type(value) is dict and not value:
         return
     if not PLAIN_ATOMS.issuperset(map(type, dict.values(value))):
         for place, (key, each) in enumerate(dict.items(value)):
@@ -194,8 +201,8 @@ def _of_dict(value: Any) -> Children:
                     yield "[%r]", key, each
                 else:
                     yield "[value %d]", place, each
-    if not PLAIN_ATOMS.issuperset(map(type, value)):
-        for place, key in enumerate(value):
+    if not PLAIN_ATOMS.issuperset(map(type, dict.keys(value))):
+        for place, key in enumerate(dict.keys(value)):
             if not isinstance(key, _KEYS):
                 yield "[key %d]", place, key
     if type(value) is not dict:
@@ -208,7 +215,9 @@ def _dict_content(value: Any) -> Content:
     beside = attributes(value)
     if isinstance(value, defaultdict):
         beside = {**beside, "default_factory": value.default_factory}
-    return Content("dict", flat(value), flat(beside))
+    # Past what a class may have made of this method.
+    items: Any = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
+    return Content("dict", tuple(itertools.chain.from_iterable(items(value))), flat(beside))
 
 
 def _dict_put(value: Any, seen: Content) -> None:
@@ -333,6 +342,12 @@ _OBJECT = Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)
 _FUNCTION = Kind(Role.NAMED, code.of_function, code.function_content, code.function_put)
 _WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
+_CONTEXT_VARIABLE = Kind(
+    Role.NAMED,
+    hidden.of_context_variable,
+    hidden.context_variable_content,
+    hidden.context_variable_put,
+)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (type, Kind(Role.NAMED, code.of_class, code.class_content, code.class_put)),
     (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
@@ -351,6 +366,11 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (hidden.EVENTS, _hidden(hidden.event_content, hidden.event_put)),
     (hidden.QUEUES, _hidden(hidden.queue_content, hidden.queue_put, hidden.of_queue)),
     (SynchronizedBase, Kind(Role.NAMED, hidden.of_shared, of_program=True)),
+    (contextvars.ContextVar, _CONTEXT_VARIABLE),
+    # Of the thread that trains.
+    (threading.local, Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)),
+    (sqlite3.Cursor, _hidden(hidden.cursor_content, lambda value, seen: None)),
+    (sqlite3.Connection, _hidden(hidden.database_content, hidden.database_put, hidden.of_database)),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _WEAK_MAPPING),
     (weakref.WeakSet, _WEAK_SET),
     (types.FunctionType, _FUNCTION),

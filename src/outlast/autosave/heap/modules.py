@@ -5,6 +5,21 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
+
+
+def is_importable(value: Any) -> bool:
+    """Whether a class or a function is found by its own name."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def is_loose(module: ModuleType) -> bool:
+    """Whether a module is one that a program has made itself, and that no import finds."""
+    own = vars(module)
+    return own.get("__spec__") is None and "__file__" not in own and own.get("__loader__") is None
 
 
 def module_named(name: str) -> ModuleType:

@@ -8,7 +8,12 @@ written down as a value.
 from __future__ import annotations
 
 import argparse
+import builtins
+import contextvars
+import sys
+import threading
 import types
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +22,12 @@ from torch import nn
 
 from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_of_process
 from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
+from outlast.autosave.heap.code import is_bare_function
 from outlast.autosave.heap.content import Content, flat, pairs, same
+from outlast.autosave.heap.environment import marked_content
 from outlast.autosave.heap.hidden import has_addresses, hidden_digest
 from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
+from outlast.autosave.heap.modules import is_importable
 from outlast.autosave.heap.order import keeps_order
 from outlast.autosave.heap.plain import digest_if_plain
 from outlast.autosave.heap.refusal import HIDDEN_ADVICE, ORDER_ADVICE, Unsaveable
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
 
 _SIMPLE = (
     dict, list, deque, set, bytearray, types.CellType, types.SimpleNamespace, argparse.Namespace,
+    property, staticmethod, classmethod, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+    weakref.WeakSet, contextvars.ContextVar, threading.local,
 )  # fmt: skip
 """Objects without a class of the program's that are its own where something of its own has them."""
 
@@ -50,6 +60,10 @@ class Names:
     Args:
         roots: Names and objects to begin with.
         modules: Names of the program's own modules, whose classes' objects are its own.
+        foreign: Names and objects of other modules to begin with: their contents count when they
+            have changed.
+        packages: Names of other modules whose classes are looked into.
+        environment: Names whose values set-up takes from the environment.
         reducers: Type to how its objects are made again, for what cannot be pickled as it is. Such
             objects are written down as values each time, also those that set-up makes.
         states: Type to two functions that ask for and set the state of its objects: those that
@@ -63,6 +77,7 @@ class Names:
         weights: The tensors that can have gradients.
         lost: Paths of tensors and optimizers to which nothing led when last was saved or restored.
         kinds: Tells the kind of any object.
+        renewals: What comes from the environment and was another value when it was saved.
     """
 
     def __init__(
@@ -71,10 +86,18 @@ class Names:
         modules: Iterable[str],
         reducers: Mapping[type, Reducer] | None = None,
         states: Mapping[type, State] | None = None,
+        foreign: Mapping[str, Any] | None = None,
+        packages: Iterable[str] = (),
+        environment: frozenset[str] = frozenset(),
     ) -> None:
         self.kinds = Kinds(reducers or {}, states or {})
         self.objects: dict[str, Any] = {}
         self._modules = frozenset(modules)
+        self._packages = frozenset(packages)
+        self._environment = environment
+        self._foreign: set[str] = set()
+        self._left: set[str] = set()
+        self.renewals: list[str] = []
         self._own: set[str] = set()
         self._paths: dict[int, str] = {}
         self._digests: dict[str, bytes] = {}
@@ -87,7 +110,10 @@ class Names:
         self._versions: dict[str, int] = {}
         self.lost: frozenset[str] = frozenset()
         with undisturbed():
-            self._walk(roots)
+            self._walk(roots, own=True)
+            own = len(self.objects)
+            self._walk(foreign or {}, own=False)
+            self._foreign.update(list(self.objects)[own:])
             self._look()
         self.weights = [each for each in self.objects.values() if _is_weight(each)]
 
@@ -103,6 +129,20 @@ class Names:
         """Whether the program's own objects hold a named object."""
         return path in self._own
 
+    def is_foreign(self, path: str) -> bool:
+        """Whether only modules that are not the program's lead to a named object."""
+        return path in self._foreign
+
+    def renewed(self, path: str, key: str) -> None:
+        """Take note that a value from the environment is another one in this start."""
+        self.renewals.append(f"{path}.{key}")
+
+    def leave(self, path: str) -> bool:
+        """Save what a package holds at a path no more; gives whether it is a package's."""
+        if path in self._foreign:
+            self._left.add(path)
+        return path in self._foreign
+
     def path_at(self, address: int) -> str | None:
         """The name of the object with this `id()`; None for any other number."""
         return self._paths.get(address)
@@ -117,6 +157,8 @@ class Names:
             Unsaveable: When what it holds has changed and cannot be seen.
         """
         value = self.objects[path]
+        if path in self._left:
+            return None
         if path in self._hidden and hidden_digest(value) != self._hidden[path]:
             raise Unsaveable(value, HIDDEN_ADVICE, root=path)
         if self._is_of_library(path):
@@ -129,10 +171,12 @@ class Names:
         if isinstance(value, set) and path in self._own and not keeps_order(value):
             raise Unsaveable(value, ORDER_ADVICE, root=path)
         if path in self._always:
-            return now
+            return now if now is None else self._marked(path, now)
         if now is not None and now.kind == "dict" and not same(self._before[path], now):
             now = self._without_process_hooks(now)
-        return None if same(self._before[path], now) else now
+        if same(self._before[path], now):
+            return None
+        return now if now is None else self._marked(path, now)
 
     def is_plain(self, path: str) -> bool:
         """Whether what lies in an object has no names, as it is large and plain data."""
@@ -141,7 +185,10 @@ class Names:
     def led_to(self, path: str) -> Iterator[str]:
         """Names of the objects that an object leads to."""
         if path not in self._digests and not self._is_of_library(path):
-            yield from self._named(self.objects[path])
+            value = self.objects[path]
+            yield from self._named(value)
+            if (kind := self._paths.get(id(type(value)))) is not None:
+                yield kind
 
     def touched(self, path: str) -> bool:
         """Whether the program has changed an object that it seems to hold no more.
@@ -153,7 +200,11 @@ class Names:
             return self.is_written(path)
         if path in self._hidden:
             return hidden_digest(self.objects[path]) != self._hidden[path]
-        return path in self._own and not same(
+        if path in self._digests:
+            return digest_if_plain(self.objects[path]) != self._digests[path]
+        if path in self._left or self._is_of_library(path):
+            return False
+        return (path in self._own or path in self._foreign) and not same(
             self._before[path], self.kinds.of(self.objects[path]).content(self.objects[path])
         )
 
@@ -173,6 +224,13 @@ class Names:
             if geometry(self.objects[path]) == before:
                 found.setdefault(before.block, f"={path}")
         return found
+
+    def _marked(self, path: str, now: Content) -> Content:
+        """A content with what set-up takes from the environment marked."""
+        if not self._environment or path not in self._own:
+            return now
+        name = path.rpartition(".<")[2].removesuffix(">") if now.kind == "cell" else ""
+        return marked_content(now, self._before[path], self._environment, name)
 
     def _without_process_hooks(self, seen: Content) -> Content:
         """The content of a dictionary without hooks that closed libraries set when first used.
@@ -209,8 +267,11 @@ class Names:
                 self._versions[path] = _version(each)
         self._always = {path for path in self.objects if self._counts_always(path)}
 
-    def _walk(self, roots: Mapping[str, Any]) -> None:
-        waiting = deque((name, each, True) for name, each in roots.items())
+    def _walk(self, roots: Mapping[str, Any], *, own: bool) -> None:
+        waiting = deque((name, each, own) for name, each in roots.items())
+        foreign = not own
+        # Those of modules are looked at name by name.
+        spaces = {id(vars(each)) for each in sys.modules.values() if type(each) is types.ModuleType}
         # Held while the walk lasts, so that no other object gets its address.
         passed: dict[int, Any] = {}
         while waiting:
@@ -219,6 +280,10 @@ class Names:
                 continue
             kind = self.kinds.of(value)
             if kind.role is Role.ATOM or self._is_foreign_class(value):
+                continue
+            if foreign and (id(value) in spaces or is_bare_function(value)):
+                continue
+            if value is vars(builtins):
                 continue
             own = own and (kind.role is Role.VALUE or self._is_own(value))
             if kind.role is Role.VALUE:
@@ -235,7 +300,7 @@ class Names:
     def _beyond(
         self, path: str, value: Any, kind: Kind, own: bool
     ) -> Iterator[tuple[str, Any, bool]]:
-        if kind.of_program and not own:
+        if (kind.of_program and not own) or (isinstance(value, type) and not self._opens(value)):
             return
         own = own and not (isinstance(value, (list, dict, tuple, deque)) and len(value) > _MANY)
         internals: Collection[str] = ()
@@ -261,7 +326,12 @@ class Names:
         return found is not None
 
     def _is_foreign_class(self, value: Any) -> bool:
-        return isinstance(value, type) and value.__module__ not in self._modules
+        # One that is not found by its name is known by the path to it, as if it were the program's.
+        return isinstance(value, type) and not self._opens(value) and is_importable(value)
+
+    def _opens(self, value: type) -> bool:
+        """Whether the variables of a class are looked into."""
+        return value.__module__ in self._modules or value.__module__ in self._packages
 
     def _is_own(self, value: Any) -> bool:
         if isinstance(value, (*_SIMPLE, torch.Tensor)) or self.kinds.of(value).of_program:

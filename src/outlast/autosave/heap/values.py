@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import marshal
 import pickle
-import sys
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from outlast.autosave.heap.answering import reduced_answering
 from outlast.autosave.heap.atoms import PLAIN_ATOMS
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.content import flat, own_attributes, put_attributes
-from outlast.autosave.heap.modules import module_named
+from outlast.autosave.heap.modules import is_importable, is_loose, module_named
 from outlast.autosave.heap.parametrized import ParametrizedClass, class_from, class_of
 from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable
 from outlast.autosave.heap.tensors import (
@@ -151,7 +150,7 @@ class Writer(pickle.Pickler):
             case np.memmap():
                 return _memory_map(value)
             case types.FunctionType():
-                if _is_importable(value) and not self._names.is_later(value):
+                if is_importable(value) and not self._names.is_later(value):
                     return NotImplemented
                 if self._ask is not None:
                     self._ask(value)
@@ -162,6 +161,8 @@ class Writer(pickle.Pickler):
                 return _cell, (), _cell_state(value), None, None, _fill_cell
             case types.CodeType():
                 return _code, (marshal.dumps(value),)
+            case types.ModuleType() if is_loose(value):
+                return types.ModuleType, (value.__name__,), dict(vars(value))
             case types.ModuleType():
                 return module_named, (value.__name__,)
             case types.MethodType():
@@ -318,13 +319,6 @@ def _memory_map(value: Any) -> Any:
         mode = "r" if value.mode == "r" else "r+"
         return np.memmap, (value.filename, value.dtype, mode, value.offset, value.shape)
     return NotImplemented
-
-
-def _is_importable(value: types.FunctionType) -> bool:
-    found: Any = sys.modules.get(value.__module__)
-    for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
 
 
 def _reduced_function(value: types.FunctionType) -> Any:

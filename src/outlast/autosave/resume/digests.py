@@ -1,9 +1,10 @@
-"""Digests of the first steps after a save, to see whether a resumed run does what the first did.
+"""Digests of the steps after a save, to see whether a resumed run does what the first did.
 
 A digest has the states of the random numbers, and of up to 128 tensors some of their numbers: of
 what set-up has named and of what the optimizers hold. A step with another batch, another state of
 an optimizer or another random number changes all parameters, so a sample shows it; reading it
-takes milliseconds, and is done for two steps after a save alone.
+takes milliseconds. It is done for each of the steps that follow a save, up to the 32nd, and then
+for ever fewer of them: what a step has done to the numbers is still seen in those of later steps.
 """
 
 from __future__ import annotations
@@ -19,26 +20,38 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-STEPS = 2
-"""Steps after a save that are compared."""
+_EACH = 5
+"""Powers of two of steps after a save of which each has a digest."""
 
-_TENSORS = 128
+_FIRST = 2
+"""Steps after a save whose digests have a large sample."""
+
+_TENSORS, _LATER_TENSORS = 128, 16
 _NUMBERS = 4096
 _TOLERANCE = 1e-4
 """Of the sums of sampled numbers, where a device adds in an order that changes."""
 
 
-def digest(objects: Mapping[str, Any], lost: Collection[str], random_states: Any) -> str:
+def is_compared(steps: int) -> bool:
+    """Whether there is a digest so many steps after a save."""
+    return steps > 0 and steps % (1 << max(0, steps.bit_length() - 1 - _EACH)) == 0
+
+
+def digest(
+    steps: int, objects: Mapping[str, Any], lost: Collection[str], random_states: Any
+) -> str:
     """The digest of this moment.
 
     Args:
+        steps: Since the save.
         objects: Path to object: all that set-up has named.
         lost: Paths of those to which nothing leads any more; they are not saved, nor looked at.
         random_states: Of the sources of random numbers.
     """
     tensors = dict(_tensors({path: objects[path] for path in objects.keys() - lost}))
     paths = sorted(tensors)
-    chosen = paths[:: -(-len(paths) // _TENSORS)] if paths else []
+    most = _TENSORS if steps <= _FIRST else _LATER_TENSORS
+    chosen = paths[:: -(-len(paths) // most)] if paths else []
     exact = torch.are_deterministic_algorithms_enabled() or all(
         each.device.type == "cpu" for each in tensors.values()
     )
@@ -57,7 +70,9 @@ def difference(before: str, now: str) -> str:
     if old["random"] != new["random"]:
         return "the state of the random numbers"
     # What was lost was found by saves, which two lives do not make after the same steps.
-    if old["lost"] == new["lost"] and old["tensors"].keys() != new["tensors"].keys():
+    of_same_size = len(old["tensors"]) > _LATER_TENSORS or len(new["tensors"]) <= _LATER_TENSORS
+    alike = old["lost"] == new["lost"] and of_same_size
+    if alike and old["tensors"].keys() != new["tensors"].keys():
         return "which tensors there are"
     exact = old["exact"] and new["exact"]
     different = [

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from outlast.autosave.heap.refusal import Unsaveable
     from outlast.autosave.program.source import SourceFile
 
-PLACES, MODULES = 1, 2
-"""Where a session's values have its frames and its modules: ``(step, places, modules, ...)``."""
+PLACES, MODULES, FOREIGN = 1, 2, 6
+"""Where a session's values have its frames, its modules and what other modules hold."""
 
 _NO_LINE = sys.maxsize
 

@@ -38,13 +38,16 @@ class ProgramModules:
         """Name of each module of the program to its global names and their values."""
         found = {}
         for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and self._is_own(name, file):
+            if self.is_own(name, module):
                 own = vars(module)
                 found[name] = {each: own[each] for each in own_names(own)}
         return found
 
-    def _is_own(self, name: str, file: str) -> bool:
+    def is_own(self, name: str, module: Any) -> bool:
+        """Whether a module is the program's."""
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str):
+            return False
         if file not in self._known:
             # Of thousands of modules, the file system is asked only of those not installed.
             self._known[file] = file in self._files or (

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import functools
 import sys
 import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
+from outlast.autosave.heap.environment import marked, settled
 from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.refusal import Unsaveable
+from outlast.autosave.program.environment import environment_names
 from outlast.autosave.resume import paths
 from outlast.autosave.resume.augmented import augmented
-from outlast.autosave.resume.digests import STEPS, difference, digest
+from outlast.autosave.resume.digests import difference, digest, is_compared
 from outlast.autosave.resume.entered import Held, entered, is_own, stack
 from outlast.autosave.resume.entries import Entries
+from outlast.autosave.resume.foreign import ForeignModules
 from outlast.autosave.resume.frames import MODULE, Frames, Place
 from outlast.autosave.resume.generators import Generators
 from outlast.autosave.resume.handlers import Handlers, add_handlers, file_handlers, later_handlers
 from outlast.autosave.resume.iterators import resumable
-from outlast.autosave.resume.located import located
+from outlast.autosave.resume.located import FOREIGN, located
 from outlast.autosave.resume.modules import ProgramModules, globals_of, own_names
 from outlast.autosave.resume.objects import IN_PLACE, REDUCERS
 from outlast.autosave.resume.randomness import random_states, set_random_states
@@ -30,10 +36,11 @@ from outlast.autosave.resume.threads import refuse_fed_queues
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType
 
     from outlast.autosave.program.sites import Rewritten, Site
+    from outlast.autosave.resume.foreign import Changes
 
 
 class Keeper(Protocol):
@@ -55,6 +62,13 @@ class Keeper(Protocol):
 
     def left(self, step: int) -> None:
         """A step loop has come to its end after `step` steps; another one may follow."""
+
+    def note(self, sentence: str) -> None:
+        """Tell people of something that is not saved."""
+
+
+_TRIED = 2
+"""Boundaries of each loop, before and after its first step, at which a save is tried."""
 
 
 class Passed(BaseException):
@@ -107,6 +121,9 @@ class Session:
         self._files = frozenset(str(each.source.path) for each in files)
         self._modules = ProgramModules([each.source.path for each in files])
         self._sources = [each.source for each in files]
+        self._environment = environment_names(self._sources)
+        self._setup_values: dict[str, dict[str, Any]] = {}
+        self._foreign = ForeignModules(self._sources, self._modules.is_own)
         self._script = files[0].source.name()
         self._keeper = keeper
         self._saved = saved
@@ -120,13 +137,14 @@ class Session:
         self._frame_values: dict[str, Any] = {}
         self._passed: set[tuple[int, int]] = set()
         self._asked = -1
-        self._watched_until = -1
+        self._watched_from: int | None = None
+        self._tried: Counter[int] = Counter()
         self._visits: Counter[int] = Counter()
         self._entries = Entries(self._frames, self._files)
         # Elsewhere than in its steps, the program may read what its next step would drop.
         learns = not any(each.reads_gradients for each in files)
         self._gradients = (gradients or GradientUse()) if learns else None
-        self._known = {"session": self, "anew": self.anew}
+        self._known = {"session": self, "anew": self.anew, "builtins": vars(builtins)}
 
     def goes(self, number: int) -> bool:
         """Whether the program enters site `number`."""
@@ -242,11 +260,15 @@ class Session:
         self._asked = step
         if self._gradients is not None and self._names is not None:
             self._gradients.boundary(number, self._names.weights)
-        if step <= self._watched_until:
+        if self._watched_from is not None and is_compared(step - self._watched_from):
             self._compare(step)
         if self._keeper.due(step):
             self._keeper.save(step, self._capture(number, frame))
-            self._watched_until = step + STEPS
+            self._watched_from = step
+        elif self._tried[number] < _TRIED:
+            # What a save would refuse is refused before hours are lost.
+            self._tried[number] += 1
+            self._capture(number, frame)
 
     def left(self) -> None:
         """A step loop has come to its end, whatever ended it; after an error it is not told."""
@@ -281,28 +303,73 @@ class Session:
 
     def _begin(self, frame: FrameType) -> None:
         """The first training loop is reached: set-up is done."""
+        own = self._modules.globals()
         roots = {
             f"{module}.{name}": value
-            for module, values in self._modules.globals().items()
+            for module, values in own.items()
             for name, value in values.items()
         }
         for depth, each in enumerate(self._frames.of(frame)):
             if each.f_code.co_name != MODULE:
                 roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
-        self._names = Names(roots, list(self._modules.globals()), reducers, IN_PLACE)
+        foreign = self._foreign.begin(own)
+        self._names = Names(
+            roots,
+            list(own),
+            reducers,
+            IN_PLACE,
+            foreign,
+            self._foreign.packages,
+            self._environment,
+        )
+        frames = self._frames.of(frame)
+        self._setup_values = self._from_environment(own) | self._from_environment({
+            f"{depth}:{self._frames.body_of(each)}": each.f_locals
+            for depth, each in enumerate(frames)
+            if each.f_code.co_name != MODULE
+        })
         paths.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
         if self._saved is not None:
             self._go_back(self._saved, self._names)
             self._saved = None
 
+    def _from_environment(
+        self, values: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        return {
+            place: {name: own[name] for name in own.keys() & self._environment}
+            for place, own in values.items()
+        }
+
+    def _marked(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
+        before = self._setup_values.get(place, {})
+        return marked(values.items(), before, self._environment) if before else values
+
+    def _settled(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
+        assert self._names is not None
+        before = self._setup_values.get(place, {})
+        return settled(values, before, functools.partial(self._names.renewed, place))
+
     def _go_back(self, saved: Captured, names: Names) -> None:
         found = restore(saved, names, self._known, self._gradients)
-        self.step, self._target, values, self._random, self._switches, handlers = found
+        self.step, self._target, values, self._random, self._switches, handlers, *later = found
+        self._target = [
+            place._replace(names=self._settled(f"{depth}:{place.body}", place.names))
+            for depth, place in enumerate(self._target)
+        ]
+        values = {module: self._settled(module, each) for module, each in values.items()}
+        if names.renewals:
+            self._keeper.note(
+                f"{', '.join(names.renewals)}: set-up takes this from the environment, where it is "
+                "another value than when the run was saved; the new one counts"
+            )
         add_handlers(handlers)
+        for changes in later:
+            self._foreign.put(changes)
         self._asked = self.step
-        self._watched_until = self.step + STEPS
+        self._watched_from = self.step
         dead = self._dead(self._target[0].site)
         for module, found in values.items():
             own = globals_of(module)
@@ -317,25 +384,45 @@ class Session:
         frames = self._frames.of(frame)
         self._entries.refuse_unseen(frames)
         refuse_fed_queues(self._names, self._files)
-        places = self._frames.places(frame, number, self.kept)
+        places = [
+            place._replace(names=self._marked(f"{depth}:{place.body}", place.names))
+            for depth, place in enumerate(self._frames.places(frame, number, self.kept))
+        ]
         dead = {
             each.f_globals["__name__"]: self._dead(place.site)
             for each, place in zip(frames, places, strict=True)
             if each.f_code.co_name == MODULE
         }
         values = {
-            module: {
-                name: each for name, each in values.items() if name not in dead.get(module, ())
-            }
+            module: self._marked(
+                module,
+                {name: each for name, each in values.items() if name not in dead.get(module, ())},
+            )
             for module, values in self._modules.globals().items()
         }
         set_later = (changed(self._at_setup), later_handlers(self._handlers))
-        state = (self.step, places, values, random_states(), *set_later)
         ask = refuse_shared(frames, self._sources)
-        try:
-            return capture(self._names, state, self._known, self._gradients, ask)
-        except Unsaveable as error:
-            raise located(error, self._sources, frames) from None
+        while True:
+            foreign = self._foreign.changes()
+            state = (self.step, places, values, random_states(), *set_later, foreign)
+            try:
+                return capture(self._names, state, self._known, self._gradients, ask)
+            except Unsaveable as error:
+                if not self._leave(error, foreign):
+                    raise located(error, self._sources, frames) from None
+                self._keeper.note(
+                    f"what is at {error} It is a package's, and is left as each start makes it"
+                )
+
+    def _leave(self, error: Unsaveable, foreign: Changes) -> bool:
+        """Save no more what a package holds, and cannot be; gives whether it is such a thing."""
+        assert self._names is not None
+        if error.root is not None:
+            return self._names.leave(error.root)
+        if len(error.path) < 4 or error.path[0] != f"[{FOREIGN}]":
+            return False
+        owner = next(each for each in foreign if f"[{each!r}]" == error.path[1])
+        return self._foreign.leave(owner, ast.literal_eval(error.path[3][1:-1]))
 
     def _dead(self, site: int | None) -> frozenset[str]:
         return frozenset() if site is None else self._frames.sites[site].dead
@@ -343,10 +430,17 @@ class Session:
     def _compare(self, step: int) -> None:
         """Keep the digest of a step after a save, or compare it with what an earlier life kept."""
         assert self._names is not None
-        text = digest(self._names.objects, self._names.lost, random_states())
+        assert self._watched_from is not None
+        names = self._names
+        text = digest(step - self._watched_from, names.objects, names.lost, random_states())
         before = self._keeper.digest(step, text)
         different = "" if before is None else difference(before, text)
-        if different:
+        if different and names.renewals:
+            self._keeper.note(
+                f"after step {step} {different} differs from what the run had there before it was "
+                "stopped, as may come from the new values from the environment"
+            )
+        elif different:
             raise AutosaveError(
                 f"{self._script} was resumed, but after step {step} {different} differs from what "
                 "the run had there before it was stopped; something that it depends on is not "

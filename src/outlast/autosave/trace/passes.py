@@ -78,6 +78,7 @@ class Result:
         plan: The classes of the tensors; of the recording pass only.
         saved_bytes: Of the save; of the recording pass only.
         process_bytes: Memory of the process at the save; of the recording pass only.
+        notes: What is not saved, one sentence each.
         error: One sentence, when it could not be done.
     """
 
@@ -88,6 +89,7 @@ class Result:
     plan: StatePlan | None = None
     saved_bytes: int = 0
     process_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -107,6 +109,10 @@ class _Pass:
 
     def left(self, step: int) -> None:
         pass
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.result.notes:
+            self.result.notes.append(sentence)
 
     def failed(self, error: OutlastError) -> None:
         self.result.error = str(error)

@@ -1,0 +1,358 @@
+"""What lies in modules that are not the program's: packages, torch, Python's own.
+
+Packages that the program's names lead to are looked into as the program itself is, and their
+contents count where they have changed since set-up. Torch's and Python's own modules are full of
+state that belongs to a process; of these, only what the program or a package has put there counts:
+names that were not there before the program began, and those that its text gives values to.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import logging
+import sys
+import types
+from collections import deque
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from outlast.autosave.heap.atoms import in_closed_module, is_builtin_iterator
+from outlast.autosave.heap.modules import is_importable, module_named
+from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from outlast.autosave.program.source import SourceFile
+
+Owner = tuple[str, str]
+"""Name of a module, and of a class in it; empty for the module itself."""
+
+Changes = dict[Owner, tuple[dict[str, Any], tuple[str, ...]]]
+"""Owner to the values that it has got since set-up, and the names that it has lost."""
+
+_OF_PROCESS = frozenset({
+    *sys.stdlib_module_names, "torch", "torchgen", "functorch", "numpy", "outlast", "triton",
+}) - {"__main__"}  # fmt: skip
+"""Packages that hold a process's own state."""
+
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
+    functools._lru_cache_wrapper,
+)  # fmt: skip
+_LOGGER = frozenset(vars(logging.getLogger("outlast")))
+_STANDARD = frozenset({"__warningregistry__", "__annotations__", "__slotnames__", "__doc__"})
+
+
+class ForeignModules:
+    """Looks at modules that are not the program's; made before the program begins.
+
+    Args:
+        sources: The program.
+        is_own: Whether a module is the program's.
+    """
+
+    def __init__(
+        self, sources: Iterable[SourceFile], is_own: Callable[[str, types.ModuleType], bool]
+    ) -> None:
+        self._is_own = is_own
+        self._trees = [each.tree for each in sources]
+        self._written = frozenset(name for tree in self._trees for name in _written(tree))
+        self._before = {
+            owner: frozenset(values) for owner, values in self._namespaces(frozenset()).items()
+        }
+        self._packages: frozenset[str] = frozenset()
+        self._iterators: Changes = {}
+        self._left: set[tuple[Owner, str]] = set()
+        self._at_setup: list[tuple[Owner, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+
+    @property
+    def packages(self) -> frozenset[str]:
+        """Names of the modules of packages that the program leads to."""
+        return self._packages
+
+    def begin(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Take note of how things are when set-up is done.
+
+        Args:
+            own: Name of each module of the program to its global names and their values.
+
+        Returns:
+            Names and objects to look into, apart from the program's own.
+        """
+        self._packages = self._led_to(own)
+        found = {
+            f"{module}.{name}": value
+            for module in sorted(self._packages)
+            for name, value in vars(sys.modules[module]).items()
+            if not _is_special(name)
+        }
+        spaces = self._namespaces(self._packages)
+        self._at_setup = [
+            (owner, values, tuple(values), tuple(values.values()))
+            for owner, values in spaces.items()
+        ]
+        for owner, values in spaces.items():
+            if owner[0] in self._packages:
+                # They go on without becoming other objects.
+                iterators = {
+                    name: value
+                    for name, value in values.items()
+                    if is_builtin_iterator(type(value))
+                }
+                self._iterators |= {owner: (iterators, ())} if iterators else {}
+            else:
+                found |= {
+                    f"{'.'.join(filter(None, owner))}.{name}": value
+                    for name, value in values.items()
+                    if self._is_put(owner, name) and not isinstance(value, types.ModuleType)
+                }
+        return found | self._used(own) | _of_loggers(own)
+
+    def changes(self) -> Changes:
+        """What has changed since set-up."""
+        flat = itertools.chain.from_iterable
+        # Hundreds of thousands of names are compared at each save, and hardly ever has one changed.
+        if sum(len(values) for _, values, _, _ in self._at_setup) == sum(
+            len(before) for _, _, _, before in self._at_setup
+        ) and all(
+            map(
+                is_,
+                flat(before for _, _, _, before in self._at_setup),
+                flat(values.values() for _, values, _, _ in self._at_setup),
+            )
+        ):
+            return dict(self._iterators)
+        found: Changes = dict(self._iterators)
+        for owner, values, names, before in self._at_setup:
+            if len(values) == len(before) and all(map(is_, before, values.values())):
+                continue
+            old, now = dict(zip(names, before, strict=True)), dict(values)
+            new = {
+                name: value
+                for name, value in now.items()
+                if (name not in old or not _same(old[name], value))
+                and self._counts(owner, name, value, is_new=name not in old)
+            }
+            lost = tuple(
+                name
+                for name in old.keys() - now.keys()
+                if owner[0] in self._packages or name in self._written
+            )
+            if new or lost:
+                found[owner] = (found.get(owner, ({}, ()))[0] | new, lost)
+        return found
+
+    def put(self, changes: Changes) -> None:
+        """Put back what had changed."""
+        for (module, name), (values, lost) in changes.items():
+            try:
+                owner: Any = module_named(module)
+            except ImportError as error:
+                raise AutosaveError(
+                    f"the module `{module}` was there when the program was saved, and cannot be "
+                    f"imported now ({error})"
+                ) from None
+            for part in name.split(".") if name else ():
+                owner = getattr(owner, part)
+            place = type if isinstance(owner, type) else object
+            for each, value in values.items():
+                place.__setattr__(owner, each, value)
+            for each in lost:
+                if each in vars(owner):
+                    place.__delattr__(owner, each)
+
+    def leave(self, owner: Owner, name: str) -> bool:
+        """Save a name of a package no more; gives whether that may be."""
+        if owner[0] not in self._packages or name in self._written:
+            return False
+        self._left.add((owner, name))
+        return True
+
+    def _is_put(self, owner: Owner, name: str) -> bool:
+        """Whether a name of a module of the process was put there after that was made."""
+        before = self._before.get(owner)
+        if name in _STANDARD:
+            return False
+        if before is None or name in before:
+            return name in self._written and before is not None
+        return name in self._written or not name.startswith("_")
+
+    def _counts(self, owner: Owner, name: str, value: Any, *, is_new: bool) -> bool:
+        if isinstance(value, types.ModuleType) or (owner, name) in self._left:
+            return False
+        if is_new and isinstance(value, (type, types.FunctionType)) and is_importable(value):
+            # Packages import their parts when they are asked for.
+            return False
+        if owner[0] in self._packages:
+            return not _is_special(name) or name in self._written
+        return self._is_put(owner, name)
+
+    def _namespaces(self, packages: frozenset[str]) -> dict[Owner, Mapping[str, Any]]:
+        """The variables of modules, and of classes that are not looked into otherwise."""
+        found: dict[Owner, Mapping[str, Any]] = {}
+        for module_name, module in list(sys.modules.items()):
+            values = getattr(module, "__dict__", None)
+            if not isinstance(values, dict) or self._is_own(module_name, module):
+                continue
+            if module_name.partition(".")[0] == "outlast":
+                continue
+            found[module_name, ""] = values
+            if module_name in packages:
+                continue
+            for value in list(values.values()):
+                # Asked for their class, some objects of torch warn.
+                if issubclass(type(value), type) and value.__module__ == module_name:
+                    found[module_name, value.__qualname__] = vars(value)
+        return found
+
+    def _led_to(self, own: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+        """Names of the modules of packages that the program's names lead to."""
+        found: set[str] = set()
+        waiting = deque(value for values in own.values() for value in values.values())
+        while waiting:
+            for name in _modules_of(waiting.popleft()):
+                module = sys.modules.get(name)
+                if name in found or module is None or not self._is_package(name, module):
+                    continue
+                found.add(name)
+                waiting.extend(vars(module).values())
+        for name, module in list(sys.modules.items()):
+            # Made by the program itself.
+            if (name, "") not in self._before and self._is_made(name, module):
+                found.add(name)
+        return frozenset(found)
+
+    def _is_package(self, name: str, module: Any) -> bool:
+        return (
+            isinstance(module, types.ModuleType)
+            and name.partition(".")[0] not in _OF_PROCESS
+            and not in_closed_module(name)
+            and not self._is_own(name, module)
+        )
+
+    def _is_made(self, name: str, module: Any) -> bool:
+        return (
+            type(module) is types.ModuleType
+            and vars(module).get("__spec__") is None
+            and "__file__" not in vars(module)
+            and self._is_package(name, module)
+        )
+
+    def _used(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Objects in other modules that the program's text changes or calls methods of."""
+        names = {name: value for values in own.values() for name, value in values.items()}
+        found: dict[str, Any] = {}
+        for tree in self._trees:
+            imported = {**names, **_imported(tree)}
+            for chain in _changed_places(tree):
+                value = _resolved(chain, imported)
+                if value is not None and not isinstance(value, (types.ModuleType, type)):
+                    found[ast.unparse(chain)] = value
+        return found
+
+
+def _modules_of(value: Any) -> Iterator[str]:
+    """Names of the modules that an object shows the way to."""
+    if isinstance(value, types.ModuleType):
+        names: tuple[Any, ...] = (value.__name__,)
+    else:
+        names = (type(value).__module__,)
+        if isinstance(value, (type, *_FUNCTIONS)):
+            names += (getattr(value, "__module__", None),)
+        if isinstance(value, types.MethodType):
+            names += (type(value.__self__).__module__,)
+    yield from (each for each in names if isinstance(each, str))
+
+
+def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Handlers and filters of loggers that are the program's, and what it keeps in loggers."""
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict}
+    found: dict[str, Any] = {}
+    for name, logger in loggers.items():
+        if not isinstance(logger, logging.Logger):
+            continue
+        inner = [*logger.handlers, *logger.filters]
+        inner += [one for each in logger.handlers for one in each.filters]
+        found |= {
+            f"logging.{name}.handlers[{place}]": each
+            for place, each in enumerate(inner)
+            if type(each).__module__ in own
+        }
+        found |= {
+            f"logging.{name}.{key}": value
+            for key, value in vars(logger).items()
+            if key not in _LOGGER
+        }
+    return found
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _same(old: Any, now: Any) -> bool:
+    plain = (int, float, str, bytes, bool)
+    return old is now or (type(old) is type(now) and isinstance(now, plain) and bool(old == now))
+
+
+def _written(tree: ast.Module) -> Iterator[str]:
+    """Names of attributes that a text gives values to, and its texts that could be such names."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()):
+                yield name
+            case ast.Constant(value=str(name)) if name.isidentifier():
+                yield name
+
+
+def _changed_places(tree: ast.Module) -> Iterator[ast.expr]:
+    """What a text sets attributes or items of, and what it calls methods of."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=place, ctx=ast.Store() | ast.Del()):
+                yield place
+            case ast.Subscript(value=place, ctx=ast.Store() | ast.Del()):
+                yield place
+            case ast.Call(func=ast.Name(id="setattr" | "delattr" | "vars"), args=[place, *_]):
+                yield place
+            case ast.Call(func=ast.Attribute(value=place)):
+                yield place
+
+
+def _imported(tree: ast.Module) -> dict[str, Any]:
+    """Names that imports anywhere in a text bind, and the modules that are loaded for them."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = sys.modules.get(name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            module = sys.modules.get(node.module)
+            for alias in node.names:
+                found[alias.asname or alias.name] = vars(module).get(alias.name) if module else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _resolved(chain: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The object of another module that a chain of names leads to, without asking anybody."""
+    path: list[str] = []
+    while isinstance(chain, ast.Attribute):
+        # What is in an object's own dictionary belongs to the object.
+        if chain.attr != "__dict__":
+            path.append(chain.attr)
+        chain = chain.value
+    if not isinstance(chain, ast.Name):
+        return None
+    value = names.get(chain.id)
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return None
+    for part in reversed(path):
+        own = getattr(value, "__dict__", {})
+        if part not in own:
+            return None
+        value = own[part]
+    return value
