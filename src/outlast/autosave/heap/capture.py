@@ -146,10 +146,11 @@ def _restore(
         for path, seen in held.items():
             if (seen.kind in ("dict", "set", "weak")) is hashed:
                 value = names.objects[path]
+                kept = seen
                 if has_marks(seen):
                     now = names.kinds.of(value).content(value)
-                    seen = settled_content(seen, now, functools.partial(names.renewed, path))
-                names.kinds.of(value).put(value, seen)
+                    kept = settled_content(seen, now, functools.partial(names.renewed, path))
+                names.kinds.of(value).put(value, kept)
                 if gradients and seen.kind == "tensor" and isinstance(seen.items[1], Gradient):
                     gradients.expect(path, value)
     return values

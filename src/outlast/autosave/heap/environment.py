@@ -95,9 +95,7 @@ def marked_content(
     return now._replace(items=items, attributes=attributes)
 
 
-def settled_content(
-    seen: Content, now: Content | None, changed: Callable[[str], None]
-) -> Content:
+def settled_content(seen: Content, now: Content | None, changed: Callable[[str], None]) -> Content:
     """A saved content with this start's values from the environment."""
     items, attributes = seen.items, seen.attributes
     if seen.kind == "cell" and _has_marks(items):

@@ -54,7 +54,16 @@ State = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
 _KEYS = (str, int, float, bool, bytes, type(None))
 """Keys of dictionaries that are written into names."""
 
+
+def _refuse_entropy(own: Any) -> Any:
+    raise AutosaveError(
+        "a random.SystemRandom of the program draws from the machine, so that no run can be "
+        "repeated; use random.Random with a seed"
+    )
+
+
 _RANDOM: dict[type, State] = {
+    random.SystemRandom: (_refuse_entropy, lambda own, state: None),
     random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
     np.random.RandomState: (
         lambda own: own.get_state(),

@@ -19,7 +19,11 @@ def is_importable(value: Any) -> bool:
 def is_loose(module: ModuleType) -> bool:
     """Whether a module is one that a program has made itself, and that no import finds."""
     own = vars(module)
-    return own.get("__spec__") is None and "__file__" not in own and own.get("__loader__") is None
+    return (
+        type(module) is ModuleType
+        and "__file__" not in own
+        and own.get("__spec__") is own.get("__loader__") is None
+    )
 
 
 def module_named(name: str) -> ModuleType:

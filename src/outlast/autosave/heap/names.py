@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_of_process
+from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_builtin_iterator, is_of_process
 from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
 from outlast.autosave.heap.code import is_bare_function
 from outlast.autosave.heap.content import Content, flat, pairs, same
@@ -80,7 +80,7 @@ class Names:
         renewals: What comes from the environment and was another value when it was saved.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (what a walk begins with)
         self,
         roots: Mapping[str, Any],
         modules: Iterable[str],
@@ -97,6 +97,7 @@ class Names:
         self._environment = environment
         self._foreign: set[str] = set()
         self._left: set[str] = set()
+        self._counting: set[str] = set()
         self.renewals: list[str] = []
         self._own: set[str] = set()
         self._paths: dict[int, str] = {}
@@ -204,6 +205,8 @@ class Names:
             return digest_if_plain(self.objects[path]) != self._digests[path]
         if path in self._left or self._is_of_library(path):
             return False
+        if path in self._counting:
+            return True
         return (path in self._own or path in self._foreign) and not same(
             self._before[path], self.kinds.of(self.objects[path]).content(self.objects[path])
         )
@@ -265,6 +268,12 @@ class Names:
                 self.geometry[path] = geometry(each)
                 self.blocks.setdefault(self.geometry[path].block, f"={path}")
                 self._versions[path] = _version(each)
+        self._counting = {
+            path
+            for path in self._foreign
+            if (before := self._before[path]) is not None
+            and any(is_builtin_iterator(type(part)) for part in before.attributes + before.items)
+        }
         self._always = {path for path in self.objects if self._counts_always(path)}
 
     def _walk(self, roots: Mapping[str, Any], *, own: bool) -> None:

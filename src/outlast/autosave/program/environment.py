@@ -46,9 +46,7 @@ def _reads(expression: ast.AST | None, names: set[str]) -> bool:
     )
 
 
-def _given(
-    node: ast.AST, names: set[str], functions: dict[str, ast.FunctionDef]
-) -> Iterator[str]:
+def _given(node: ast.AST, names: set[str], functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
     """Names to which a node gives a value that comes from others."""
     match node:
         case ast.Assign(targets=targets, value=value) if _reads(value, names):
@@ -76,7 +74,10 @@ def _given(
                 yield name
             places = [*arguments.posonlyargs, *arguments.args]
             defaults = [*zip(places[::-1], arguments.defaults[::-1], strict=False)]
-            for place, default in [*defaults, *zip(arguments.kwonlyargs, arguments.kw_defaults)]:
+            for place, default in [
+                *defaults,
+                *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+            ]:
                 if _reads(default, names):
                     yield place.arg
         case ast.Call():

@@ -60,8 +60,9 @@ class ForeignModules:
         self._is_own = is_own
         self._trees = [each.tree for each in sources]
         self._written = frozenset(name for tree in self._trees for name in _written(tree))
+        # Names alone, in tuples: there are hundreds of thousands.
         self._before = {
-            owner: frozenset(values) for owner, values in self._namespaces(frozenset()).items()
+            owner: tuple(values) for owner, values in self._namespaces(frozenset()).items()
         }
         self._packages: frozenset[str] = frozenset()
         self._iterators: Changes = {}
@@ -105,9 +106,9 @@ class ForeignModules:
                 self._iterators |= {owner: (iterators, ())} if iterators else {}
             else:
                 found |= {
-                    f"{'.'.join(filter(None, owner))}.{name}": value
-                    for name, value in values.items()
-                    if self._is_put(owner, name) and not isinstance(value, types.ModuleType)
+                    f"{'.'.join(filter(None, owner))}.{name}": values[name]
+                    for name in self._put_into(owner, values)
+                    if not isinstance(values[name], types.ModuleType)
                 }
         return found | self._used(own) | _of_loggers(own)
 
@@ -170,6 +171,16 @@ class ForeignModules:
             return False
         self._left.add((owner, name))
         return True
+
+    def _put_into(self, owner: Owner, values: Mapping[str, Any]) -> Iterable[str]:
+        """Names of a module of the process that were put there after that was made."""
+        before = self._before.get(owner)
+        if before is None:
+            return ()
+        names = self._written & values.keys()
+        if len(before) != len(values):
+            names |= values.keys() - frozenset(before)
+        return sorted(name for name in names if self._is_put(owner, name))
 
     def _is_put(self, owner: Owner, name: str) -> bool:
         """Whether a name of a module of the process was put there after that was made."""

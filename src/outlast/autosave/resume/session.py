@@ -324,11 +324,13 @@ class Session:
             self._environment,
         )
         frames = self._frames.of(frame)
-        self._setup_values = self._from_environment(own) | self._from_environment({
-            f"{depth}:{self._frames.body_of(each)}": each.f_locals
-            for depth, each in enumerate(frames)
-            if each.f_code.co_name != MODULE
-        })
+        self._setup_values = self._from_environment(own) | self._from_environment(
+            {
+                f"{depth}:{self._frames.body_of(each)}": each.f_locals
+                for depth, each in enumerate(frames)
+                if each.f_code.co_name != MODULE
+            }
+        )
         paths.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
         if self._saved is not None:
