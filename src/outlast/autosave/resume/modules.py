@@ -18,6 +18,8 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 _INSTALLED = ("site-packages", "dist-packages")
 _ITSELF = "outlast"
+_COMPILED = ("__compiled_fn_", "__resume_at_", "__builtins_dict__", "__import_")
+"""Names that torch.compile gives to what it puts into a program's modules begin so."""
 
 
 class ProgramModules:
@@ -89,6 +91,7 @@ def own_names(values: dict[str, Any]) -> list[str]:
         for each in values
         if not (each.startswith("__") and each.endswith("__")) or each[:10] == "__outlast_"
         if each != "__outlast__"
+        if not each.startswith(_COMPILED)
     ]
 
 
