@@ -182,7 +182,7 @@ def test_lock_that_was_taken_over_lets_its_first_owner_commit_nothing(tmp_path: 
         lock.check()
     # Whoever took it over has ended since.
     (tmp_path / "lock").unlink()
-    with pytest.raises(LeaseLostError, match="lost its lock .* another process took over"):
+    with pytest.raises(LeaseLostError, match=r"lost its lock .* another process took over"):
         lock.check()
 
 
