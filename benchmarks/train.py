@@ -28,11 +28,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outlast.distributed.ranks import device_of, join, leave, ranks_from
 from outlast.job import Job, load_job
 from outlast.records import Evaluated, Ready, RecordWriter, Stopwatch, read_run
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.preflight import preflight
-from outlast.train.ranks import device_of, join, leave, ranks_from
 from outlast.train.run import Start, claim, run_directory
 from outlast.train.signals import StopFlag
 

@@ -1,4 +1,4 @@
-"""Ranks' words about a save, told by several threads at once."""
+"""Group' words about a save, told by several threads at once."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from outlast.checkpoint.agreement import StoreSignals
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 THREADS, KEYS = 8, 40
 
 
@@ -44,6 +44,6 @@ def tell_from_threads() -> int:
     return len(signals._told)
 
 
-def test_threads_of_several_tiers_tell_at_once(ranks: Ranks) -> None:
+def test_threads_of_several_tiers_tell_at_once(ranks: Group) -> None:
     remembered, _ = ranks(2)(tell_from_threads)
     assert remembered == 1

@@ -40,7 +40,7 @@ from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def make_dcp_state(seed: int = 0, rows: int = 300) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def save_under_a_limit(place: Path) -> tuple[str, list[int]]:
 
 @pytest.mark.distributed
 def test_a_write_that_fails_fails_the_save_and_the_next_one_works(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     [(message, steps)] = ranks(1)(save_under_a_limit, tmp_path)
     assert "File too large" in message
@@ -400,7 +400,7 @@ def fail_on_one_rank(place: Path) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_a_rank_that_fails_fails_the_save_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_fails_fails_the_save_on_all(ranks: Group, tmp_path: Path) -> None:
     expected = ["[1]", "nothing", "[0]", "nothing"]
     assert ranks(2)(fail_on_one_rank, tmp_path) == [expected, expected]
 
@@ -507,7 +507,7 @@ def load_fsdp(place: Path, again: Path | None) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_fsdp_goes_from_four_ranks_to_two_to_one(ranks: Ranks, tmp_path: Path) -> None:
+def test_fsdp_goes_from_four_ranks_to_two_to_one(ranks: Group, tmp_path: Path) -> None:
     expected = ranks(4)(save_fsdp, tmp_path / "four")
     assert saved_steps(tmp_path / "four") == [2, 3]
     # However many ranks there are: one with, one without the objects, which rank 0 writes.
@@ -539,7 +539,7 @@ def load_columns(place: Path, shape: tuple[int, int], placement: Any) -> tuple[b
 
 
 @pytest.mark.distributed
-def test_a_rank_reads_little_more_than_it_needs(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_reads_little_more_than_it_needs(ranks: Group, tmp_path: Path) -> None:
     shape = (1536, 1024)
     ranks(3)(save_rows, tmp_path, shape)
     for placement, count in ((Shard(1), 4), (Shard(0), 2), (Replicate(), 2)):
@@ -572,7 +572,7 @@ def save_async(place: Path, kind: AsyncCheckpointerType) -> list[int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
 def test_async_saves_of_both_kinds_keep_the_deltas(
-    ranks: Ranks, tmp_path: Path, kind: AsyncCheckpointerType
+    ranks: Group, tmp_path: Path, kind: AsyncCheckpointerType
 ) -> None:
     sizes = ranks(2)(save_async, tmp_path, kind)[0]
     assert saved_steps(tmp_path) == [1, 2, 3]

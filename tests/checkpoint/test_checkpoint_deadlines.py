@@ -1,4 +1,4 @@
-"""Ranks that are gone, silent or slow: an error within the deadline, never a wait without end."""
+"""Group that are gone, silent or slow: an error within the deadline, never a wait without end."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def save_after_the_other_left(directory: Path) -> str | None:
@@ -32,7 +32,7 @@ def save_after_the_other_left(directory: Path) -> str | None:
         return str(error)
 
 
-def test_a_rank_that_is_gone_is_an_error_not_a_wait(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_is_an_error_not_a_wait(ranks: Group, tmp_path: Path) -> None:
     error, _ = ranks(2)(save_after_the_other_left, tmp_path)
     assert error
     assert steps_in(tmp_path) == [1]
@@ -67,7 +67,7 @@ def save_while_the_other_sleeps(directory: Path) -> tuple[str, bool]:
 
 
 def test_a_rank_that_saves_no_more_is_an_error_within_the_deadline(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     (error, in_time), _ = ranks(2)(save_while_the_other_sleeps, tmp_path)
     assert in_time, "rank 0 waited for longer than timeout_seconds"
@@ -93,7 +93,7 @@ def save_while_the_other_writes_for_ever(directory: Path) -> str:
     return error
 
 
-def test_a_rank_whose_storage_hangs_is_named_by_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_whose_storage_hangs_is_named_by_the_deadline(ranks: Group, tmp_path: Path) -> None:
     first, second, third = ranks(3)(save_while_the_other_writes_for_ever, tmp_path)
     assert "rank 1 did not report on the save within 1 s (timeout_seconds)" in first
     assert "rank 1 did not report" in third
@@ -116,5 +116,5 @@ def save_last(directory: Path) -> str | None:
         return store.save_async(1, {"model": Net(0)}).result().error
 
 
-def test_rank_zero_may_end_right_after_the_last_save(ranks: Ranks, tmp_path: Path) -> None:
+def test_rank_zero_may_end_right_after_the_last_save(ranks: Group, tmp_path: Path) -> None:
     assert ranks(4)(save_last, tmp_path) == [None] * 4

@@ -45,7 +45,7 @@ from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 # Every chunk that is not known is stored as it is.
 PLAIN = Reduction(Compression("none"))
@@ -768,7 +768,7 @@ def save_sharded(directory: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_versions_of_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_versions_of_two_ranks(ranks: Group, tmp_path: Path) -> None:
     ranks(2)(save_sharded, tmp_path / "store")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 7))
@@ -800,7 +800,7 @@ def save_tensors_of(directory: Path, step: int, model: nn.Module) -> None:
 
 
 @pytest.mark.distributed
-def test_a_lost_rank_is_damage(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_lost_rank_is_damage(ranks: Group, tmp_path: Path) -> None:
     ranks(2)(save_sharded, tmp_path)
     (folder(tmp_path, 2) / "rank-00001-of-00002.json").unlink()
     storage = storage_of(tmp_path)

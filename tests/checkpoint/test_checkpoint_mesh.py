@@ -23,7 +23,7 @@ from outlast.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def restore_alone(directory: Path) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def restore_plain(directory: Path, *, collective: bool = True) -> dict[str, Any]
     return bits(state)
 
 
-def test_four_sharded_ranks_restore_on_any_number(ranks: Ranks, tmp_path: Path) -> None:
+def test_four_sharded_ranks_restore_on_any_number(ranks: Group, tmp_path: Path) -> None:
     saved = ranks(4)(save_layout, tmp_path, "fsdp")
     expected = saved[0][0]
     assert all(content == expected for content, _ in saved)
@@ -51,7 +51,7 @@ def test_four_sharded_ranks_restore_on_any_number(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_mesh_grows_and_shrinks_again(ranks: Ranks, tmp_path: Path, count: int) -> None:
+def test_a_mesh_grows_and_shrinks_again(ranks: Group, tmp_path: Path, count: int) -> None:
     saved = ranks(count)(save_layout, tmp_path, "fsdp")[0][0]
     for other in (4, 2):
         assert ranks(other)(restore_layout, tmp_path, "fsdp") == [(saved, 2)] * other
@@ -62,13 +62,13 @@ def test_a_mesh_grows_and_shrinks_again(ranks: Ranks, tmp_path: Path, count: int
     [("ddp", "fsdp"), ("fsdp", "ddp"), ("hsdp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "plain")],
 )
 def test_layouts_share_their_versions(
-    ranks: Ranks, tmp_path: Path, before: str, after: str
+    ranks: Group, tmp_path: Path, before: str, after: str
 ) -> None:
     saved = ranks(4)(save_layout, tmp_path, before)[0][0]
     assert ranks(4)(restore_layout, tmp_path, after) == [(saved, 2)] * 4
 
 
-def test_a_plain_version_restores_on_replicas_and_shards(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_plain_version_restores_on_replicas_and_shards(ranks: Group, tmp_path: Path) -> None:
     state = make_state()
     del state["data"]
     train(state, 1, 2)
@@ -78,7 +78,7 @@ def test_a_plain_version_restores_on_replicas_and_shards(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
-def test_replicas_are_stored_once_in_total(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+def test_replicas_are_stored_once_in_total(ranks: Group, tmp_path: Path, layout: str) -> None:
     state = make_state()
     del state["data"]
     train(state, 1, 1)
@@ -98,7 +98,7 @@ SHAPES = [(1, 4), (2, 2), (1, 2), (2, 1), (1, 1)]
 
 @pytest.mark.parametrize("saved", [(1, 4), (2, 2)])
 def test_tensor_parallel_layers_restore_on_other_meshes(
-    ranks: Ranks, tmp_path: Path, saved: tuple[int, int]
+    ranks: Group, tmp_path: Path, saved: tuple[int, int]
 ) -> None:
     expected = ranks(saved[0] * saved[1])(save_mlp, tmp_path, saved)[0]
     for shape in SHAPES:
@@ -130,7 +130,7 @@ def restore_stages(directory: Path) -> list[bytes]:
     return [each.detach().numpy().tobytes() for each in state["model"].parameters()]
 
 
-def test_stages_of_a_pipeline_move_to_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_move_to_other_ranks(ranks: Group, tmp_path: Path) -> None:
     assert all(written > 0 for written in ranks(3)(save_stage, tmp_path))
     first, second = ranks(2)(restore_stages, tmp_path)
     expected = stage_state(0, 1, 2, seed=0)["model"]
@@ -151,7 +151,7 @@ def test_stages_of_a_pipeline_move_to_other_ranks(ranks: Ranks, tmp_path: Path) 
     ids=str,
 )
 def test_shards_of_rows_read_little_more_than_they_need(
-    ranks: Ranks,
+    ranks: Group,
     tmp_path: Path,
     shape: tuple[int, int],
     writers: int,
@@ -169,7 +169,7 @@ def test_shards_of_rows_read_little_more_than_they_need(
 
 @pytest.mark.parametrize("shape", [(512, 512), (1024, 1024), (2048, 640)], ids=str)
 def test_shards_of_columns_read_little_more_of_rows_than_they_need(
-    ranks: Ranks, tmp_path: Path, shape: tuple[int, int]
+    ranks: Group, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
     ranks(4)(save_matrix, tmp_path, shape, 0)
     for read, needed in ranks(4)(restore_matrix, tmp_path, shape, 1):
@@ -177,7 +177,7 @@ def test_shards_of_columns_read_little_more_of_rows_than_they_need(
         assert read <= 1.1 * needed
 
 
-def test_a_rank_alone_reads_the_whole_once(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_alone_reads_the_whole_once(ranks: Group, tmp_path: Path) -> None:
     ranks(3)(save_matrix, tmp_path, (512, 512), 0)
     [(read, needed)] = ranks(1)(restore_matrix, tmp_path, (512, 512), None)
     assert needed == 512 * 512 * 4

@@ -1,4 +1,4 @@
-"""Ranks that save at their own pace: nobody waits, and a version counts once it is whole."""
+"""Group that save at their own pace: nobody waits, and a version counts once it is whole."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from outlast.checkpoint.format.encoder import Encoder
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 SHAPE = (96, 40)
 
 
@@ -89,7 +89,7 @@ def save_at_own_pace(directory: Path, words: Path, chain: int) -> list[Any]:
 
 @pytest.mark.parametrize("chain", [0, 2])
 def test_a_slow_rank_keeps_nobody_waiting_and_is_used_when_it_catches_up(
-    ranks: Ranks, tmp_path: Path, chain: int
+    ranks: Group, tmp_path: Path, chain: int
 ) -> None:
     found, _ = ranks(2)(save_at_own_pace, tmp_path / "store", tmp_path / "words", chain)
     # Of the later ones only rank 0's part was there; then rank 1 caught up.
@@ -132,7 +132,7 @@ def _remember(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def test_ranks_restore_the_newest_version_that_all_have_saved(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_restore_the_newest_version_that_all_have_saved(ranks: Group, tmp_path: Path) -> None:
     outcomes = ranks(2)(save_and_say, tmp_path / "store", tmp_path / "words")
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == 1
@@ -155,7 +155,7 @@ def save_many(directory: Path) -> int:
         return store.newest().step if rank else 9
 
 
-def test_old_versions_go_although_nobody_seals(ranks: Ranks, tmp_path: Path) -> None:
+def test_old_versions_go_although_nobody_seals(ranks: Group, tmp_path: Path) -> None:
     ranks(2)(save_many, tmp_path)
     assert steps_in(tmp_path) == [7, 8, 9]
     assert restored_alone(tmp_path) == 8
@@ -171,7 +171,7 @@ def save_twice(directory: Path) -> str:
     return again
 
 
-def test_a_version_that_is_whole_is_never_overwritten(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_version_that_is_whole_is_never_overwritten(ranks: Group, tmp_path: Path) -> None:
     for error in ranks(2)(save_twice, tmp_path):
         assert "published already" in error
     assert restored_alone(tmp_path) == 1

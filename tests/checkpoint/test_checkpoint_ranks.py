@@ -30,7 +30,7 @@ from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def restore_misfits(directory: Path) -> list[str]:
@@ -52,7 +52,7 @@ def restore_misfits(directory: Path) -> list[str]:
     return errors
 
 
-def test_a_model_that_does_not_fit_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_on_every_rank(ranks: Group, tmp_path: Path) -> None:
     save_once(tmp_path, 1, {"model": Net(0)})
     outcomes = ranks(3)(restore_misfits, tmp_path)
     assert outcomes == [outcomes[0]] * 3, "the same sentence everywhere"
@@ -80,7 +80,7 @@ def restore_with_damage_seen_by_one(directory: Path) -> tuple[int, list[str], bo
     return restored.step, restored.skipped, torch.equal(whole, expected)
 
 
-def test_damage_seen_by_one_rank_makes_all_fall_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_damage_seen_by_one_rank_makes_all_fall_back(ranks: Group, tmp_path: Path) -> None:
     ranks(2)(save_two, tmp_path)
     pack = tmp_path / "step-00000002-a1" / "rank-00001-of-00002.pack"
     content = bytearray(pack.read_bytes())
@@ -100,7 +100,7 @@ def restore_damaged(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_damage_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_damage_is_an_error_on_every_rank(ranks: Group, tmp_path: Path) -> None:
     save_once(tmp_path, 1, {"model": Net(0)})
     part = tmp_path / "step-00000001-a1" / "rank-00000-of-00001.json"
     part.write_text(part.read_text().replace("weight", "height"))
@@ -124,7 +124,7 @@ def save_with_one_limited(directory: Path) -> list[SaveResult]:
     return [failed, again, later]
 
 
-def test_when_one_rank_cannot_write_every_rank_learns_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_when_one_rank_cannot_write_every_rank_learns_it(ranks: Group, tmp_path: Path) -> None:
     for failed, _, later in ranks(2)(save_with_one_limited, tmp_path):
         assert "File too large" in (failed.error or "")
         assert "step 2" in (failed.error or "")
@@ -132,7 +132,7 @@ def test_when_one_rank_cannot_write_every_rank_learns_it(ranks: Ranks, tmp_path:
     assert 3 in steps_in(tmp_path)
 
 
-def test_a_step_that_failed_on_one_rank_can_be_saved_again(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_step_that_failed_on_one_rank_can_be_saved_again(ranks: Group, tmp_path: Path) -> None:
     for _, again, _ in ranks(2)(save_with_one_limited, tmp_path):
         assert again.error is None
     assert steps_in(tmp_path) == [1, 2, 3]
@@ -152,7 +152,7 @@ def save_into_a_file(directory: Path) -> list[str | None]:
     return [failed, later]
 
 
-def test_when_rank_zero_cannot_begin_every_rank_learns_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_when_rank_zero_cannot_begin_every_rank_learns_it(ranks: Group, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     for failed, later in ranks(2)(save_into_a_file, tmp_path / "store"):
         assert str(tmp_path / "store") in (failed or "")
@@ -167,7 +167,7 @@ def save_while_training(directory: Path) -> int:
     sync = os.fsync
 
     def slow_sync(descriptor: int) -> None:
-        # Ranks end their saves at different times.
+        # Group end their saves at different times.
         time.sleep(0.02 * (1 + dist.get_rank()))
         sync(descriptor)
 
@@ -189,7 +189,7 @@ def save_while_training(directory: Path) -> int:
     return overlapped
 
 
-def test_saves_leave_the_training_group_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_leave_the_training_group_alone(ranks: Group, tmp_path: Path) -> None:
     overlapped = ranks(2)(save_while_training, tmp_path)
     assert min(overlapped) >= 40, "the collectives ran during the saves"
     assert steps_in(tmp_path) == [1, 2, 3]
@@ -210,7 +210,7 @@ def restore_during_a_save(directory: Path) -> int:
     return restored.step
 
 
-def test_restore_waits_for_the_save_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_restore_waits_for_the_save_on_every_rank(ranks: Group, tmp_path: Path) -> None:
     assert ranks(2)(restore_during_a_save, tmp_path) == [2, 2]
 
 
@@ -224,7 +224,7 @@ def save_own_values(directory: Path) -> None:
         dist.barrier()
 
 
-def test_values_and_tensors_of_an_object_come_from_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_values_and_tensors_of_an_object_come_from_one_rank(ranks: Group, tmp_path: Path) -> None:
     ranks(3)(save_own_values, tmp_path)
     found = Holder()
     assert open_store(tmp_path).restore({"data": found}) is not None
@@ -241,7 +241,7 @@ def save_own_buffers(directory: Path) -> None:
         dist.barrier()
 
 
-def test_buffers_that_differ_come_from_the_first_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_buffers_that_differ_come_from_the_first_rank(ranks: Group, tmp_path: Path) -> None:
     ranks(3)(save_own_buffers, tmp_path)
     model = Net(1)
     assert open_store(tmp_path).restore({"model": model}) is not None
@@ -272,7 +272,7 @@ def replace_together(directory: Path) -> list[tuple[str | None, str]]:
     return [(result.error, result.skipped) for result in results]
 
 
-def test_a_replaced_save_is_no_failure_on_any_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_replaced_save_is_no_failure_on_any_rank(ranks: Group, tmp_path: Path) -> None:
     outcomes = ranks(2)(replace_together, tmp_path)
     for older, newer in outcomes:
         assert older == (None, "a newer save replaced it")
@@ -302,7 +302,7 @@ def skip_together(directory: Path) -> list[tuple[str | None, str]]:
     return [(result.error, result.skipped) for result in results]
 
 
-def test_all_ranks_skip_a_save_for_which_one_has_no_time(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_save_for_which_one_has_no_time(ranks: Group, tmp_path: Path) -> None:
     for first, second, third in ranks(2)(skip_together, tmp_path):
         assert first == third == (None, "")
         assert second == (None, "the save of step 1 was still under way")

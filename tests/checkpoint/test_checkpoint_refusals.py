@@ -21,7 +21,7 @@ from outlast.checkpoint.format.storage import storage_of
 from outlast.checkpoint.format.version import Version, load
 from outlast.errors import CheckpointError
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def test_a_lossy_name_leaves_the_exact_names_of_the_same_memory_exact(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_lossy_without_a_bound_or_for_integers_is_refused(tmp_path: Path) -> Non
         store.save(1, {"data": Holder({"counts": torch.arange(5)})})
 
 
-def test_fsdp1_is_refused_before_it_is_saved_wrongly(ranks: Ranks, tmp_path: Path) -> None:
+def test_fsdp1_is_refused_before_it_is_saved_wrongly(ranks: Group, tmp_path: Path) -> None:
     def refused(directory: Path) -> str:
         dist.init_process_group("gloo")
         model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
@@ -143,7 +143,7 @@ def save_with_one_broken(directory: Path) -> str:
 
 @pytest.mark.distributed
 def test_one_rank_that_cannot_collect_its_state_holds_up_nobody(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     first, second = ranks(2)(save_with_one_broken, tmp_path)
     assert first == "CheckpointError: ZeroDivisionError: the sampler is at fault"
@@ -200,14 +200,14 @@ def save_uncoordinated_with_a_growing_state(directory: Path) -> list[int]:
 
 @pytest.mark.distributed
 def test_uncoordinated_ranks_may_save_what_they_had_not_at_first(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     assert ranks(2)(save_uncoordinated_with_a_growing_state, tmp_path)[0] == [0, 1]
     model = Net(7)
     assert restore_step(tmp_path, {"model": model}) == 1
 
 
-def test_private_ranks_that_do_not_agree_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_private_ranks_that_do_not_agree_are_refused(ranks: Group, tmp_path: Path) -> None:
     def refused(directory: Path) -> str:
         dist.init_process_group("gloo")
         with pytest.raises(CheckpointError) as caught:
@@ -219,7 +219,7 @@ def test_private_ranks_that_do_not_agree_are_refused(ranks: Ranks, tmp_path: Pat
 
 @pytest.mark.distributed
 def test_a_vocabulary_that_the_ranks_do_not_divide_comes_back_on_any_number(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     def save(directory: Path) -> None:
         dist.init_process_group("gloo")

@@ -26,7 +26,7 @@ from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.replay import ReplayLog
 from outlast.errors import CheckpointError
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 State = dict[str, Any]
 
 VOCABULARY, WIDTH = 13, 10
@@ -699,7 +699,7 @@ def restore_together(directory: Path, kind: str, *recipe: str) -> tuple[int, lis
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_logs_of_three_ranks_are_replayed_on_any_number(
-    ranks: Ranks, kind: str, tmp_path: Path
+    ranks: Group, kind: str, tmp_path: Path
 ) -> None:
     seen = ranks(3)(log_together, tmp_path, kind, 4)
     assert all(each == seen[0] for each in seen)
@@ -725,7 +725,7 @@ def log_own_buffers(directory: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_logs_hold_the_first_ranks_buffers(ranks: Ranks, tmp_path: Path) -> None:
+def test_logs_hold_the_first_ranks_buffers(ranks: Group, tmp_path: Path) -> None:
     ranks(3)(log_own_buffers, tmp_path)
     state = shared_state("alone", 1)
     restored = open_store(tmp_path).restore(state)
@@ -735,7 +735,7 @@ def test_logs_hold_the_first_ranks_buffers(ranks: Ranks, tmp_path: Path) -> None
 
 @pytest.mark.distributed
 def test_sums_that_depend_on_the_sharding_are_never_taken_for_the_same(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     """Muon multiplies whole matrices, whose sums the shards split."""
     seen = ranks(3)(log_together, tmp_path, "sharded", 3, "muon")[0]
@@ -747,7 +747,7 @@ def test_sums_that_depend_on_the_sharding_are_never_taken_for_the_same(
 
 
 @pytest.mark.distributed
-def test_damage_that_one_rank_meets_ends_the_replay_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_damage_that_one_rank_meets_ends_the_replay_on_all(ranks: Group, tmp_path: Path) -> None:
     [seen, *_] = ranks(3)(log_together, tmp_path, "sharded", 4)
     flip(log_folder(tmp_path, 3) / "rank-00001-of-00003.pack")
     found = ranks(2)(restore_together, tmp_path, "sharded")
@@ -779,7 +779,7 @@ def log_with_one_limited(directory: Path) -> list[SaveResult]:
 
 
 @pytest.mark.distributed
-def test_a_log_that_one_rank_cannot_write_ends_them_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_log_that_one_rank_cannot_write_ends_them_on_all(ranks: Group, tmp_path: Path) -> None:
     for first, failed, later, again in ranks(2)(log_with_one_limited, tmp_path):
         assert first.error is None
         assert "No space left" in failed.error
@@ -789,7 +789,7 @@ def test_a_log_that_one_rank_cannot_write_ends_them_on_all(ranks: Ranks, tmp_pat
 
 
 def log_privately(directory: Path) -> tuple[int, Any, Any]:
-    """Ranks that see only their own files."""
+    """Group that see only their own files."""
     state = shared_state("sharded", seed=0)
     with open_store(directory, private=True) as store:
         replay = ReplayLog(store, state)
@@ -807,7 +807,7 @@ def log_privately(directory: Path) -> tuple[int, Any, Any]:
 
 
 @pytest.mark.distributed
-def test_ranks_with_files_of_their_own_replay_together(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_with_files_of_their_own_replay_together(ranks: Group, tmp_path: Path) -> None:
     for step, expected, found in ranks(2)(log_privately, tmp_path):
         assert step == 3
         assert found == expected

@@ -36,16 +36,16 @@ from outlast.checkpoint import (
     storage_of,
 )
 from outlast.checkpoint.agreement import NoSignals
-from outlast.checkpoint.agreement import Ranks as OneRank
 from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
 from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.tiers.copying import Copy
 from outlast.checkpoint.tiers.pace import Pace
+from outlast.distributed.group import Group as OneRank
 from outlast.errors import CheckpointError
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"}
 
@@ -574,7 +574,7 @@ def places_of(outcomes: list[Any], directory: Path) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
 def test_private_tiers_are_read_when_every_rank_has_its_part(
-    ranks: Ranks, tmp_path: Path, size: int
+    ranks: Group, tmp_path: Path, size: int
 ) -> None:
     saved = ranks(size)(save_privately, tmp_path, 5)
     expected = saved[0][0]
@@ -603,7 +603,7 @@ def test_private_tiers_are_read_when_every_rank_has_its_part(
 
 
 @pytest.mark.distributed
-def test_a_damaged_part_sends_all_ranks_to_the_next_tier(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_damaged_part_sends_all_ranks_to_the_next_tier(ranks: Group, tmp_path: Path) -> None:
     (expected, _), _ = ranks(2)(save_privately, tmp_path, 4)
     for which in ("memory", "disk"):
         pack = next((tmp_path / "node-1" / which / "rank-00001").rglob("*.pack"))
@@ -615,7 +615,7 @@ def test_a_damaged_part_sends_all_ranks_to_the_next_tier(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.distributed
-def test_another_number_of_ranks_reads_the_shared_tier(ranks: Ranks, tmp_path: Path) -> None:
+def test_another_number_of_ranks_reads_the_shared_tier(ranks: Group, tmp_path: Path) -> None:
     (expected, _), _ = ranks(2)(save_privately, tmp_path, 3)
     for size in (1, 3):
         outcomes = ranks(size)(restore_privately, tmp_path)
@@ -661,7 +661,7 @@ def restore_other_layers(directory: Path, allow: list[Any]) -> tuple[str, bool]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("allow", [[], ["missing"]])
 def test_ranks_with_another_share_of_the_model_read_the_shared_tier(
-    ranks: Ranks, tmp_path: Path, allow: list[Any]
+    ranks: Group, tmp_path: Path, allow: list[Any]
 ) -> None:
     ranks(2)(save_layers, tmp_path)
     outcomes = ranks(2)(restore_other_layers, tmp_path, allow)
@@ -679,7 +679,7 @@ def restore_whole(directory: Path) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.distributed
-def test_ranks_that_now_hold_all_read_the_shared_tier(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_now_hold_all_read_the_shared_tier(ranks: Group, tmp_path: Path) -> None:
     (expected, _), _ = ranks(2)(save_privately, tmp_path, 1)
     assert ranks(2)(restore_whole, tmp_path) == [(str(tmp_path / "shared"), expected)] * 2
 
@@ -702,7 +702,7 @@ def save_apart(directory: Path) -> list[DrainResult]:
 
 
 @pytest.mark.distributed
-def test_ranks_that_do_not_coordinate_copy_each_their_part(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_do_not_coordinate_copy_each_their_part(ranks: Group, tmp_path: Path) -> None:
     for results in ranks(2)(save_apart, tmp_path):
         assert [(each.step, each.error) for each in results] == [(2, None), (4, None), (5, None)]
     assert steps_at(str(tmp_path / "shared"))[-1] == 5
@@ -735,7 +735,7 @@ def save_where_one_rank_fails(directory: Path) -> list[Any]:
 
 
 @pytest.mark.distributed
-def test_ranks_agree_on_what_a_shared_tier_has(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_agree_on_what_a_shared_tier_has(ranks: Group, tmp_path: Path) -> None:
     for outcomes in ranks(2)(save_where_one_rank_fails, tmp_path):
         first_save, first_copy, first_files, second_save, second_copy, second_files = outcomes
         assert (first_save, second_save) == (None, None)
@@ -778,7 +778,7 @@ def save_faster_than_a_rank_copies(directory: Path) -> tuple[list[DrainResult], 
 
 
 @pytest.mark.distributed
-def test_ranks_copy_and_drop_the_same_versions(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_copy_and_drop_the_same_versions(ranks: Group, tmp_path: Path) -> None:
     (mine, most), (theirs, others) = ranks(2)(save_faster_than_a_rank_copies, tmp_path)
     assert failures(mine) == failures(theirs) == []
 
@@ -806,7 +806,7 @@ def save_in_private(directory: Path, steps: list[int]) -> None:
 
 @pytest.mark.distributed
 def test_what_another_number_of_ranks_saved_privately_is_named_and_stays(
-    ranks: Ranks, tmp_path: Path
+    ranks: Group, tmp_path: Path
 ) -> None:
     ranks(2)(save_in_private, tmp_path, [1, 2, 3])
     node, own = tmp_path / "node-0", tmp_path / "node-0" / "rank-00000"
@@ -857,7 +857,7 @@ def test_words_that_do_not_arrive_fail_no_save(
     with open_store(first) as store:
         for step in (1, 2, 3):
             store.save(step, make_model(float(step)))
-    tiers = Tiers(place_of(first), [Tier(disk)], OneRank(collective=False, timeout_seconds=9), 9.0)
+    tiers = Tiers(place_of(first), [Tier(disk)], OneRank(alone=True), 9.0)
     signals = LostSignals()
     tiers.begin(signals, coordinated=True)
     assert slow.begun.wait(9)

@@ -21,7 +21,7 @@ from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
-Ranks = Callable[[int], Callable[..., list[Any]]]
+Group = Callable[[int], Callable[..., list[Any]]]
 
 
 def everything(name: str) -> bool:
@@ -62,7 +62,7 @@ def train_in_windows(directory: Path, coordinated: bool) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("coordinated", [True, False])
 def test_ranks_copy_during_collectives_each_what_it_will(
-    ranks: Ranks, tmp_path: Path, coordinated: bool
+    ranks: Group, tmp_path: Path, coordinated: bool
 ) -> None:
     seen = ranks(2)(train_in_windows, tmp_path, coordinated)[0]
     assert steps_in(tmp_path) == [1, 2, 3, 4]
@@ -92,7 +92,7 @@ def write_on_one_rank(directory: Path) -> list[str | None]:
     return errors
 
 
-def test_a_write_on_one_rank_fails_the_save_of_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_write_on_one_rank_fails_the_save_of_all(ranks: Group, tmp_path: Path) -> None:
     for failed, *later in ranks(2)(write_on_one_rank, tmp_path):
         assert "`model.embedding.weight` was written before" in (failed or "")
         assert later == [None, None]
@@ -112,7 +112,7 @@ def replace_in_windows(directory: Path) -> list[tuple[str | None, str]]:
     return [(result.error, result.skipped) for result in results]
 
 
-def test_ranks_replace_a_save_that_one_of_them_has_not_copied(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_replace_a_save_that_one_of_them_has_not_copied(ranks: Group, tmp_path: Path) -> None:
     first, second = ranks(2)(replace_in_windows, tmp_path)
     assert first == second
     assert first == [(None, "a newer save replaced it"), (None, "")]

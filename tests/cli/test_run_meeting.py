@@ -11,8 +11,8 @@ from outlast.cli import run_meeting
 from outlast.cli.run_folder import RunFolder
 from outlast.cli.run_meeting import Begun, begin_together
 from outlast.cli.run_start import Asked, _begun
+from outlast.distributed.ranks import Ranks
 from outlast.errors import AutosaveError
-from outlast.train.ranks import Ranks
 
 DEADLINE_SECONDS = 60.0
 FIRST, SECOND = (Ranks(rank, 2, rank, 2, "torchrun") for rank in (0, 1))

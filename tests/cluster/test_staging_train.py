@@ -12,10 +12,10 @@ from tiny import corpus, losses, tiny_job, train
 
 from outlast.cluster.staging import prefetch, stager_for
 from outlast.data import load_tokenizer, text_files, whole_files, write_tokens
+from outlast.distributed.ranks import ranks_from
 from outlast.job import Job
 from outlast.records import DataStaged, Warned, read_run
 from outlast.report import write_report
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 pytestmark = pytest.mark.distributed

@@ -15,9 +15,9 @@ from outlast.cli.train import run_job
 from outlast.cluster import transfers
 from outlast.cluster.staging import stager_for
 from outlast.cluster.transfers import transfers_for
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_DONE, OutlastError
 from outlast.records import CheckpointCopied, Warned, read_run
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import losses, tiny_job
 
+from outlast.distributed.ranks import ALONE
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.records import AttemptStarted, read_run
 from outlast.train.export import load_trained
-from outlast.train.ranks import ALONE
 from outlast.train.run import Start, run_directory, work
 
 pytestmark = [

@@ -30,16 +30,16 @@ from pathlib import Path
 import torch.distributed as dist
 from titan_trainer import Plan, train
 
-from outlast.recover.peers import Peers
+from outlast.distributed.group import Group
 
 HERE = Path(__file__).parent
-made = Peers.__init__
+made = Group.__init__
 
 def make(self, group=None, node=""):
     assert group is not None, "NCCL alone, torchtitan's default group on GPUs, sends no host memory"
     made(self, group, node)
 
-Peers.__init__ = make
+Group.__init__ = make
 plan = Plan(HERE / "run", (HERE / "job.toml").read_text(), dies_at=7)
 found = train(plan)
 (HERE / f"digest{dist.get_rank()}").write_text(found.digest)

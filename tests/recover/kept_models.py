@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from outlast.distributed.group import Group
+from outlast.errors import RecoverError
 from outlast.recover.memory.spread import Redundancy
-from outlast.recover.peers import Peers
 from outlast.recover.restart import Keeper
 
 
@@ -103,5 +104,5 @@ def keeper_for(
     redundancy: Redundancy | None = None,
 ) -> Keeper:
     """A keeper whose memory lies below `memory`, one folder for each node."""
-    peers = Peers(node=node)
+    peers = Group(error=RecoverError, node=node)
     return Keeper(state, "run", identity, memory=memory / node, peers=peers, redundancy=redundancy)

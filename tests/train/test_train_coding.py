@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outlast.coding import FractionalRepetition
 from outlast.coding.protocol import CodedAllReduce
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.guard.inject import inject, parse_faults
 from outlast.records import (
@@ -36,7 +37,6 @@ from outlast.recover.beacon import no_mark
 from outlast.train.coding import CodedEngine, CodingNotes
 from outlast.train.engine import ReplicaEngine
 from outlast.train.guarding import RunGuard
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from forked import RanksFailedError, run_ranks
 from tiny import tiny_job, train
 
 from outlast.cli.summary import print_summary
+from outlast.distributed.ranks import ranks_from
 from outlast.records import EnergyMeasured, StepsDone, Warned, energy_totals, read_run
 from outlast.report import write_report
 from outlast.report.energy import energy_sentence
 from outlast.train.metering import RunMeter
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from forked import run_ranks
 from tiny import tiny_job
 
+from outlast.distributed.ranks import ALONE, ranks_from
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.records import MemoryMeasured, Predicted, Ready, StepsDone, forecast_of, read_run
 from outlast.train.memory import MemoryWatch, resident_peak
-from outlast.train.ranks import ALONE, ranks_from
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from forked import RanksFailedError, run_ranks
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.cli.main import main
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import (
     EXIT_DONE,
     EXIT_TO_BE_CONTINUED,
@@ -32,7 +33,6 @@ from outlast.records import (
 )
 from outlast.train.guarding import RunGuard
 from outlast.train.loop import Trainer
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

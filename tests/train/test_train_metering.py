@@ -12,13 +12,13 @@ import pytest
 import torch
 from forked import run_ranks
 
+from outlast.distributed.ranks import Ranks, join, leave, ranks_from
 from outlast.energy.devices.protocol import DeviceState
 from outlast.energy.meter import EnergyMeter
 from outlast.energy.sources.file import FileSource
 from outlast.hardware.figure import Unavailable
 from outlast.job import load_job
 from outlast.train.metering import RunMeter, boot, find_sources, run_meter
-from outlast.train.ranks import Ranks, join, leave, ranks_from
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ from forked import RanksFailedError, run_ranks
 from test_train_export import write_tokenizer
 from tiny import corpus, evaluations, losses, tiny_job
 
+from outlast.distributed.ranks import ALONE
 from outlast.errors import EXIT_DONE
 from outlast.records import AttemptStarted, Evaluated, Sampled, Warned, read_run
-from outlast.train.ranks import ALONE
 from outlast.train.run import Start, run_directory, work
 
 # Each run has a process of its own, since torch's threads and a later fork do not go together.

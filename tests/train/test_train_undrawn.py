@@ -9,10 +9,10 @@ from forked import run_ranks
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.checkpoint import CheckpointStore
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, CheckpointError, OutlastError
 from outlast.records import read_run
 from outlast.train import build
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 pytestmark = pytest.mark.distributed

@@ -9,13 +9,13 @@ import pytest
 from runs import finish, start_process
 from tiny import losses, tiny_job
 
+from outlast.distributed.ranks import ALONE
 from outlast.errors import EXIT_DONE
 from outlast.job import Job
 from outlast.records import MemberLost, RunDirectory, read_run
 from outlast.recover.beacon import Beacon, arm, place, read_beacons
 from outlast.recover.detect import StepDeadline
 from outlast.recover.hang import HangMonitor
-from outlast.train.ranks import ALONE
 from outlast.train.run import Start, run_directory, work
 from outlast.train.watching import Watcher, under_watch
 

@@ -8,10 +8,10 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded once, before ranks fork)
 from forked import run_ranks
 
+from outlast.distributed.ranks import ranks_from
 from outlast.job import Job, load_job
 from outlast.records import AttemptStarted, Evaluated, read_run
 from outlast.train.export import load_trained
-from outlast.train.ranks import ranks_from
 from outlast.train.run import Start, run_directory, work
 
 SETTINGS = [

@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from torch.distributed import Store
 
 T = TypeVar("T")
@@ -28,74 +24,6 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.25
 _FAREWELL_SECONDS = 10.0
-
-
-class Ranks:
-    """This process among those that save together, and what they tell each other meanwhile.
-
-    Collectives run in a group of the store's own, and never in the background.
-
-    Args:
-        collective: Whether the ranks of the default process group work together.
-        timeout_seconds: Longest wait for another rank.
-    """
-
-    def __init__(self, collective: bool, timeout_seconds: float) -> None:
-        together = collective and dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if together else 0
-        self.size = dist.get_world_size() if together else 1
-        timeout = timedelta(seconds=timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
-
-    def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether any rank set each of the flags."""
-        if self.size == 1:
-            return flags
-        sums = torch.tensor(flags, dtype=torch.int32)
-        with _reached():
-            dist.all_reduce(sums, group=self._group)
-        return tuple(bool(each) for each in sums)
-
-    def gather(self, value: T) -> list[T]:
-        """What every rank says."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        with _reached():
-            dist.all_gather_object(found, value, group=self._group)
-        return found
-
-    def first_problem(self, problem: str) -> str:
-        """The first rank's problem that is not empty."""
-        return next((each for each in self.gather(problem) if each), "")
-
-    def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0; every rank gets its result, or raises its error."""
-        outcome: list[Any] = [None, ""]
-        if self.rank == 0:
-            try:
-                outcome[0] = work()
-            except (CheckpointError, OSError) as error:
-                outcome[1] = str(error)
-        if self.size > 1:
-            with _reached():
-                dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[1]:
-            raise CheckpointError(outcome[1])
-        result: T = outcome[0]
-        return result
-
-
-@contextlib.contextmanager
-def _reached() -> Iterator[None]:
-    """A rank that is gone or too late, as a sentence."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(
-            "another rank did not come to save or restore within timeout_seconds, or is gone: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
 
 
 class Signals(Protocol):

@@ -25,11 +25,11 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.job import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.version import Version
     from outlast.checkpoint.window import CopyWindow
+    from outlast.distributed.group import Group
 
 WriterKind = Literal["process", "thread"]
 _REPLACED = "a newer save replaced it"
@@ -180,7 +180,7 @@ class Lane:
     def __init__(
         self,
         place: str,
-        ranks: Ranks,
+        ranks: Group,
         *,
         reduction: Reduction,
         writer: WriterKind,
@@ -247,7 +247,7 @@ class Lane:
     def replan(self, held: Holding, memory: dict[str, torch.Tensor]) -> None:
         """Share out the work anew, because what is to be saved has changed.
 
-        Ranks that coordinate all come here together, and all ranks do for their first save.
+        Group that coordinate all come here together, and all ranks do for their first save.
         """
         if self._ranks.size > 1 and (self._coordinated or self._plan is None):
             plan = make_plan(self._ranks.gather(held), self._ranks.rank)

@@ -22,8 +22,8 @@ from outlast.state.install import Misfit, check_fit, find_targets, install
 from outlast.state.live import State, local_box
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.version import Contents
+    from outlast.distributed.group import Group
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Restorer:
         unfinished: A sentence for each version that was begun, where none is complete.
     """
 
-    def __init__(self, tiers: Tiers, log_place: Place, ranks: Ranks) -> None:
+    def __init__(self, tiers: Tiers, log_place: Place, ranks: Group) -> None:
         self._tiers = tiers
         self._log_place = log_place
         self._ranks = ranks
@@ -290,7 +290,7 @@ class Restorer:
         except Exception as error:
             # E.g. no memory: no other version would do, and the other ranks have to know.
             problem, unexpected = f"{type(error).__name__}: {error}", error
-        fatal, *_ = self._ranks.any(unexpected is not None)
+        fatal = self._ranks.any(unexpected is not None)
         problem = self._ranks.first_problem(problem)
         if fatal:
             raise unexpected or CheckpointError(problem)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from outlast.checkpoint.agreement import NoSignals, Ranks, Signals, StoreSignals
+from outlast.checkpoint.agreement import NoSignals, Signals, StoreSignals
 from outlast.checkpoint.format.job import Reduction
 from outlast.checkpoint.format.logs import logs_of, prune_logs
 from outlast.checkpoint.format.manifest import REPLAY, STATE
@@ -36,6 +36,7 @@ from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKi
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
+from outlast.distributed.group import Group
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit
@@ -125,7 +126,12 @@ class CheckpointStore:
             raise CheckpointError(f'when_busy = "{when_busy}" must be wait, skip or replace')
         if writer not in ("process", "thread"):
             raise CheckpointError(f'writer = "{writer}" must be process or thread')
-        self._ranks = Ranks(collective, timeout_seconds)
+        self._ranks = Group.new(
+            timeout_seconds,
+            alone=not collective,
+            error=CheckpointError,
+            purpose="to save or restore within timeout_seconds",
+        )
         if private and not coordinated and self._ranks.size > 1:
             raise CheckpointError(
                 "private = True needs coordinated = True: ranks that neither see each other's "
@@ -179,7 +185,7 @@ class CheckpointStore:
         gone up by then makes the save fail: it is never published. Writes that count nothing
         (through ``.data``, by fused optimizers, batch norm's statistics) are found only where they
         change the few bytes that are compared, so tensors that are written so before the call must
-        not be late. Ranks that save together call ``copied()`` before any of them waits for the
+        not be late. Group that save together call ``copied()`` before any of them waits for the
         result. Any call of the store that waits for the save does the work of ``copied()`` first.
 
         Args:
@@ -380,8 +386,8 @@ class CheckpointStore:
             problem, unexpected = f"{type(error).__name__}: {error}", error
         failed = bool(problem)
         if self._coordinated or (not self._session and self._ranks.size > 1):
-            # Ranks that do not coordinate decide alone after the first save.
-            busy, changed, failed = self._ranks.any(busy, changed, failed)
+            # Group that do not coordinate decide alone after the first save.
+            busy, changed, failed = self._ranks.any_of(busy, changed, failed)
             problem = self._ranks.first_problem(problem) if failed else ""
         if unexpected is not None:
             raise unexpected

@@ -138,8 +138,8 @@ def _named(job: Job, name: str) -> Job:
 
 
 def _drill_numbers(job: Job, faults: tuple[str, ...], seed: int) -> dict[str, Any]:
+    from outlast.distributed.ranks import ALONE, launched_by, ranks_from
     from outlast.train.drill import RESULT, Drill, default_faults
-    from outlast.train.ranks import ALONE, launched_by, ranks_from
     from outlast.train.run import Start, run_directory, work
 
     job = _named(job, "drill")

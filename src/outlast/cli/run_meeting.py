@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore
 
-    from outlast.train.ranks import Ranks
+    from outlast.distributed.ranks import Ranks
 
 _DEADLINE_SECONDS = 600.0
 _PAUSE_SECONDS = 0.05

@@ -18,7 +18,7 @@ from outlast.integrations.pace import every_of, seconds_of
 
 if TYPE_CHECKING:
     from outlast.autosave.program.sites import Rewritten
-    from outlast.train.ranks import Ranks
+    from outlast.distributed.ranks import Ranks
 
 _OWN = (
     "--every",
@@ -78,7 +78,7 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
         The exit code.
     """
     from outlast.cli.run_program import read_and_rewrite
-    from outlast.train.ranks import ALONE, Ranks, launched_by, ranks_from
+    from outlast.distributed.ranks import ALONE, Ranks, launched_by, ranks_from
 
     every_of(asked.every)
     if asked.time_limit is not None:
@@ -133,7 +133,7 @@ def _begun(
 
 def _set_environment(ranks: Ranks) -> None:
     """Under srun, what torchrun would have set for the script; what is set stays."""
-    from outlast.train.ranks import rendezvous_address
+    from outlast.distributed.ranks import rendezvous_address
 
     address, port = rendezvous_address(os.environ)
     values = {

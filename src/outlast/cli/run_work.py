@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from outlast.cli.run_keeper import ScriptKeeper
     from outlast.cli.run_meeting import Begun
     from outlast.cli.run_start import Asked
+    from outlast.distributed.ranks import Ranks
     from outlast.integrations.handed import HandedOver
-    from outlast.train.ranks import Ranks
 
 
 @dataclass

@@ -80,7 +80,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     from outlast.cluster.staging import stager_for
     from outlast.cluster.storage import turns_for
     from outlast.cluster.transfers import transfers_for
-    from outlast.train.ranks import launched_by, ranks_from
+    from outlast.distributed.ranks import launched_by, ranks_from
     from outlast.train.run import Start, check_directory, run_directory, work, work_alone
 
     ranks = ranks_from(os.environ) if launched_by(os.environ) != "alone" else None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast.distributed.group import raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import run
 from outlast.integrations.content import plain as plain_content
@@ -21,7 +22,6 @@ from outlast.integrations.content import restored
 from outlast.integrations.files import CheckpointFiles
 from outlast.integrations.installed import require
 from outlast.integrations.pointer import is_pointer
-from outlast.train.ranks import together
 
 require("lightning", "2.6", "2.7")
 
@@ -133,7 +133,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """The checkpoint of a path, its tensors on the CPU; all processes call it together."""
         # The first one may still be writing what the others look for.
-        together(self.files.settle)
+        raise_together(self.files.settle)
         if Path(path).exists() and not is_pointer(Path(path)):
             found: dict[str, Any] = self._others.load_checkpoint(path, map_location, weights_only)
             return found

@@ -28,12 +28,12 @@ from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.restore import read_into, saved_in
 from outlast.checkpoint.store import settle_saves
+from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import KEY, Content, described, plain, read_content, restored
 from outlast.integrations.pointer import Entry, PointerList, read_pointer
 from outlast.job import CheckpointSection
 from outlast.state.install import check_fit, find_targets, install
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -373,7 +373,7 @@ class CheckpointFiles:
         raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}")
 
     def _shared(self, mine: Any) -> list[Any]:
-        return shared(mine) if self._collective else [mine]
+        return gather_objects(mine) if self._collective else [mine]
 
     def _first(self, problem: str) -> str:
         """The first rank's problem that is not empty."""

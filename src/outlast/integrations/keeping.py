@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint import IntervalEstimator
 from outlast.cluster import report_progress
+from outlast.distributed.group import raise_together
 from outlast.errors import CheckpointError
 from outlast.integrations.agreement import Agreement
 from outlast.integrations.clock import StepClock
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.pace import Every, pace_of
 from outlast.records import CheckpointFailed, StopRequested, read_run
-from outlast.train.ranks import together
 from outlast.train.saving import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.distributed.ranks import Ranks
     from outlast.integrations.recording import Recording
     from outlast.integrations.stop import Stop
     from outlast.job import LoopJob
     from outlast.records import Event
-    from outlast.train.ranks import Ranks
 
 
 class StateKeeper:
@@ -62,7 +62,7 @@ class StateKeeper:
         self._stop = stop
         self._state = state
         self._note = note
-        self._store = together(lambda: open_store(job.checkpoint, recording.directory))
+        self._store = raise_together(lambda: open_store(job.checkpoint, recording.directory))
         self._memory = LoopMemory(job, ranks, recording.directory, self._store, state, note=note)
         self._agreement: Agreement | None = None
         self._handles: list[SaveHandle] = []

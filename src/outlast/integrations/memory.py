@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outlast.checkpoint import CheckpointStore
+    from outlast.distributed.ranks import Ranks
     from outlast.job import LoopJob
     from outlast.records import Event, RunDirectory
     from outlast.recover.memory.find import Whole
     from outlast.state.live import State
-    from outlast.train.ranks import Ranks
 
 
 class LoopMemory:

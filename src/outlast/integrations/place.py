@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from outlast.distributed.ranks import Ranks, ranks_from
 from outlast.errors import IntegrationError
-from outlast.train.ranks import Ranks, ranks_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

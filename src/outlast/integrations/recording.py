@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from outlast.cluster.chain.stopping import report_outcome
+from outlast.distributed.group import raise_together
 from outlast.errors import OutlastError, RunError
 from outlast.hardware import this_machine
 from outlast.job import differences, fingerprint, loop_job_from_text, to_toml
@@ -36,7 +37,6 @@ from outlast.records.process import age_seconds
 from outlast.records.stopwatch import Stopwatch
 from outlast.train.memory import MemoryWatch
 from outlast.train.metering import run_meter
-from outlast.train.ranks import together
 from outlast.train.run import versions
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     import torch
 
     from outlast.checkpoint import SaveResult
+    from outlast.distributed.ranks import Ranks
     from outlast.job import LoopJob
     from outlast.records import Event, OwnerLock, Predicted
     from outlast.train.guarding import RunGuard
     from outlast.train.metering import RunMeter
-    from outlast.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class Recording:
         self._closed = False
         self._memory = MemoryWatch(ranks, device)
         self._meter: RunMeter | None = None
-        together(lambda: self._open(fresh) if ranks.is_first else None)
+        raise_together(lambda: self._open(fresh) if ranks.is_first else None)
         try:
-            self._meter = together(
+            self._meter = raise_together(
                 lambda: run_meter(job.energy, ranks, device, tokens_per_step=facts.tokens_per_step)
             )
         except BaseException as error:

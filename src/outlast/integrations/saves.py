@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.distributed.ranks import Ranks
     from outlast.records import Event
-    from outlast.train.ranks import Ranks
 
 
 class Saves:

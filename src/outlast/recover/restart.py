@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast.distributed.group import Group
 from outlast.errors import OutlastError, RecoverError
 from outlast.records.process import boot_identity
 from outlast.recover.memory.fetch import fill
@@ -27,7 +28,6 @@ from outlast.recover.memory.find import generation_folder, generations, newest_w
 from outlast.recover.memory.keep import StateKeeper
 from outlast.recover.memory.room import Claim, clean, forget, run_folder
 from outlast.recover.memory.spread import Redundancy
-from outlast.recover.peers import Peers
 from outlast.state.install import Saved, check_fit, find_targets, install
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Keeper:
         *,
         memory: str | Path = MEMORY,
         every_steps: int = 1,
-        peers: Peers | None = None,
+        peers: Group | None = None,
         redundancy: Redundancy | None = None,
     ) -> None:
         self._state = state
@@ -96,7 +96,7 @@ class Keeper:
         self._run = run
         self._identity = identity
         self._every_steps = every_steps
-        self._peers = peers or Peers(node=node_of(self._memory))
+        self._peers = peers or Group(error=RecoverError, node=node_of(self._memory))
         self._redundancy = redundancy or Redundancy()
         self._keeper: StateKeeper | None = None
         self._claim: Claim | None = None
@@ -149,14 +149,14 @@ class Keeper:
         peers = self._peers
         saved = Saved(whole.tensors(), whole.values(), whole.values())
         state = self._state if part is None else part
-        targets = peers.together(lambda: find_targets(state, saved))
+        targets = peers.raise_together(lambda: find_targets(state, saved))
         names = peers.gather([*targets.tensors, *targets.values])
         taken = {name for each in names for name in each}
         problem = check_fit(targets, saved, taken, ())
         if found := next((each for each in peers.gather(problem) if each), ""):
             raise RecoverError(f"the state of step {whole.step} in memory does not fit: {found}")
         moved = sum(peers.gather(fill(targets, whole, peers)))
-        peers.together(lambda: install(state, targets, saved))
+        peers.raise_together(lambda: install(state, targets, saved))
         source = "parity" if self._rebuilt else "peer" if moved else "memory"
         return Recovered(whole.step, source, time.perf_counter() - begun, moved)
 
@@ -192,7 +192,7 @@ class Keeper:
             plan = self._peers.any(self.look(step))
         try:
             if plan:
-                self._peers.together(self._all_well)
+                self._peers.raise_together(self._all_well)
             assert self._keeper is not None
             self._keeper.keep(step, plan=plan)
             self._kept = step
@@ -233,7 +233,7 @@ class Keeper:
             clean(self._memory, self._run)
             return Claim(self._folder), generations(self._folder)
 
-        self._claim, own = self._peers.together(claimed)
+        self._claim, own = self._peers.raise_together(claimed)
         numbers = self._peers.gather(own)
         older = sorted({number for each in numbers for number in each})
         folder = generation_folder(self._folder, max(older, default=0) + 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from outlast.distributed.group import Group
 from outlast.errors import TensorizeError
 
 if TYPE_CHECKING:
@@ -94,15 +94,11 @@ def check_ranks_agree(decided: Mapping[str, str]) -> None:
     Raises:
         TensorizeError: Two processes differ, on all of them.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
     mine = repr(sorted(decided.items())).encode()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.blake2b(mine).hexdigest())
-    if len(set(digests)) == 1:
+    group = Group()
+    if len(set(group.gather(hashlib.blake2b(mine).hexdigest()))) == 1:
         return
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, dict(decided))
+    every = group.gather(dict(decided))
     for (one, first), (other, second) in itertools.combinations(enumerate(every), 2):
         for name in first:
             if first[name] != second.get(name, first[name]):

@@ -1,7 +1,7 @@
 """The reference trainer: any causal language model on torch-native parallelism.
 
     from outlast.job import load_job
-    from outlast.train.ranks import ALONE
+    from outlast.distributed.ranks import ALONE
     from outlast.train.run import Start, work
     code = work(Start(load_job()), ALONE)        # 0 done, 3 stopped and to be continued
 

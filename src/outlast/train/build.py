@@ -22,6 +22,7 @@ from outlast.data import (
     microbatch_count,
     prepare,
 )
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.job import fingerprint
 from outlast.records import Warned
 from outlast.recover.beacon import Mark, no_mark
@@ -37,7 +38,6 @@ from outlast.train.metering import run_meter
 from outlast.train.model import ModelSize, size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.preflight import Plan
-from outlast.train.ranks import shared, together
 from outlast.train.recovering import run_memory
 from outlast.train.saving import cadence_of, open_store
 from outlast.train.slowness import SlownessWatch
@@ -56,9 +56,9 @@ from outlast.train.waits import CommunicationWait
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore
     from outlast.data import Prepared
+    from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
-    from outlast.train.ranks import Ranks
     from outlast.train.signals import StopFlag
     from outlast.train.staging import NodeFiles
     from outlast.train.turns import Turns
@@ -146,7 +146,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     """
     job, layout, device = setup.job, setup.plan.layout, setup.device
     begun = time.perf_counter()
-    energy = together(
+    energy = raise_together(
         lambda: run_meter(
             job.energy,
             setup.ranks,
@@ -162,7 +162,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         pacings={} if setup.transfers is None else setup.transfers.tiers(),
     )
     saved = setup.restores and _is_saved(job, store)
-    model, tensorized = together(lambda: build_whole_model(job, drawn=not saved))
+    model, tensorized = raise_together(lambda: build_whole_model(job, drawn=not saved))
     tune_layers(model, (job, layout, setup.ranks, device))
     if tensorized is not None and records is not None:
         records.write(tensorized)
@@ -258,7 +258,7 @@ def _is_saved(job: Job, store: CheckpointStore) -> bool:
     """
     if job.checkpoint.fast_private:
         return False
-    return all(shared(together(lambda: store.newest() is not None)))
+    return all(gather_objects(raise_together(lambda: store.newest() is not None)))
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

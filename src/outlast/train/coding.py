@@ -22,10 +22,10 @@ from outlast.coding import (
     GraphCode,
 )
 from outlast.coding.protocol import CodedAllReduce, Coverage, Covered, Outcome
+from outlast.distributed.group import gather_on_first
 from outlast.errors import CodingError, JobError
 from outlast.records import GradientsCoded, WrongNumbers
 from outlast.records.coded import DUPLICATE
-from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +157,7 @@ class CodingNotes:
         """
         mine = (self.replica, list(self._steps.values()) if self.speaks else [], self._wrong)
         self._steps, self._wrong = {}, []
-        everyone = gathered(mine)
+        everyone = gather_on_first(mine)
         spoken = [(replica, steps) for replica, steps, _ in everyone if steps]
         if not spoken:
             return []

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from outlast.data import MicroBatch
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import EXIT_DONE, WrongNumbersError
 from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
 from outlast.records import finite, replace_file
 from outlast.train.build import build, load_data
-from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     from outlast.data import Prepared
@@ -74,8 +73,8 @@ class Drill:
         Returns:
             The exit code.
         """
-        together(lambda: load_data(setup) if setup.ranks.is_first else None)
-        data = together(lambda: load_data(setup))
+        raise_together(lambda: load_data(setup) if setup.ranks.is_first else None)
+        data = raise_together(lambda: load_data(setup))
         copies = _Copies.build(setup, data, self)
         steps = setup.job.train.steps
         for step in range(steps):
@@ -161,7 +160,7 @@ class _Copies:
     def equal(self) -> bool:
         """Whether the guarded copy's weights are the clean one's, bit for bit, on all ranks."""
         pairs = zip(_weights(self.guarded), _weights(self.clean), strict=True)
-        return all(_gathered(all(torch.equal(a, b) for a, b in pairs)))
+        return all(gather_objects(all(torch.equal(a, b) for a, b in pairs)))
 
     def result(self, drill: Drill) -> dict[str, Any]:
         """What the drill found, on all ranks together."""
@@ -171,7 +170,7 @@ class _Copies:
         assert isinstance(seam, Injector)
         injections = _joined(seam.injections)
         alarms = _joined(_guard(self.clean).ledger.findings)
-        checks = sum(_gathered(_guard(self.clean).ledger.checks))
+        checks = sum(gather_objects(_guard(self.clean).ledger.checks))
         found = campaign(injections, findings, self.harmful_steps, checks=checks)
         alarm_rate = Rate(len(alarms), max(checks, len(alarms)))
         return {
@@ -227,7 +226,7 @@ def _crash_of(trainer: Trainer, step: int, parts: list[MicroBatch]) -> str:
         error = f"step {step + 1}: {type(problem).__name__}: {problem}"
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
-    return next((each for each in _gathered(error) if each), "")
+    return next((each for each in gather_objects(error) if each), "")
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -261,7 +260,7 @@ def _distance(
     for weight, end, start in zip(weights, after, before, strict=True):
         squares[0] += (weight.double() - end.double()).square().sum().cpu()
         squares[1] += (end.double() - start.double()).square().sum().cpu()
-    change, step = (math.fsum(each) for each in zip(*_gathered(squares.tolist()), strict=True))
+    change, step = (math.fsum(each) for each in zip(*gather_objects(squares.tolist()), strict=True))
     if not math.isfinite(change):
         return math.inf
     return math.sqrt(change / step) if step else float(change > 0)
@@ -276,17 +275,8 @@ def _halves(part: MicroBatch) -> list[MicroBatch]:
     ]
 
 
-def _gathered(value: Any) -> list[Any]:
-    """`value` of every rank."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def _joined(values: list[Any]) -> list[Any]:
-    return [each for part in _gathered(values) for each in part]
+    return [value for part in gather_objects(values) for value in part]
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from outlast.distributed.group import gather_on_first
 from outlast.errors import WrongNumbersError
 from outlast.guard import Finding, Guard, Policy, guard
 from outlast.guard.coverage import collapsed
 from outlast.guard.findings import HARMFUL
 from outlast.records import Guarded, MemberLost, WrongNumbers
-from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +100,7 @@ class RunGuard:
         """
         mine = self.guard.ledger.findings[self._reported :]
         self._reported += len(mine)
-        events = [_event(finding) for findings in gathered(mine) for finding in findings]
+        events = [_event(finding) for findings in gather_on_first(mine) for finding in findings]
         if not self._gave_up:
             return [*events]
         corrupt = {each.found_on: each for each in events if each.outcome in HARMFUL}

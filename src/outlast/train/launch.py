@@ -22,6 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_TO_BE_CONTINUED,
@@ -33,7 +34,6 @@ from outlast.records import AttemptEnded, read_run
 from outlast.recover.memory.room import forget, run_folder
 from outlast.recover.resize import RESIZE, met, wish
 from outlast.train.model import load_code
-from outlast.train.ranks import ranks_from
 from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
 from outlast.train.signals import TOLD_TO_STOP

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.data import BatchLoader, microbatch_count
+from outlast.distributed.ranks import Ranks, device_of
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.job import fingerprint
 from outlast.records import StateRecovered, Warned
@@ -25,7 +26,6 @@ from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.layout import Layout
 from outlast.train.live_records import GroupRecords, Post, has_ended
 from outlast.train.preflight import preflight
-from outlast.train.ranks import Ranks, device_of
 from outlast.train.recovering import from_disk
 from outlast.train.run import (
     attempt_started,

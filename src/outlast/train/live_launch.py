@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast.distributed.ranks import ALONE
 from outlast.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
@@ -36,7 +37,6 @@ from outlast.train.live import fixed_parts, job_of_group, train_group
 from outlast.train.live_records import Post, has_ended, known_steps
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
-from outlast.train.ranks import ALONE
 from outlast.train.run import claim, run_directory
 from outlast.train.signals import StopFlag
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.distributed.group import gather_objects
 from outlast.records import MemoryMeasured
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
-    from outlast.train.ranks import Ranks
+    from outlast.distributed.ranks import Ranks
 
 _STATUS = Path("/proc/self/status")
 _GROWTH = 1.01
@@ -46,7 +46,7 @@ class MemoryWatch:
         mine = {"rank": self.ranks.rank, "host": socket.gethostname(), **self._recorded}
         on_device = "torch.cuda.max_memory_allocated and max_memory_reserved, "
         what = f"{on_device if self.device.type == 'cuda' else ''}{resident_peak()[1]}"
-        return MemoryMeasured(step, shared(mine), what)
+        return MemoryMeasured(step, gather_objects(mine), what)
 
     def _peaks(self) -> dict[str, int]:
         found = {"resident_bytes": resident_peak()[0]}

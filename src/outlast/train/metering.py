@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outlast.distributed.group import gather_objects
 from outlast.energy.account.carbon import intensity
 from outlast.energy.account.prometheus import Exporter, Labels, Sample
 from outlast.energy.account.tariff import Tariff
@@ -26,16 +27,15 @@ from outlast.energy.sources.track import shown_state
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 from outlast.records import EnergyMeasured
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     import torch
 
+    from outlast.distributed.ranks import Ranks
     from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
     from outlast.job import EnergySection
     from outlast.train.guarding import RunGuard
-    from outlast.train.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STATE = ("watts", "celsius", "sm_clock_mhz", "memory_clock_mhz", "throttle_reasons")
@@ -230,7 +230,7 @@ class RunMeter:
         mine = _Said(
             self._read(spent), self.unavailable, spent, socket.gethostname(), self._trouble
         )
-        everyone = shared(mine)
+        everyone = gather_objects(mine)
         self.warnings, self._trouble = [each for one in everyone for each in one.trouble], []
         if self.in_step:
             _tell_stragglers(everyone)

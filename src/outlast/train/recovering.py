@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from outlast.distributed.group import Group
 from outlast.errors import RecoverError
 from outlast.records import (
     CheckpointRestored,
@@ -16,7 +17,6 @@ from outlast.records import (
     read_run,
 )
 from outlast.recover.memory.spread import Redundancy
-from outlast.recover.peers import Peers
 from outlast.recover.restart import Keeper, node_of
 from outlast.recover.sources import Candidate, cheapest
 from outlast.version import __version__
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from outlast.checkpoint import CheckpointStore
+    from outlast.distributed.ranks import Ranks
     from outlast.job.recover import RecoverSection
     from outlast.records import Event, Run, RunDirectory
     from outlast.recover.beacon import Mark
     from outlast.recover.memory.find import Whole
     from outlast.state.live import State
-    from outlast.train.ranks import Ranks
 
 _RECENT_STEPS = 20
 
@@ -81,7 +81,7 @@ def run_memory(
     if not is_kept(settings, ranks):
         return None
     redundancy = Redundancy(settings.parity, settings.parity_group, settings.domain)
-    peers = Peers(group, node_of(settings.memory))
+    peers = Group(group, error=RecoverError, node=node_of(settings.memory))
     redundancy.check(peers.gather(peers.node))
     keeper = Keeper(
         state,
@@ -152,7 +152,7 @@ class RunMemory:
         state: State,
         store: CheckpointStore,
         directory: Path | None,
-        peers: Peers,
+        peers: Group,
         *,
         steps_before: int = 0,
     ) -> None:
@@ -274,13 +274,11 @@ class RunMemory:
         """The event of another number of processes than before; rank 0 alone knows."""
         # The newest attempt is this one.
         before = [] if history is None else history.attempts[-2:-1]
-        if not before or before[0].world_size == self._peers.world_size:
+        if not before or before[0].world_size == self._peers.size:
             return []
         reason = "resized" if before[0].outcome == "to_be_continued" else "lost"
         seconds = max(time.time() - before[0].end_time, 0.0)
-        return [
-            MembershipChanged(step, before[0].world_size, self._peers.world_size, reason, seconds)
-        ]
+        return [MembershipChanged(step, before[0].world_size, self._peers.size, reason, seconds)]
 
 
 def _steps(history: Run | None) -> list[StepsDone]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from outlast.distributed.group import Group, raise_together
+from outlast.distributed.ranks import ALONE, Ranks, device_of, join, leave
 from outlast.errors import (
     EXIT_DONE,
     EXIT_TO_BE_CONTINUED,
@@ -45,7 +47,6 @@ from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
 from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
-from outlast.train.ranks import ALONE, Ranks, device_of, join, leave, patient_group, together
 from outlast.train.signals import StopFlag
 from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
@@ -181,13 +182,15 @@ def work(start: Start, ranks: Ranks) -> int:
         parts["process group"] = time.perf_counter() - begun
         lock, watch = None, contextlib.ExitStack()
         try:
-            lock = together(lambda: claim(start) if ranks.is_first else None)
+            lock = raise_together(lambda: claim(start) if ranks.is_first else None)
             directory = run_directory(start.job)
-            before = together(lambda: steps_before(start.job, ranks, directory))
-            mark = together(lambda: watch.enter_context(under_watch(start.job, ranks, directory)))
+            before = raise_together(lambda: steps_before(start.job, ranks, directory))
+            mark = raise_together(
+                lambda: watch.enter_context(under_watch(start.job, ranks, directory))
+            )
             setup = SetUp(
                 start.job,
-                together(lambda: preflight(start.job, ranks.world_size)),
+                raise_together(lambda: preflight(start.job, ranks.world_size)),
                 ranks,
                 device,
                 directory,
@@ -213,7 +216,7 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
     ranks = setup.ranks
     records = None
     try:
-        records = together(lambda: _open_records(setup) if ranks.is_first else None)
+        records = raise_together(lambda: _open_records(setup) if ranks.is_first else None)
         data = _load_data(setup, start.stager, records)
         trainer, size = build(setup, data, records)
         trainer.stop_when = start.stop_when
@@ -247,13 +250,13 @@ def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None
     files = None if stager is None else NodeFiles(stager)
     # Copying may take long as well, for each of two files and for whoever waits.
     seconds = 0.0 if stager is None else 2 * stager.timeout_seconds
-    group = patient_group(max(job.data.prepare_timeout_seconds, seconds))
+    patient = Group.new(max(job.data.prepare_timeout_seconds, seconds))
     made: Prepared | None = None
     if files is None or job.data.source != "tokens":
         # Rank 0 alone tokenises, which may take long; then every rank opens what is there.
-        made = together(lambda: load_data(setup) if is_first else None, group)
-    data = together(
-        lambda: load_data(setup, files, checked=True), group if files is not None else None
+        made = patient.raise_together(lambda: load_data(setup) if is_first else None)
+    data = (patient if files is not None else Group()).raise_together(
+        lambda: load_data(setup, files, checked=True)
     )
     if files is not None:
         files.record(records)

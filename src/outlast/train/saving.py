@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveResult
     from outlast.checkpoint.tiers.pace import Pacing
+    from outlast.distributed.ranks import Ranks
     from outlast.job import CheckpointSection
     from outlast.records import RunDirectory
-    from outlast.train.ranks import Ranks
     from outlast.train.turns import Turns
 
 _WORTH_TELLING = 0.1

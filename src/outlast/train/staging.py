@@ -6,8 +6,8 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outlast.distributed.group import gather_on_first
 from outlast.records import DataStaged, Warned
-from outlast.train.ranks import gathered
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ class NodeFiles:
         """Write down what all nodes have done; all ranks call it together."""
         host = socket.gethostname()
         mine = [{"host": host, **staged.facts()} for staged in self._staged]
-        everyone = gathered((self._seconds, mine))
+        everyone = gather_on_first((self._seconds, mine))
         if records is None or not everyone:
             return
         copies = [each for _, listed in everyone for each in listed]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast.distributed.group import raise_together
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.records import Tensorized, Warned
@@ -26,7 +27,6 @@ from outlast.tensorize.rules.spectral import SpectralBound
 from outlast.tensorize.rules.spikes import SpikeDetector
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
 from outlast.train.model import build_model, products_per_token, size_of, wants_weights
-from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from outlast.distributed.ranks import Ranks
     from outlast.job import Job, OptimizerSection, TensorizeSection
     from outlast.tensorize.rules.layers import StructuredPart
     from outlast.tensorize.rules.muon import Unfolding
     from outlast.tensorize.table import Replacement, Replacements
     from outlast.train.layout import Layout
     from outlast.train.model import ModelSize
-    from outlast.train.ranks import Ranks
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 _SLOW = 0.95
@@ -186,8 +186,8 @@ def calibrate_planner(job: Job, ranks: Ranks, device: torch.device) -> None:
     if job.tensorize.form == "off" or not job.tensorize.calibrate:
         return
     dtype = _activations(job)
-    together(lambda: calibrate(dtype, device) if ranks.local_rank == 0 else None)
-    together(lambda: calibrate(dtype, device))
+    raise_together(lambda: calibrate(dtype, device) if ranks.local_rank == 0 else None)
+    raise_together(lambda: calibrate(dtype, device))
 
 
 def tune_layers(model: nn.Module, setup: tuple[Job, Layout, Ranks, torch.device]) -> None:
@@ -202,12 +202,12 @@ def tune_layers(model: nn.Module, setup: tuple[Job, Layout, Ranks, torch.device]
     samples = min(share, job.train.micro_batch_size or share)
     tokens = samples * job.data.sequence_length
     dtype = _activations(job)
-    together(
+    raise_together(
         lambda: tune_model(model.to(device), tokens, dtype=dtype) if ranks.local_rank == 0 else None
     )
     model.cpu()
     forget()
-    together(lambda: warm_model(model, tokens, dtype=dtype, device=device))
+    raise_together(lambda: warm_model(model, tokens, dtype=dtype, device=device))
 
 
 def _activations(job: Job) -> torch.dtype:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.recover.beacon import Mark, Reading
-    from outlast.train.ranks import Ranks
 
 _LOOK_SECONDS = 0.2
 

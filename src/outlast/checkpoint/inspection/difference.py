@@ -220,7 +220,7 @@ class _Cell(NamedTuple):
 class _Comparison:
     """Tensors of the same type and shape in both versions.
 
-    Ranks may have cut a tensor differently, but at the lines of one grid, so what is compared are
+    Group may have cut a tensor differently, but at the lines of one grid, so what is compared are
     the cells of this grid.
     """
 

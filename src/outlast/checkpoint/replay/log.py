@@ -156,7 +156,7 @@ class ReplayLog:
                 self._bases.append((saved.step, saved.handle))
                 self._stopped = ""
         self._drop_failed_bases()
-        (stop,) = self._store._ranks.any(bool(self._stopped))
+        stop = self._store._ranks.any(bool(self._stopped))
         if stop and not self._stopped:
             self._stop("another rank could not log")
         return f"{self._stopped}; logs go on after the next saved version" if stop else ""

@@ -29,9 +29,9 @@ from outlast.state.install import Targets
 from outlast.state.live import State, module_tensors, optimizers_of, plain_modules
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.version import Contents, Version
     from outlast.checkpoint.tiers import Place
+    from outlast.distributed.group import Group
 
 
 @dataclass
@@ -62,7 +62,7 @@ def logs_after(place: Place, base: Version) -> tuple[list[Version], str]:
     return leading_on(place.storage, base, place.load)
 
 
-def replay(place: Place, logs: list[Version], state: State, ranks: Ranks) -> Replayed:
+def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Replayed:
     """Apply `logs`, one after the other, to live objects that hold the version before them.
 
     All ranks call it together, and agree after every part of it.
@@ -173,7 +173,7 @@ def _targets(contents: Contents, trained: Trained) -> Targets:
     return targets
 
 
-def _take(step: _Step, trained: Trained, ranks: Ranks, *, private: bool) -> str:
+def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
     """Run the optimizers and compare; the same answer on all ranks: what is wrong, or empty."""
     problem, digest = "", {}
     try:

@@ -24,7 +24,7 @@ from outlast.state.live import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.agreement import Ranks
+    from outlast.distributed.group import Group
 
 Digest = dict[str, list[int]]
 """Name to the sum of a tensor's bits read as integers, and that of their squares, modulo 2^64."""
@@ -49,7 +49,7 @@ _CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 class Trained:
     """The parameters that optimizers train, by their plain names; made by all ranks together."""
 
-    def __init__(self, state: State, ranks: Ranks) -> None:
+    def __init__(self, state: State, ranks: Group) -> None:
         self.module = next(each for each in state.values() if isinstance(each, nn.Module))
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.parameters: dict[str, torch.Tensor] = {}

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection
 
-    from outlast.checkpoint.agreement import Ranks
     from outlast.checkpoint.format.storage import Storage
+    from outlast.distributed.group import Group
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Place:
         cls,
         place: str | os.PathLike[str],
         keep: int | Retention,
-        ranks: Ranks,
+        ranks: Group,
         *,
         private: bool,
     ) -> Place:

@@ -27,9 +27,10 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.checkpoint.agreement import Ranks, Signals
+    from outlast.checkpoint.agreement import Signals
     from outlast.checkpoint.format.version import Version
     from outlast.checkpoint.tiers.tier import Tier
+    from outlast.distributed.group import Group
 
 _RESULTS = 1000
 _JOIN_SECONDS = 1.0
@@ -39,7 +40,7 @@ class Tiers:
     """All places of a store, nearest first, and the threads that copy versions downwards.
 
     At most one version waits for each tier, beside one that a tier before it is just being given.
-    Ranks that coordinate copy the same versions: rank 0 says which are dropped, when a copy begins
+    Group that coordinate copy the same versions: rank 0 says which are dropped, when a copy begins
     and whether all parts arrived.
 
     Args:
@@ -58,7 +59,7 @@ class Tiers:
     """
 
     def __init__(
-        self, first: Place, lower: Sequence[Tier], ranks: Ranks, timeout_seconds: float
+        self, first: Place, lower: Sequence[Tier], ranks: Group, timeout_seconds: float
     ) -> None:
         self.places = [
             first,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from outlast.distributed.group import raise_together
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
 from outlast.integrations.accelerate.remembering import Remembering
 from outlast.integrations.accelerate.saving import Saving
@@ -22,7 +23,6 @@ from outlast.job import LoopJob
 from outlast.job.template import toml_value
 from outlast.records import RunDirectory
 from outlast.train.guarding import RunGuard
-from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     import os
@@ -94,7 +94,7 @@ def add_recover(
     """
     settings = loop_job_of(job)
     directory = RunDirectory(saving.directory) if job is None else directory_of(settings)
-    together(lambda: directory.identify() if ranks_here().is_first else None)
+    raise_together(lambda: directory.identify() if ranks_here().is_first else None)
     return Remembering(accelerator, saving, settings, directory)
 
 

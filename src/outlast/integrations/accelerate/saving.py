@@ -17,6 +17,7 @@ from torch import nn
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction
 from outlast.checkpoint.format.version import SEAL
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError
 from outlast.integrations.accelerate.checks import check_savable
 from outlast.integrations.accelerate.folders import (
@@ -30,7 +31,6 @@ from outlast.integrations.entries import TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
 from outlast.integrations.saves import Saves
 from outlast.records import CheckpointRestored
-from outlast.train.ranks import shared, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ class Saving(Saves):
         self._accelerator = accelerator
         self.directory = directory
         self._saved_steps = -1
-        self.store = together(lambda: self._opened(settings))
+        self.store = raise_together(lambda: self._opened(settings))
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
         self.own = ProcessEntry(accelerator)
         own_end, own_skip = accelerator.end_training, accelerator.skip_first_batches
@@ -131,7 +131,8 @@ class Saving(Saves):
             OutlastError: When nothing can be used.
         """
         self.collect(wait=True)
-        (ours, note, folder), is_newest = shared(together(lambda: self._looked(input_dir)))[0]
+        looked = raise_together(lambda: self._looked(input_dir))
+        (ours, note, folder), is_newest = gather_objects(looked)[0]
         if is_newest and self._loaded_from_memory():
             self._saved_steps = self._number = -1
         elif not ours:
@@ -140,7 +141,7 @@ class Saving(Saves):
             self._load(self.store, note)
             self._saved_steps = self._number = -1
         else:
-            other = together(lambda: CheckpointStore(note.store, writer="thread"))
+            other = raise_together(lambda: CheckpointStore(note.store, writer="thread"))
             try:
                 self._load(other, note)
             finally:

@@ -21,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from outlast.checkpoint import CheckpointStore, list_versions, load
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.deepspeed.contents import plain, rebuilt
 from outlast.integrations.deepspeed.partitions import (
@@ -30,7 +31,6 @@ from outlast.integrations.deepspeed.partitions import (
     repartitioned,
 )
 from outlast.records import replace_file
-from outlast.train.ranks import shared, together
 
 if TYPE_CHECKING:
     import os
@@ -102,7 +102,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._handle: SaveHandle | None = None
         self._read: tuple[Path, Any] | None = None
         self._elements: list[int] = []
-        together(self._mend)
+        raise_together(self._mend)
         # DeepSpeed tells other engines than its own nothing of the end.
         atexit.register(self.cleanup)
 
@@ -141,7 +141,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         files, self._files = self._files, {}
         folder = Path(info.save_dir) / info.tag
-        told = shared((bool(files), _refusal(folder, files)))
+        told = gather_objects((bool(files), _refusal(folder, files)))
         if refused := next((each for _, each in told if each), ""):
             raise CheckpointError(refused)
         if not any(has_files for has_files, _ in told):

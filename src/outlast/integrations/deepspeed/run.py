@@ -19,13 +19,13 @@ import deepspeed
 import torch
 
 from outlast.checkpoint import list_versions, load, storage_of
+from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError, RunError, WrongNumbersError
 from outlast.integrations import run as plain
 from outlast.integrations.deepspeed.state import RANK, EngineState
 from outlast.integrations.recording import directory_of
 from outlast.records import StepsDone, Warned, read_run
 from outlast.train.guarding import RunGuard
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     import os
@@ -134,7 +134,7 @@ class Run(plain.Run):
             run = read_run(directory.path)
             newest = max((record.attempt for record, _ in run.of(StepsDone)), default=0)
             found.update(each.world_size for each in run.attempts if each.number >= newest)
-        return sorted(shared(found)[0] - {0})
+        return sorted(gather_objects(found)[0] - {0})
 
     def _installed_guard(self) -> RunGuard | None:
         """A guard of the passes, without the optimizer."""

@@ -17,12 +17,12 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from outlast.checkpoint import list_versions
 from outlast.checkpoint.format.version import is_published
+from outlast.distributed.group import gather_objects
 from outlast.integrations.entries import RandomEntry, padded
 from outlast.integrations.hf_trainer.folders import step_of
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.place import ranks_here
 from outlast.records import Warned
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -196,7 +196,7 @@ class Remembering:
         found = {
             each.step for each in list_versions(self._storage) if is_published(self._storage, each)
         }
-        has_best, has_any = shared((step in found, bool(found)))[0]
+        has_best, has_any = gather_objects((step in found, bool(found)))[0]
         if has_best:
             return True
         if has_any:
@@ -290,7 +290,7 @@ class Unlogged:
         trainer._globalstep_last_logged = found["since"]
         trainer.current_flos = found["operations"]
         # The mean of the whole training is that of the steps from here on.
-        losses = shared(float(found["loss"]))
+        losses = gather_objects(float(found["loss"]))
         trainer._total_loss_scalar -= sum(losses) / len(losses)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.autosave.resume.randomness import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.entries import RandomEntry, TextEntry
 from outlast.integrations.hf_trainer.folders import (
@@ -31,7 +32,6 @@ from outlast.integrations.hf_trainer.folders import (
 from outlast.integrations.place import ranks_here, trained_part, unwrapped
 from outlast.integrations.saves import Saves
 from outlast.records import CheckpointRestored, RunDirectory
-from outlast.train.ranks import shared, together
 from outlast.train.saving import open_store
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Saving(Saves):
         with contextlib.ExitStack() as stack:
             stack.push(lambda kind, *_: self._close(failed=_is_failure(kind)))
             self._store = self._open_store()
-            choice = shared(together(lambda: self._chosen(resume)))[0]
+            choice = gather_objects(raise_together(lambda: self._chosen(resume)))[0]
             in_memory = self._look_into_memory(choice)
             if choice.kind == "nothing" and not in_memory:
                 self._tell(
@@ -137,7 +137,7 @@ class Saving(Saves):
         with self._open_store() as store:
             last = last_folder(self._directory)
             own = last is not None and not stands_for_version(last)
-            if shared(own or store.newest() is not None)[0]:
+            if gather_objects(own or store.newest() is not None)[0]:
                 return True
             return self.memory is not None and self.memory.has_any(store, self._directory)
 
@@ -157,8 +157,8 @@ class Saving(Saves):
         self._tell_all(told)
 
     def _open_store(self) -> CheckpointStore:
-        together(lambda: self._directory.identify() if self._ranks.is_first else None)
-        return together(self._opened)
+        raise_together(lambda: self._directory.identify() if self._ranks.is_first else None)
+        return raise_together(self._opened)
 
     @property
     def _directory(self) -> RunDirectory:
@@ -325,7 +325,7 @@ class Saving(Saves):
                 mark(Path(arguments[0]), self._directory)
 
         def load_best_model() -> None:
-            step = shared(step_of(Path(trainer.state.best_model_checkpoint)))[0]
+            step = gather_objects(step_of(Path(trainer.state.best_model_checkpoint)))[0]
             if self._store is None or step is None:
                 own_load_best()
                 return

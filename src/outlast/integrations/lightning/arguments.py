@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from outlast.distributed.ranks import ranks_from
 from outlast.errors import IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
 from outlast.integrations.given import loop_job_of
 from outlast.integrations.lightning.callback import OutlastCallback
 from outlast.integrations.lightning.memory import KeepLast, TrainerMemory
 from outlast.integrations.recording import directory_of
-from outlast.train.ranks import ranks_from
 from outlast.train.recovering import is_kept
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.lightning.closures import closures_first
 from outlast.integrations.lightning.loader import Place, PlacedLoader
@@ -22,7 +23,6 @@ from outlast.integrations.recording import LoopFacts, Recording
 from outlast.integrations.stopping import Stopping
 from outlast.records import CheckpointRestored, StopRequested, Warned
 from outlast.train.guarding import RunGuard
-from outlast.train.ranks import shared, together
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -122,7 +122,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         if self._memory is not None and self._memory.taking:
             # Each rank keeps its own.
             return {}
-        return {"places": shared(self.places_here())}
+        return {"places": gather_objects(self.places_here())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over where the ranks stood."""
@@ -137,7 +137,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         self._stopping = Stopping(None)
         # Lightning's own handlers work within the signal; these wait for the end of the step.
         self._signals.enter_context(self._stopping.signals())
-        if any(shared(trainer.received_sigterm)):
+        if any(gather_objects(trainer.received_sigterm)):
             # It came to Lightning during the set-up: there is nothing to save.
             raise SystemExit(EXIT_TO_BE_CONTINUED)
         self._step, self._loss = trainer.global_step, None
@@ -282,7 +282,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         kind, saving.save_last = saving.save_last, True
         saving._save_last_checkpoint(trainer, saving._monitor_candidates(trainer))
         saving.save_last = kind
-        together(self._files.wait)
+        raise_together(self._files.wait)
         if self._memory is not None:
             self._memory.close(forget=True)
         self._tell_findings()

@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from outlast.checkpoint import CheckpointStore
+from outlast.distributed.group import gather_objects
 from outlast.integrations.content import KEY, plain, restored
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.place import ranks_here
 from outlast.integrations.recording import directory_of
 from outlast.integrations.settled import only_settled, places_of, settled
 from outlast.records import Warned
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,7 +182,7 @@ class TrainerMemory:
     def _places(self, ranks_before: int) -> list[list[dict[str, Any]]]:
         """Where each rank stood in each loader; of another number of ranks, where the first did."""
         # A rank that there was not has none.
-        told: list[list[dict[str, Any]]] = shared(self._place.content.get("loaders", []))
+        told: list[list[dict[str, Any]]] = gather_objects(self._place.content.get("loaders", []))
         self._place.content = {}
         if len(told) == ranks_before:
             return told
@@ -261,7 +261,7 @@ def _counts(trainer: Trainer, path: Any, directory: RunDirectory) -> bool:
     counts = directory.exists()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         counts = counts and str(path) in _last_files(trainer)
-    return shared(counts)[0]
+    return gather_objects(counts)[0]
 
 
 def _last_files(trainer: Trainer) -> list[str]:

@@ -28,6 +28,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from outlast.checkpoint import CheckpointStore, Reduction, Retention
+from outlast.distributed.group import raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,
     CheckpointError,
@@ -40,7 +41,6 @@ from outlast.integrations.torchtitan.restarts import begins_again, begun_at, tak
 from outlast.integrations.torchtitan.sources import Source, check_data_keys
 from outlast.integrations.torchtitan.state import Entries, module_of
 from outlast.records import CheckpointRestored, StateRecovered, StopRequested
-from outlast.train.ranks import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from outlast.checkpoint import SaveHandle, SaveResult
+    from outlast.distributed.ranks import Ranks
     from outlast.integrations.recording import Recording
     from outlast.job import LoopJob
     from outlast.records import Event
-    from outlast.train.ranks import Ranks
 
 MODEL_FOLDER = "model"
 """Below the folder: what holds the model alone, a last save or a seed."""
@@ -125,7 +125,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             LR_SCHEDULER: lr_schedulers,
         }
         self.entries = Entries(states, model_parts)
-        self._store = together(lambda: self._opened(self.folder))
+        self._store = raise_together(lambda: self._opened(self.folder))
         self._memory: LoopMemory | None = None
         self._memory_of: Callable[..., LoopMemory] | None = None
         self._handle: SaveHandle | None = None

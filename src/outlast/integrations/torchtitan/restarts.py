@@ -10,9 +10,9 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from outlast.checkpoint.format.version import Version
+from outlast.distributed.group import gather_objects
 from outlast.errors import RecoverError
 from outlast.records import Warned
-from outlast.train.ranks import shared
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore
@@ -59,7 +59,7 @@ def take(memory: LoopMemory, step: int) -> tuple[int | None, list[Event]]:
         RecoverError: On all ranks, when it does not fit, and the step has no whole state.
     """
     # Of the agents of several nodes those that have seen no failure count no restart.
-    if not any(shared(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")):
+    if not any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")):
         memory.forget_earlier()
         return None, []
     found = memory.find()

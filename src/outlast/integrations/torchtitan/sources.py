@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager
 from torchtitan.tools import filesystem
 
 from outlast.checkpoint import CheckpointStore, list_versions, storage_of
+from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.torchtitan.state import names_in
 
@@ -112,11 +112,7 @@ def check_data_keys(store: CheckpointStore, entries: Mapping[str, Any], step: in
     """
     prefix = f"{DATALOADER}."
     own = {name for name in entries if name.startswith(prefix)}
-    every = [own]
-    if dist.is_initialized():
-        every = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, own)
-    wanted = set().union(*every)
+    wanted: set[str] = set().union(*gather_objects(own))
     saved = {name for name in names_in(store, step) if name.startswith(prefix)}
     if not saved or not wanted:
         return

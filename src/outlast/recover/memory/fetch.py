@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from outlast.distributed.group import Group
     from outlast.recover.memory.find import Found, Whole
-    from outlast.recover.peers import Peers
     from outlast.state.install import Targets
 
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     box: Box
 
 
-def fill(targets: Targets, state: Whole, peers: Peers) -> int:
+def fill(targets: Targets, state: Whole, peers: Group) -> int:
     """Fill the live tensors of `targets`; all processes call it together.
 
     Returns:
@@ -55,7 +55,7 @@ def fill(targets: Targets, state: Whole, peers: Peers) -> int:
     found = _by_name(state)
     wanted = [pieces_of(each.box, found.get(each.name, []), peers.node) for each in fillings]
     slots = {piece.slot for pieces in wanted for piece in pieces}
-    readers = peers.together(lambda: _opened(state, slots, peers))
+    readers = peers.raise_together(lambda: _opened(state, slots, peers))
     far = [
         (number, piece)
         for number, pieces in enumerate(wanted)
@@ -102,7 +102,7 @@ def pieces_of(wanted: Box, holders: list[tuple[int, int, Found, Entry]], node: s
     return pieces
 
 
-def _opened(state: Whole, slots: set[int], peers: Peers) -> dict[int, SlotReader]:
+def _opened(state: Whole, slots: set[int], peers: Group) -> dict[int, SlotReader]:
     """Readers of the slots of this node that this process reads, for itself or for others."""
     return {
         number: SlotReader(each.kept.path)
@@ -124,7 +124,7 @@ def _exchange(
     state: Whole,
     far: list[tuple[int, Piece]],
     fillings: list[Filling],
-    peers: Peers,
+    peers: Group,
     readers: dict[int, SlotReader],
 ) -> int:
     """Get the pieces `far` from their readers; everybody sends and receives in one order."""

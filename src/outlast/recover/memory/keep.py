@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from outlast.distributed.group import Group
     from outlast.recover.memory.parity import SlotParity
     from outlast.recover.memory.share import Holding
     from outlast.recover.memory.spread import Redundancy
-    from outlast.recover.peers import Peers
     from outlast.state.box import Box
     from outlast.state.live import Live, State
 
@@ -79,7 +79,7 @@ class StateKeeper:
     """
 
     def __init__(
-        self, state: State, folder: Path, identity: str, peers: Peers, redundancy: Redundancy
+        self, state: State, folder: Path, identity: str, peers: Group, redundancy: Redundancy
     ) -> None:
         self._state = state
         self._folder = folder
@@ -198,7 +198,7 @@ class StateKeeper:
         """Lay out what this process keeps; the slots so far stay until the next state is kept."""
         assert self._live is not None
         live = self._live
-        memory, held = self._peers.together(lambda: self._held(live))
+        memory, held = self._peers.raise_together(lambda: self._held(live))
         holdings = self._peers.gather(held)
         names, self._values = share(holdings, self._peers.rank)
         entries, starts, end = [], dict[str, int](), 0
@@ -213,8 +213,8 @@ class StateKeeper:
         self._text = json.dumps({name: live.values[name] for name in self._values}).encode()
         sizes = self._peers.gather((self._peers.node, _SLOTS * catalogue.data_bytes))
         size = sum(each for node, each in sizes if node == self._peers.node)
-        self._peers.together(lambda: check_room(self._folder, size, self._folder.parent))
-        slots = self._peers.together(lambda: self._new_slots(catalogue))
+        self._peers.raise_together(lambda: check_room(self._folder, size, self._folder.parent))
+        slots = self._peers.raise_together(lambda: self._new_slots(catalogue))
         self._stale += [each.path for each in self._slots]
         self._let_go()
         self._slots, self._next = slots, 0
@@ -237,14 +237,14 @@ class StateKeeper:
         number, node = next(
             (number, ranks) for number, ranks in enumerate(spread.nodes) if rank in ranks
         )
-        self._peers.together(
+        self._peers.raise_together(
             lambda: spread.write(self._folder, number) if rank == node[0] else None
         )
         # Loads a compiled kernel, which others need not wait for.
         from outlast.recover.memory.parity import SlotParity
 
         name = f"{self._folder.name}-{self._plans}"
-        self._parity = self._peers.together(
+        self._parity = self._peers.raise_together(
             lambda: SlotParity(spread, self._folder, self._peers, name)
         )
 

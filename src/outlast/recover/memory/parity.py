@@ -18,7 +18,7 @@ from outlast.recover.parity import ParityGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outlast.recover.peers import Peers
+    from outlast.distributed.group import Group
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -33,7 +33,7 @@ class SlotParity:
         name: Of the making, new each time; tells it from those before.
     """
 
-    def __init__(self, spread: Spread, folder: Path, peers: Peers, name: str) -> None:
+    def __init__(self, spread: Spread, folder: Path, peers: Group, name: str) -> None:
         self._group = parity_group(spread, folder, peers, peers.rank, name)
 
     def update(self, old: mmap.mmap | None, new: mmap.mmap, step: int) -> None:
@@ -49,7 +49,7 @@ class SlotParity:
         self._group.close()
 
 
-def parity_group(spread: Spread, folder: Path, peers: Peers, role: int, name: str) -> ParityGroup:
+def parity_group(spread: Spread, folder: Path, peers: Group, role: int, name: str) -> ParityGroup:
     """The group of the process that stands for rank `role` of `spread`."""
     number, members = next(
         (number, each) for number, each in enumerate(spread.groups()) if role in each
@@ -68,7 +68,7 @@ def parity_group(spread: Spread, folder: Path, peers: Peers, role: int, name: st
     )
 
 
-def rebuild(folder: Path, identity: str, peers: Peers) -> bool:
+def rebuild(folder: Path, identity: str, peers: Group) -> bool:
     """Rebuild the slots of lost nodes from parity, if that is there; all call it together.
 
     Afterwards they lie where slots lie, on the nodes that stand for the lost ones.
@@ -98,7 +98,7 @@ def rebuild(folder: Path, identity: str, peers: Peers) -> bool:
     return False
 
 
-def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool:
+def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool:
     """Rebuild the slots of one generation; the same result, or error, on all processes."""
     place = generation_folder(folder, generation)
     found = peers.gather((peers.node, read_spread(place)))
@@ -120,9 +120,9 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
     role = standing[peers.rank]
     slots = _slots(place, identity, role)
     name = f"rebuild-{generation}"
-    group = peers.together(lambda: parity_group(spread, place, peers, role, name))
+    group = peers.raise_together(lambda: parity_group(spread, place, peers, role, name))
     try:
-        epochs = peers.together(lambda: group.epochs(slots))
+        epochs = peers.raise_together(lambda: group.epochs(slots))
         possible = set.intersection(*map(set, peers.gather(epochs)))
         if not possible:
             raise RecoverError(
@@ -130,7 +130,7 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Peers) -> bool
                 "theirs"
             )
         path = place / f"rank-{role}.rebuilt"
-        recovered = peers.together(
+        recovered = peers.raise_together(
             lambda: group.recover(slots, lambda size: reserved(path, size), max(possible))
         )
     finally:

@@ -5,16 +5,16 @@ import time
 
 import pytest
 
-from outlast.errors import DataError, OutlastError
-from outlast.train.ranks import (
+from outlast.distributed.group import raise_together
+from outlast.distributed.ranks import (
     ALONE,
     Ranks,
     join,
     launched_by,
     ranks_from,
     rendezvous_address,
-    together,
 )
+from outlast.errors import DataError, OutlastError
 
 TORCHRUN = {
     "RANK": "5",
@@ -179,10 +179,10 @@ def _one_fails():
             return "well"
 
         try:
-            together(work)
+            raise_together(work)
         except Exception as error:
             sentences.append(f"{type(error).__name__}: {error}")
-    return sentences, together(lambda: ranks.rank), time.monotonic() - begun
+    return sentences, raise_together(lambda: ranks.rank), time.monotonic() - begun
 
 
 @pytest.mark.distributed
@@ -195,9 +195,9 @@ def test_all_ranks_hear_of_one_ranks_problem(ranks):
 
 
 def test_a_process_alone_agrees_with_itself():
-    assert together(lambda: 7) == 7
+    assert raise_together(lambda: 7) == 7
     with pytest.raises(OutlastError, match="no disk left"):
-        together(_fail)
+        raise_together(_fail)
 
 
 def _fail():

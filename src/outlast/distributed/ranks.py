@@ -10,10 +10,9 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from outlast.errors import OutlastError
 
 Environment = Mapping[str, str]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -220,60 +218,3 @@ def leave() -> None:
     """Destroy the process groups of this process, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def patient_group(timeout_seconds: float) -> dist.ProcessGroup | None:
-    """All ranks in a CPU group that waits up to `timeout_seconds`; None for one process alone."""
-    if not dist.is_initialized():
-        return None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `work` on this rank and wait for the others; if one fails, all raise its sentence.
-
-    Every rank must call it at the same place. That is how a wrong input found by one rank ends the
-    whole run with one sentence, and nobody waits for a rank that has gone.
-
-    Args:
-        work: What this rank does; it must not wait for other ranks itself.
-        group: Process group of the agreement; its timeout bounds the wait. Default: all ranks.
-
-    Raises:
-        OutlastError: With the first sentence of any rank.
-        Exception: What `work` raised here, if it was no OutlastError.
-    """
-    result, problem, unexpected = None, None, None
-    try:
-        result = work()
-    except OutlastError as error:
-        problem = str(error)
-    except Exception as error:
-        problem, unexpected = f"{type(error).__name__}: {error}", error
-    problems: list[str | None] = [problem]
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=group)
-    if unexpected is not None:
-        raise unexpected
-    first = next((each for each in problems if each is not None), None)
-    if first is not None:
-        raise OutlastError(first)
-    return cast("T", result)
-
-
-def gathered(mine: T) -> list[T]:
-    """Every rank's `mine`, by rank, on rank 0, and nothing on the others; all call it together."""
-    everyone = shared(mine)
-    return everyone if not dist.is_initialized() or dist.get_rank() == 0 else []
-
-
-def shared(mine: T) -> list[T]:
-    """Every rank's `mine`, by rank, on every rank; all call it together."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
