@@ -176,7 +176,7 @@ def execute(
     logs_reopened = reopened_logs(resuming, root, first_sizes)
     with logs_reopened as logs, resumable_loaders(), resumable_bars():
         session = _LateSession(files, keeper, logs, gradients)
-        own = frozenset(str(each.source.path) for each in files)
+        own = frozenset(str(file.source.path) for file in files)
         imports = rewritten_imports(files[1:], session)
         with imports, visible_caches(own), contextlib.closing(session):
             return _execute(script, files[0].source, files[0].tree, arguments, session)

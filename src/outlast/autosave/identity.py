@@ -54,12 +54,14 @@ def identity_of(
     """The identity of a program that is about to run."""
     program = list(files)
     folder = program[0].source.path.parent
-    sites = [site for each in program for site in each.sites]
-    bodies = {name: told for each in program for name, told in _bodies(each, folder).items()}
+    sites = [site for rewritten in program for site in rewritten.sites]
+    bodies = {
+        name: told for rewritten in program for name, told in _bodies(rewritten, folder).items()
+    }
     return Identity(
         tuple(arguments),
         world_size,
-        {_short(each.source.path, folder): each.source.text for each in program},
+        {_short(rewritten.source.path, folder): rewritten.source.text for rewritten in program},
         tuple(
             f"{site.number} {site.kind} in {bodies[site.body]} within {site.around}"
             for site in sorted(sites, key=lambda site: site.number)

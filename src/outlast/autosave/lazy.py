@@ -20,12 +20,12 @@ class ShardedModules:
     def __init__(self) -> None:
         # By their types, since asking an object for its class may run code of its own.
         found = (
-            [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
+            [object_ for object_ in gc.get_objects() if issubclass(type(object_), FSDPModule)]
             if dist.is_available() and dist.is_initialized()
             else []
         )
-        self._modules = [weakref.ref(each) for each in found]
-        inner = {id(part) for each in found for part in each.modules() if part is not each}
+        self._modules = [weakref.ref(name) for name in found]
+        inner = {id(part) for name in found for part in name.modules() if part is not name}
         for module in found:
             if id(module) not in inner:
                 # As its first forward pass does, and with the same outcome.
@@ -33,7 +33,7 @@ class ShardedModules:
 
     def reshard(self) -> None:
         """Give up parameters that a forward pass without a backward pass has left gathered."""
-        for each in self._modules:
-            module = each()
+        for name in self._modules:
+            module = name()
             if module is not None:
                 module.reshard()

@@ -96,11 +96,11 @@ class CopyWindows:
                 found = owners.get(tensor.untyped_storage()._cdata)
                 if not found or tensor.numel() == 0:
                     continue
-                verdicts = [self._verdicts.get(each) for each in found]
+                verdicts = [self._verdicts.get(number) for number in found]
                 if False in verdicts:
                     continue
                 self._open = True
-                row = _Row(tensor, [(each, each._version) for each in found])
+                row = _Row(tensor, [(number, number._version) for number in found])
                 if None not in verdicts:
                     self._late.append(row)
                     names.add(name)
@@ -141,8 +141,8 @@ class CopyWindows:
         if _records_graph():
             # What is recorded here is done later, without this hook.
             with self._lock:
-                for each in _tensors_of(optimizer):
-                    self._verdicts[each] = False
+                for tensor in _tensors_of(optimizer):
+                    self._verdicts[tensor] = False
             return
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
@@ -183,11 +183,11 @@ class CopyWindows:
         """Storage to the tensors of optimizers that lie in it."""
         found: dict[int, list[torch.Tensor]] = {}
         for optimizer in list(self._optimizers):
-            for each in _tensors_of(optimizer):
-                for part in _parts(each):
+            for tensor in _tensors_of(optimizer):
+                for part in _parts(tensor):
                     if not part.is_inference():
                         owners = found.setdefault(part.untyped_storage()._cdata, [])
-                        owners.extend([each] if part is each else [each, part])
+                        owners.extend([tensor] if part is tensor else [tensor, part])
         return found
 
 
@@ -206,8 +206,8 @@ def _hurrying_eval(module: nn.Module) -> nn.Module:
     """As `nn.Module.eval`."""
     # The compiler sees nothing else of this, and need not split a graph for it.
     if not torch.compiler.is_compiling():
-        for each in list(_EVALUATIONS):
-            each.hurry()
+        for evaluation in list(_EVALUATIONS):
+            evaluation.hurry()
     return _plain_eval(module)
 
 
@@ -221,7 +221,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+            yield from (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

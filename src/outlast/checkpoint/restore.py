@@ -51,7 +51,7 @@ def read_into(
 
 
 def _fill(batch: list[Filling], reader: VersionReader, done: Callable[[int], None] | None) -> None:
-    reader.read([Wanted(each.name, each.box, each.out) for each in batch], done)
+    reader.read([Wanted(sample.name, sample.box, sample.out) for sample in batch], done)
     for filling in batch:
         filling.finish()
 

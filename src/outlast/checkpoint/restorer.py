@@ -84,7 +84,9 @@ class Restorer:
         # Retention of a live run may delete all that was listed while newer versions come.
         while True:
             candidates, unlisted = self._candidates(step)
-            skipped += [each for each in unlisted.values() if each not in skipped]
+            skipped += [
+                unavailable for unavailable in unlisted.values() if unavailable not in skipped
+            ]
             news = [
                 (place, version)
                 for place, version in candidates
@@ -136,21 +138,21 @@ class Restorer:
             problem = str(error)
         if problem := self._ranks.first_problem(problem):
             raise CheckpointError(problem)
-        return {each for logs in self._ranks.gather(mine) for each in logs}
+        return {log for logs in self._ranks.gather(mine) for log in logs}
 
     def _candidates(self, step: int | None) -> tuple[list[tuple[Place, Version]], dict[str, str]]:
         """What may be restored, the best first, and why tiers could not be listed."""
         listed, unlisted = self._tiers.listed()
         if step is None:
             return listed, unlisted
-        sessions = {each.session for each in self.all_logged() if each.step == step}
+        sessions = {version.session for version in self.all_logged() if version.step == step}
         chosen = [
             (place, version)
             for place, version in listed
             if version.step == step or (version.session in sessions and version.step < step)
         ]
         if not chosen:
-            steps = ", ".join(map(str, sorted({each.step for _, each in listed}))) or "none"
+            steps = ", ".join(map(str, sorted({item.step for _, item in listed}))) or "none"
             also = "".join(f"; {sentence}" for sentence in unlisted.values())
             raise CheckpointError(
                 f"step = {step} is not in {self._place}; the steps there are {steps}{also}"
@@ -184,9 +186,9 @@ class Restorer:
         except CheckpointError as error:
             problem, damaged = str(error), True
         found = self._ranks.gather((contents is not None, problem, damaged))
-        whole = [each for each, _, _ in found]
-        damaged = any(whole) or any(each for _, _, each in found)
-        problem = next((each for _, each, _ in found if each), "")
+        whole = [item for item, _, _ in found]
+        damaged = any(whole) or any(item for _, _, item in found)
+        problem = next((item for _, item, _ in found if item), "")
         if problem and not damaged:
             problem = f"{problem}: its save was cut short, or is still under way"
         return (contents if all(whole) else None), problem, damaged
@@ -240,8 +242,8 @@ class Restorer:
                 # The other ranks wait for an answer.
                 cause = f"the replay logs after step {base.step} cannot be read: {words_of(error)}"
                 mine = [], cause
-        found = [each for each in self._ranks.gather(mine) if each is not None]
-        logs, unused = min(found, key=lambda each: len(each[0]))
+        found = [rank for rank in self._ranks.gather(mine) if rank is not None]
+        logs, unused = min(found, key=lambda array: len(array[0]))
         if logs and not all(self._ranks.gather(has_optimizer(state))):
             count = f"{len(logs)} replay log{'s' if len(logs) > 1 else ''}"
             return [], f"{count} after step {base.step} passed over: they need the optimizer"
@@ -268,7 +270,7 @@ class Restorer:
         if targets is not None:
             problem = check_fit(targets, saved, taken, wish.allow)
             if place.private and not problem:
-                boxes = {name: local_box(each)[0] for name, each in targets.tensors.items()}
+                boxes = {name: local_box(tensor)[0] for name, tensor in targets.tensors.items()}
                 elsewhere = [name for name in targets.missing if name in held]
                 lacking = next(iter(elsewhere), "") or not_held(contents, boxes)
                 if lacking:

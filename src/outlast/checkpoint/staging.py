@@ -118,8 +118,8 @@ class StagingMemory:
             if own.numel() == 0:
                 continue
             ties = names[start]
-            if may_be_late(own) and all(each in late for each in ties):
-                witnesses = [own, *(late[each] for each in ties)]
+            if may_be_late(own) and all(tie in late for tie in ties):
+                witnesses = [own, *(late[tie] for tie in ties)]
                 window.add(name, *_copy(own, arena, start), witnesses)
                 continue
             target, source = _copy(own.resolve_conj().resolve_neg(), arena, start)
@@ -134,9 +134,9 @@ class StagingMemory:
     def close(self) -> None:
         """Give the memory back."""
         if self._pinned:
-            for each in self._bytes:
+            for byte in self._bytes:
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                runtime.cudaHostUnregister(each.data_ptr())
+                runtime.cudaHostUnregister(byte.data_ptr())
         self._bytes = []
         for arena in self.arenas:
             arena.close()
@@ -146,9 +146,9 @@ class StagingMemory:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         done: list[torch.Tensor] = []
         with torch.cuda.device(device):
-            for each in self._bytes:
-                if int(runtime.cudaHostRegister(each.data_ptr(), each.numel(), 0)) == 0:
-                    done.append(each)
+            for byte in self._bytes:
+                if int(runtime.cudaHostRegister(byte.data_ptr(), byte.numel(), 0)) == 0:
+                    done.append(byte)
                     continue
                 for earlier in done:
                     runtime.cudaHostUnregister(earlier.data_ptr())

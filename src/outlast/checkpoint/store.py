@@ -208,7 +208,7 @@ class CheckpointStore:
         begun = time.perf_counter()
         # A figure that is not finite compares with none, and JSON has no word for it.
         figures = {
-            name: float(each) for name, each in (metrics or {}).items() if math.isfinite(each)
+            name: float(metric) for name, metric in (metrics or {}).items() if math.isfinite(metric)
         }
         notes: dict[str, Any] = {"metrics": figures, "torch": str(torch.__version__)}
 
@@ -470,7 +470,7 @@ class CheckpointStore:
             newest = max((version.session for version in versions), default=0)
             newest = max(newest, *self._ranks.gather(tiers.claimed()))
             seen = self._ranks.gather(tiers.seen)
-            known = [each for each in seen if each is not None]
+            known = [array for array in seen if array is not None]
             # In a file system, a lock has kept others out for as long as they lived.
             is_local = isinstance(self.storage, LocalStorage)
             if not is_local and len(known) == len(seen) and newest > max(known):
@@ -501,8 +501,8 @@ class CheckpointStore:
             problem, is_owned = str(error), isinstance(error, OwnedError)
         except OSError as error:
             problem = f"{self._place} cannot be written: {sentence_of(error)}"
-        found = [each for each in self._ranks.gather((problem, is_owned)) if each[0]]
-        for sentence, owned in sorted(found, key=lambda each: not each[1]):
+        found = [rank for rank in self._ranks.gather((problem, is_owned)) if rank[0]]
+        for sentence, owned in sorted(found, key=lambda array: not array[1]):
             raise (OwnedError if owned else CheckpointError)(sentence)
 
     def _finish(
@@ -552,7 +552,7 @@ class CheckpointStore:
     def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
         try:
             problems = self._signals.gather(key, problem)
-            problem = next((each for each in problems if each), "")
+            problem = next((problem for problem in problems if problem), "")
             if not problem:
                 check_lease()
                 within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
@@ -568,7 +568,7 @@ def _late_tensors(
 ) -> dict[str, torch.Tensor]:
     """Name to tensor of those that may be copied late."""
     if callable(late):
-        return {name: each for name, each in live.tensors.items() if late(name)}
+        return {name: tensor for name, tensor in live.tensors.items() if late(name)}
     for name in late:
         if name not in live.tensors:
             raise CheckpointError(

@@ -110,7 +110,7 @@ class CopyWindow:
             stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(source.device))
             self._streams[source.device] = stream
-        seen = [(each, each._version) for each in witnesses]
+        seen = [(witness, witness._version) for witness in witnesses]
         self._late.append(_Late(name, source, seen, _sample(source, _SAMPLES)))
         if source.is_cuda or not _in_a_row(source):
             self._pieces.append(_Piece(target, source, []))
@@ -209,10 +209,10 @@ class CopyWindow:
     def _written(self) -> str:
         """The sentence that names a tensor to which training has written, if there is one."""
         names = [
-            each.name
-            for each in self._late
-            if any(tensor._version != version for tensor, version in each.seen)
-            or _sample(each.source, _SAMPLES) != each.sample
+            late.name
+            for late in self._late
+            if any(tensor._version != version for tensor, version in late.seen)
+            or _sample(late.source, _SAMPLES) != late.sample
         ]
         if not names:
             return ""

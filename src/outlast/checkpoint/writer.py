@@ -162,7 +162,7 @@ class ProcessWriter:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        descriptors = [each for each, _ in self._settings.arenas]
+        descriptors = [item for item, _ in self._settings.arenas]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outlast.checkpoint.writer", str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *descriptors],

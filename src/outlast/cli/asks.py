@@ -16,28 +16,28 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
     """
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, type[Any]] = {
-        each.name: each.annotation
-        for each in given
-        if isinstance(each.annotation, type) and is_dataclass(each.annotation)
+        name.name: name.annotation
+        for name in given
+        if isinstance(name.annotation, type) and is_dataclass(name.annotation)
     }
     shared = {name: _parameters(kind) for name, kind in groups.items()}
     own = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for each in given
-        if each.name not in groups
+        name.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name in given
+        if name.name not in groups
     ]
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
         made = {
-            name: kind(**{each.name: values.pop(each.name) for each in shared[name]})
+            name: kind(**{item.name: values.pop(item.name) for item in shared[name]})
             for name, kind in groups.items()
         }
         command(**made, **values)
 
-    every = [*(each for options in shared.values() for each in options), *own]
+    every = [*(option for options in shared.values() for option in options), *own]
     called.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in every}
+    called.__annotations__ = {said.name: said.annotation for said in every}
     return called
 
 
@@ -45,10 +45,10 @@ def _parameters(kind: type[Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     return [
         inspect.Parameter(
-            each.name,
+            field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=hints[each.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
         )
-        for each in fields(kind)
+        for field in fields(kind)
     ]

@@ -78,7 +78,7 @@ def check(
     if not script.is_file():
         raise AutosaveError(f"there is no script {script}; give the path of a Python file")
     files, _ = read_training(script, loop)
-    texts = [each.text for each in files]
+    texts = [file.text for file in files]
     say_options_behind(script, arguments or (), _OWN, texts, "outlast autosave check")
     found = replay_script(
         script, arguments or (), at=at, steps=steps, timeout_seconds=timeout, loop=loop
@@ -144,14 +144,14 @@ def _print_tensors(console: Console, plan: StatePlan) -> None:
         ],
         [
             [
-                each.name,
-                each.kind,
-                size_text(each.bytes),
-                each.dtype,
-                _WINDOWS[each.window],
-                "; ".join(each.why),
+                tensor.name,
+                tensor.kind,
+                size_text(tensor.bytes),
+                tensor.dtype,
+                _WINDOWS[tensor.window],
+                "; ".join(tensor.why),
             ]
-            for each in plan.tensors
+            for tensor in plan.tensors
         ],
         title="tensors at the save",
     )
@@ -169,8 +169,8 @@ def _print_lost(console: Console, found: ScriptReplay) -> None:
     lost = [
         *(f"{name} (tensor)" for name in found.lost_tensors),
         *(
-            f"{each.name}: {each.found or 'nothing'} for {each.expected}"
-            for each in found.lost_values
+            f"{lost_value.name}: {lost_value.found or 'nothing'} for {lost_value.expected}"
+            for lost_value in found.lost_values
         ),
     ]
     console.print(
@@ -205,11 +205,11 @@ def _print_verdict(console: Console, script: Path, found: ScriptReplay) -> None:
         markup=False,
         soft_wrap=True,
     )
-    _print_some(console, [each.sentence() for each in found.differences])
+    _print_some(console, [difference.sentence() for difference in found.differences])
 
 
 def _print_some(console: Console, lines: list[str]) -> None:
-    for each in lines[:_SHOWN]:
-        console.print(f"  {each}", markup=False, soft_wrap=True)
+    for line in lines[:_SHOWN]:
+        console.print(f"  {line}", markup=False, soft_wrap=True)
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more", markup=False)

@@ -60,7 +60,11 @@ def list_(store: Store, json: AsJson = False) -> None:
 
     storage = open_store(store)
     versions = [summarize(storage, version) for version in list_saved(storage)]
-    complete = [Version(each.session, each.step) for each in versions if each.state == "complete"]
+    complete = [
+        Version(version.session, version.step)
+        for version in versions
+        if version.state == "complete"
+    ]
     logs = summarize_logs(storage, max(complete, default=None))
     if json:
         print_json({"store": storage.location, "versions": versions, "logs": logs})
@@ -126,9 +130,9 @@ def verify(
     elif step is None:
         # A newer one that is not complete is what a restore passes over.
         newest = newest_complete(storage)
-        versions = [each for each in begun if newest is None or each >= newest]
+        versions = [version for version in begun if newest is None or version >= newest]
     else:
-        candidates = [each for each in begun if each.step == step]
+        candidates = [version for version in begun if version.step == step]
         versions = candidates or [find_version(storage, step).version]
     known: set[Known] = set()
     verdicts = []
@@ -137,7 +141,7 @@ def verify(
             verdicts.append(verify_version(storage, version, known, progress))
         if not json:
             print_verdict(verdicts[-1])
-    damaged = sum(each.state != "ok" for each in verdicts)
+    damaged = sum(verdict.state != "ok" for verdict in verdicts)
     if json:
         print_json({"store": storage.location, "damaged": damaged, "versions": verdicts})
     if damaged:

@@ -25,16 +25,16 @@ def print_usage(location: str, found: Usage) -> None:
     ]
     rows = [
         [
-            str(each.step),
-            str(each.session),
-            "complete" if each.complete else "incomplete",
-            size_text(each.raw_bytes),
-            size_text(each.own_bytes),
-            size_text(each.shared_bytes),
-            size_text(each.manifest_bytes),
-            size_text(each.freed_bytes),
+            str(version.step),
+            str(version.session),
+            "complete" if version.complete else "incomplete",
+            size_text(version.raw_bytes),
+            size_text(version.own_bytes),
+            size_text(version.shared_bytes),
+            size_text(version.manifest_bytes),
+            size_text(version.freed_bytes),
         ]
-        for each in found.versions
+        for version in found.versions
     ]
     print_table(console, columns, rows, location)
     console.print()
@@ -52,7 +52,7 @@ def print_usage(location: str, found: Usage) -> None:
         [Column("what", number=False), Column("size")],
         [[name, size_text(size)] for name, size in sums],
     )
-    complete = [each for each in found.versions if each.raw_bytes is not None]
+    complete = [version for version in found.versions if version.raw_bytes is not None]
     if complete:
         average = found.raw_bytes // len(complete)
         console.print(

@@ -52,28 +52,26 @@ def print_versions(
     ]
     rows = [
         [
-            str(each.step),
-            str(each.session),
-            each.kind or "-",
-            each.state if not each.problem or each.state != "complete" else "complete (!)",
-            _number(each.ranks),
-            _number(each.tensors),
-            size_text(each.raw_bytes),
-            size_text(each.stored_bytes),
-            size_text(each.referred_bytes),
-            ratio_text(each.ratio),
-            _metrics(each.metrics),
+            str(version.step),
+            str(version.session),
+            version.kind or "-",
+            version.state if not version.problem or version.state != "complete" else "complete (!)",
+            _number(version.ranks),
+            _number(version.tensors),
+            size_text(version.raw_bytes),
+            size_text(version.stored_bytes),
+            size_text(version.referred_bytes),
+            ratio_text(version.ratio),
+            _metrics(version.metrics),
         ]
-        for each in versions
+        for version in versions
     ]
     print_table(console, columns, rows, f"{location}: {count_text(len(versions), 'version')}")
-    for each in versions:
-        if each.problem:
-            style = _STYLES[each.state] if each.state != "complete" else "red"
-            console.print(
-                f"[{style}]step {each.step}, session {each.session}:[/] {escape(each.problem)}",
-                soft_wrap=True,
-            )
+    for version in versions:
+        if version.problem:
+            style = _STYLES[version.state] if version.state != "complete" else "red"
+            name = f"step {version.step}, session {version.session}"
+            console.print(f"[{style}]{name}:[/] {escape(version.problem)}", soft_wrap=True)
     if logs is not None:
         console.print(_logs(logs), markup=False, soft_wrap=True)
 

@@ -104,8 +104,8 @@ def sizes_of(job: Job) -> tuple[int, ...]:
     if job.slurm.sizes:
         return tuple(sorted(set(job.slurm.sizes)))
     asked = set(job.slurm.nodes)
-    halves = {each // 2 for each in asked if each % 2 == 0}
-    return tuple(sorted(asked | halves | {2 * each for each in asked}))
+    halves = {number // 2 for number in asked if number % 2 == 0}
+    return tuple(sorted(asked | halves | {2 * number for number in asked}))
 
 
 def _print(choice: Choice) -> None:
@@ -114,22 +114,22 @@ def _print(choice: Choice) -> None:
 
     rows = [
         [
-            str(each.nodes),
-            duration_text(each.wall_seconds),
+            str(candidate.nodes),
+            duration_text(candidate.wall_seconds),
             *(
                 duration_text(seconds)
                 for seconds in (
-                    each.start.p10_seconds,
-                    each.start.p50_seconds,
-                    each.start.p90_seconds,
-                    each.finish_quantile(0.5),
-                    each.finish_quantile(0.9),
+                    candidate.start.p10_seconds,
+                    candidate.start.p50_seconds,
+                    candidate.start.p90_seconds,
+                    candidate.finish_quantile(0.5),
+                    candidate.finish_quantile(0.9),
                 )
             ),
-            f"{each.node_seconds / 3600.0:,.1f}",
-            "best" if each is choice.best else "",
+            f"{candidate.node_seconds / 3600.0:,.1f}",
+            "best" if candidate is choice.best else "",
         ]
-        for each in choice.ranking[:_SHOWN]
+        for candidate in choice.ranking[:_SHOWN]
     ]
     heads = ("nodes", "time limit", "starts P10", "P50", "P90", "done P50", "P90", "node hours", "")
     title = (

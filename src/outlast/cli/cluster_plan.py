@@ -117,11 +117,11 @@ def sentences(
     costs = costs_of(chain, log.save_seconds, measured_restart=measured)
     found = [f"run {chain.name} in {files.run}, step {log.step} of {chain.steps} saved"]
     usable = chain.usable_seconds()
-    nodes = ", then ".join(str(each) for each in chain.nodes)
+    nodes = ", then ".join(str(node) for node in chain.nodes)
     length = "the partition's default limit" if usable is None else duration_text(usable)
     if chain.chooses:
         length = f"at most {length}, chosen for each as it is submitted,"
-        nodes = " or ".join(str(each) for each in chain.sizes) or nodes
+        nodes = " or ".join(str(size) for size in chain.sizes) or nodes
     found.append(
         f"a chain of {_kind_words(chain)}: links of {length} on {nodes} node(s) with "
         f"{chain.tasks_per_node} process(es) each"

@@ -127,8 +127,8 @@ def _rows(
     kind = _backfill(asked.backfill)
     chosen = _policies(asked.policy, asked.links * HOUR, kind)
     rows: list[Row] = []
-    for each in asked.load or [log.load]:
-        stretched = log.at_load(each) if asked.load else log
+    for item in asked.load or [log.load]:
+        stretched = log.at_load(item) if asked.load else log
         rows += replay(stretched, chosen, job, limits, runs=asked.runs, seed=seed, backfill=kind)
     return rows
 
@@ -138,7 +138,7 @@ def _log(asked: AskedLog) -> Workload:
     from outlast.cluster.workload.sacct import read_sacct
     from outlast.cluster.workload.swf import read_swf
 
-    if sum(each is not None for each in (asked.swf, asked.sacct, asked.generated)) != 1:
+    if sum(item is not None for item in (asked.swf, asked.sacct, asked.generated)) != 1:
         raise ClusterError("give one of --swf FILE, --sacct FILE and --generated NODES")
     if asked.partition is not None and asked.sacct is None:
         raise ClusterError("--partition belongs to --sacct: other logs are read whole")
@@ -160,7 +160,7 @@ def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
             f"--nodes {reference}: the log's machine has {log.machine_nodes} nodes; give fewer"
         )
     others = asked.size or [reference // 4, reference // 2, 2 * reference, 4 * reference]
-    possible = {each for each in others if 1 <= each <= log.machine_nodes}
+    possible = {other for other in others if 1 <= other <= log.machine_nodes}
     job = MalleableJob(
         work_seconds=asked.hours * HOUR,
         reference_nodes=reference,

@@ -61,7 +61,7 @@ def print_status(found: ChainStatus) -> None:
     if found.goodput is not None:
         print(f"goodput {found.goodput:.1%} of the links' time, measured")
         total = sum(found.seconds.values())
-        for name, seconds in sorted(found.seconds.items(), key=lambda each: -each[1]):
+        for name, seconds in sorted(found.seconds.items(), key=lambda second: -second[1]):
             print(f"  {name:<26} {duration_text(seconds):>12}  {seconds / total:6.1%}")
     elif found.links:
         print("goodput not known: the run has kept no records of its time yet")
@@ -77,20 +77,20 @@ def print_status(found: ChainStatus) -> None:
     if found.links:
         rows = [
             [
-                f"{each.number} filler" if each.role == "filler" else str(each.number),
-                each.job,
-                f"{each.nodes} x {each.processes // max(each.nodes, 1)}",
-                "" if each.wait_seconds is None else f"{each.wait_seconds:.1f} s",
-                _predicted(each),
-                "" if each.seconds is None else duration_text(each.seconds),
-                f"{each.first_step} to {each.last_step}",
-                each.verdict,
-                each.reason,
+                f"{link.number} filler" if link.role == "filler" else str(link.number),
+                link.job,
+                f"{link.nodes} x {link.processes // max(link.nodes, 1)}",
+                "" if link.wait_seconds is None else f"{link.wait_seconds:.1f} s",
+                _predicted(link),
+                "" if link.seconds is None else duration_text(link.seconds),
+                f"{link.first_step} to {link.last_step}",
+                link.verdict,
+                link.reason,
             ]
-            for each in found.links
+            for link in found.links
         ]
         heads = ["link", "job", "nodes", "waited", "predicted", "ran", "steps", "then", "why"]
-        if all(each.predicted_wait_seconds is None for each in found.links):
+        if all(link.predicted_wait_seconds is None for link in found.links):
             place = heads.index("predicted")
             del heads[place]
             rows = [row[:place] + row[place + 1 :] for row in rows]

@@ -72,7 +72,7 @@ def _print(schedule: Schedule, unmanaged: Schedule, most: int | None) -> None:
     from outlast.cluster.tasks.gantt import duration
 
     names = list(schedule.graph.machine.nodes)
-    sizes = {each.name: each.size_bytes for each in schedule.graph.activities}
+    sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}
     rows = [
         [
             row.name,

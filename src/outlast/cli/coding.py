@@ -152,7 +152,7 @@ def _made(name: str, given: dict[str, Any]) -> GradientCode:
     """
     import outlast.coding
 
-    plain = {each.lower(): each for each in CODES}
+    plain = {code.lower(): code for code in CODES}
     short = name.replace("_", "").replace("-", "").lower()
     known = plain.get(short) or plain.get(f"{short}code")
     if known is None:
@@ -167,8 +167,8 @@ def _made(name: str, given: dict[str, Any]) -> GradientCode:
         raise CodingError(f"{known} has no --{superfluous[0]}; {_wanted(known, accepted, given)}")
     missing = [
         key
-        for key, each in accepted.items()
-        if each.default is inspect.Parameter.empty and key not in settings
+        for key, item in accepted.items()
+        if item.default is inspect.Parameter.empty and key not in settings
     ]
     if missing:
         raise CodingError(f"{known} needs --{missing[0]}; {_wanted(known, accepted, given)}")

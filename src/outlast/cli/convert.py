@@ -210,7 +210,7 @@ def _tell_files(source: Path, target: Path, written_as: str) -> None:
     from outlast.cli.figures import size_text
 
     def size(folder: Path) -> str:
-        return size_text(sum(each.stat().st_size for each in folder.glob("*.safetensors")))
+        return size_text(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
 
     load = f'outlast.tensorize.export.load_factored("{target}")'
     if written_as == "dense":

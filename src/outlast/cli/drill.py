@@ -98,8 +98,8 @@ def drill(
     if job.guard.policy == "off":
         raise GuardError('guard.policy = "off" leaves nothing to drill; set it to "full"')
     given = parse_faults(faults or [])
-    numbers = tuple(str(each) for each in given if isinstance(each, Fault))
-    processes = tuple(str(each) for each in given if not isinstance(each, Fault))
+    numbers = tuple(str(fault) for fault in given if isinstance(fault, Fault))
+    processes = tuple(str(fault) for fault in given if not isinstance(fault, Fault))
     result: dict[str, Any] = {}
     if numbers or not processes:
         result |= _drill_numbers(job, numbers, seed)
@@ -230,8 +230,8 @@ def _drill_processes(
     clean, disturbed = (_named(job, name) for name in ("drill-clean", "drill-faults"))
     base = [sys.executable, "-m", "outlast", "train", *([str(job_file)] if job_file else [])]
     states, starts = [], 0
-    for each, options in ((clean, ()), (disturbed, faults)):
-        name = f"run.name={json.dumps(each.run.name)}"
+    for item, options in ((clean, ()), (disturbed, faults)):
+        name = f"run.name={json.dumps(item.run.name)}"
         chosen = [argument for fault in options for argument in ("--process-fault", fault)]
         starts = 0
         while True:
@@ -242,11 +242,11 @@ def _drill_processes(
                 break
             if starts == _MOST_STARTS:
                 raise OutlastError(
-                    f"the drill's run {each.run.name} was started {starts} times and ended with "
+                    f"the drill's run {item.run.name} was started {starts} times and ended with "
                     f"exit code {done.returncode} at last; see its messages above"
                 )
             print(f"drill: the run ended with exit code {done.returncode}; starting it again")
-        model, _ = load_trained(each, run_directory(each))
+        model, _ = load_trained(item, run_directory(item))
         states.append(model.state_dict())
     first, second = states
     equal = first.keys() == second.keys() and all(

@@ -30,7 +30,7 @@ def goodput(
     work, _ = _progress(clean, None)
     step = work / max(job.train.steps - 1, 1)
     # At a rate, what comes after the last strike is at another rate: none.
-    until = max((each.struck + each.seconds for each in struck), default=None)
+    until = max((outcome.struck + outcome.seconds for outcome in struck), default=None)
     wall, steps = _progress(disturbed, until if asked.kill else None)
     live = job.recover.mode == "live"
     every, back = _kept_every(job), _way_back_live(job) if live else _way_back(clean)
@@ -40,7 +40,7 @@ def goodput(
         predicted = _planned(asked.kill, step, every, back)
     else:
         # Striking who takes over a state takes a death before; live groups wait for one of them.
-        healing = sum(each.phase == "heal" for each in struck if not live)
+        healing = sum(outcome.phase == "heal" for outcome in struck if not live)
         deaths = len(struck) + healing
         predicted = share_of_progress(work, deaths, back, lost_seconds(step, every))
     return {"measured": min(steps * step / wall, 1.0), "predicted": predicted}

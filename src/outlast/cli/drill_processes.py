@@ -76,7 +76,7 @@ def drill_processes(job_file: Path | None, settings: list[str], asked: Asked) ->
     """Train undisturbed and under trials, and compare; prints a table and what it means."""
     from outlast.job import load_job
 
-    if job_file is None and not any(each.startswith("train.steps") for each in settings):
+    if job_file is None and not any(setting.startswith("train.steps") for setting in settings):
         settings = [*DEMONSTRATION, *settings]
     job = load_job(job_file, settings)
     if job.launch.nproc == 1:
@@ -138,7 +138,7 @@ def _trials(job: Job, asked: Asked, ranks: int) -> list[Trial]:
         phases = STRUCK + (("memory",) if job.recover.mode == "restart" else ())
     if asked.stop_seconds and "all" in asked.phases:
         # A process that is only stopped takes over no state.
-        phases = tuple(each for each in phases if each != "heal")
+        phases = tuple(phase for phase in phases if phase != "heal")
     return trials_at(phases, ranks, asked.trials or 1, asked.seed)
 
 
@@ -231,22 +231,22 @@ def _run(
 def _result(
     job: Job, asked: Asked, outcomes: list[Outcome], starts: int, processes: int
 ) -> dict[str, Any]:
-    struck = [each for each in outcomes if each.took_place]
-    survived = [each for each in struck if each.survived]
+    struck = [outcome for outcome in outcomes if outcome.took_place]
+    survived = [outcome for outcome in struck if outcome.survived]
     clean, disturbed = (_directory(job, name) for name in ("drill-clean", "drill-struck"))
     equal, distance = _compare(job)
-    seconds = [each.seconds for each in survived]
+    seconds = [outcome.seconds for outcome in survived]
     return {
         "mode": job.recover.mode,
         "processes": processes,
         "seed": asked.seed,
         "stop_seconds": asked.stop_seconds,
-        "trials": [dataclasses.asdict(each) for each in outcomes],
+        "trials": [dataclasses.asdict(outcome) for outcome in outcomes],
         "struck": len(struck),
         "survived": len(survived),
         "starts": starts,
-        "lost_steps": sum(each.lost_steps for each in survived),
-        "lost_samples": sum(each.lost_steps for each in survived) * job.train.batch_size,
+        "lost_steps": sum(outcome.lost_steps for outcome in survived),
+        "lost_samples": sum(outcome.lost_steps for outcome in survived) * job.train.batch_size,
         "median_seconds": statistics.median(seconds) if seconds else None,
         "longest_seconds": max(seconds, default=None),
         "goodput": goodput(job, asked, clean, disturbed, struck),
@@ -299,16 +299,16 @@ def print_processes(result: dict[str, Any]) -> None:
     table.add_column("phase")
     for name in ("struck", "survived", "steps done again", "next step after (s)"):
         table.add_column(name, justify="right")
-    taken = [each for each in result["trials"] if each["struck"]]
-    for phase in dict.fromkeys(each["phase"] for each in taken):
-        rows = [each for each in taken if each["phase"] == phase]
-        well = [each for each in rows if each["survived"]]
-        seconds = [each["seconds"] for each in well]
+    taken = [trial for trial in result["trials"] if trial["struck"]]
+    for phase in dict.fromkeys(box["phase"] for box in taken):
+        rows = [box for box in taken if box["phase"] == phase]
+        well = [row for row in rows if row["survived"]]
+        seconds = [box["seconds"] for box in well]
         table.add_row(
             phase,
             str(len(rows)),
             str(len(well)),
-            str(sum(each["lost_steps"] for each in well)),
+            str(sum(box["lost_steps"] for box in well)),
             f"{statistics.median(seconds):.2f}" if seconds else "-",
         )
     Console(width=100).print(table)

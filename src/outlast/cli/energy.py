@@ -83,7 +83,7 @@ def monitor(
     window = meter.read()
     if meter.sources:
         console.print(f"{window.seconds:.1f} s in all")
-        for line in _lines(window, {name: each.end for name, each in window.states.items()}):
+        for line in _lines(window, {name: state.end for name, state in window.states.items()}):
             console.print(line)
     if output is not None:
         output.write_text(json.dumps(window.as_json(), indent=1) + "\n")

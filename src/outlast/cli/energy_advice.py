@@ -60,9 +60,9 @@ def print_advice(
         profile = _modelled_profile(job, checked, device)
     planner = EnergyPlanner(profile)
     rows = []
-    for each in dict.fromkeys([*DEADLINES, deadline]):
-        plan = planner.plan(schedule, each, switches="per_stage")
-        rows.append(_row(str(each), plan))
+    for fromkey in dict.fromkeys([*DEADLINES, deadline]):
+        plan = planner.plan(schedule, fromkey, switches="per_stage")
+        rows.append(_row(str(fromkey), plan))
     chosen = planner.plan(schedule, deadline, switches="per_stage")
     heads = ["deadline", "step s", "energy J", "saving", "clocks MHz"]
     title = f"one clock per device, {profile.device}, {profile.kind}"

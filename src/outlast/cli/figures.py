@@ -107,7 +107,7 @@ def print_table(
         ]
         shown.difference_update(alike)
     for number in sorted(shown, key=lambda number: -columns[number].optional):
-        too_wide = sum(needed[each] for each in shown) + _GAP * len(shown) > console.width
+        too_wide = sum(needed[name] for name in shown) + _GAP * len(shown) > console.width
         if too_wide and columns[number].optional:
             shown.remove(number)
             left_out.append(number)
@@ -117,12 +117,12 @@ def print_table(
     common = [text for number, text in zip(alike, common, strict=True) if cells[number]]
     if common:
         console.print(f"all of them: {escape(', '.join(common))}", style="dim")
-    excess = sum(widths[each] for each in shown) + _GAP * len(shown) - console.width
+    excess = sum(widths[name] for name in shown) + _GAP * len(shown) - console.width
     for number in sorted(shown, key=lambda number: -columns[number].optional):
         squeezed = min(max(excess, 0), widths[number] - needed[number])
         widths[number] -= squeezed
         excess -= squeezed
-    console.print(_table(columns, rows, {each: widths[each] for each in sorted(shown)}))
+    console.print(_table(columns, rows, {name: widths[name] for name in sorted(shown)}))
     if left_out:
         names = ", ".join(columns[number].name for number in sorted(left_out))
         text = f"a wider window or --json also shows: {names}"
@@ -165,9 +165,9 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value

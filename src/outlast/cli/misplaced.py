@@ -28,8 +28,8 @@ def say_options_behind(
         texts: Of the program.
         command: As it is called, e.g. ``outlast run``.
     """
-    given = dict.fromkeys(each.partition("=")[0] for each in arguments)
-    found = [each for each in given if each in own and not any(each in text for text in texts)]
+    given = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    found = [name for name in given if name in own and not any(name in text for text in texts)]
     if found:
         names = ", ".join(found)
         stands = "stands" if len(found) == 1 else "stand"

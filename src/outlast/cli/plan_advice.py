@@ -135,7 +135,7 @@ def _of_job(run: Configuration) -> dict[str, str]:
 def probability_faster(one: Interval, other: Interval) -> float:
     """That the first is less than the second: log-normal, with errors that partly agree."""
     z = NormalDist().inv_cdf(0.5 + one.coverage / 2.0)
-    s, t = (math.log(each.high / each.middle) / z for each in (one, other))
+    s, t = (math.log(item.high / item.middle) / z for item in (one, other))
     variance = s**2 + t**2 - 2.0 * CORRELATION * s * t
     lead = math.log(other.middle / one.middle)
     if variance <= 0.0:
@@ -196,7 +196,7 @@ def what_ifs(planned: Planned, best: Choice) -> tuple[WhatIf, ...]:
             continue
         # What changes the loss comes last: it is no gain for nothing.
         found.append((larger, -gain, WhatIf(change, there)))
-    return tuple(each for *_, each in sorted(found, key=lambda each: each[:2]))
+    return tuple(item for *_, item in sorted(found, key=lambda name: name[:2]))
 
 
 def _loss_of(
@@ -235,10 +235,10 @@ def _most(best: Choice, what_ifs: tuple[WhatIf, ...]) -> str:
 
 def _differing(own: Configuration | Settings, best: Configuration | Settings) -> list[str]:
     found = []
-    for each in fields(own):
-        before, after = getattr(own, each.name), getattr(best, each.name)
-        if before != after and not _same_meaning(each.name, own, best):
-            found.append(f"{each.name} {_shown(before)} -> {_shown(after)}")
+    for field in fields(own):
+        before, after = getattr(own, field.name), getattr(best, field.name)
+        if before != after and not _same_meaning(field.name, own, best):
+            found.append(f"{field.name} {_shown(before)} -> {_shown(after)}")
     return found
 
 

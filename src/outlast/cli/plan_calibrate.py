@@ -217,7 +217,7 @@ def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[s
     return {
         "rows": len(found.rows),
         "used": [row.name for row in found.used],
-        "refused": [{"name": each.name, "reason": each.reason} for each in refused],
+        "refused": [{"name": item.name, "reason": item.reason} for item in refused],
         "flagged": [text for row in found.rows for text in (*row.flags, *row.time_flags)],
         "whose": f"{found.whose.framework} on {found.whose.chip}",
         "constants": constants_of(found),
@@ -242,7 +242,7 @@ def _print(
     more = f" and {len(used) - _LISTED} more" if len(used) > _LISTED else ""
     console.print(f"{len(used)} of {len(found.rows)} rows are fitted: {names}{more}", markup=False)
     sentences = [f"left out: {text}" for text in document["flagged"]]
-    sentences += [f"cannot be read: {each.name}: {each.reason}" for each in refused]
+    sentences += [f"cannot be read: {item.name}: {item.reason}" for item in refused]
     for text in sentences[:_LISTED]:
         console.print(text, markup=False, soft_wrap=True)
     if len(sentences) > _LISTED:
@@ -252,13 +252,13 @@ def _print(
     console.print()
     rows = [
         [
-            each["name"],
-            f"{each['before']:.4g}",
-            f"{each['after']:.4g}",
-            f"{each['log_deviation']:.2g}",
-            "" if each["unit"] == "1" else each["unit"],
+            constant["name"],
+            f"{constant['before']:.4g}",
+            f"{constant['after']:.4g}",
+            f"{constant['log_deviation']:.2g}",
+            "" if constant["unit"] == "1" else constant["unit"],
         ]
-        for each in document["constants"]
+        for constant in document["constants"]
     ]
     columns = [
         Column("constant", number=False),
@@ -270,10 +270,10 @@ def _print(
     title = f"Constants of {document['whose']} (before: fitted to published runs)"
     print_table(console, columns, rows, title)
     console.print()
-    for name, each in document["errors"].items():
+    for name, error in document["errors"].items():
         console.print(
-            f"error of unseen rows, {name}: median {each['median']:.1%}, mean {each['mean']:.1%}, "
-            f"90 % below {each['p90']:.1%}"
+            f"error of unseen rows, {name}: median {error['median']:.1%}, mean {error['mean']:.1%},"
+            f" 90 % below {error['p90']:.1%}"
         )
     width = document["intervals"]
     console.print(

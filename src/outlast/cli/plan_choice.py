@@ -46,9 +46,9 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
     from outlast.plan.prediction import predict
 
     sizes = {
-        each.name: getattr(layout, each.name)
-        for each in fields(layout)
-        if each.name != "choose" and getattr(layout, each.name) is not None
+        field.name: getattr(layout, field.name)
+        for field in fields(layout)
+        if field.name != "choose" and getattr(layout, field.name) is not None
     }
     if sizes and layout.choose is not None:
         raise PlanError(
@@ -90,14 +90,14 @@ def _one(planned: Planned) -> Settings:
         PlanError: Several choices of one mechanism.
     """
     found = planned.mechanisms
-    for each in fields(found):
-        if len(choices := getattr(found, each.name)) > 1:
+    for field in fields(found):
+        if len(choices := getattr(found, field.name)) > 1:
             said = ", ".join(
                 "+".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in choices
             )
             raise PlanError(
-                f"{each.name} = {said}: a layout that is given takes one choice of each mechanism; "
-                "keep one, or take a row of the ranking (--choose)"
+                f"{field.name} = {said}: a layout that is given takes one choice of each mechanism;"
+                " keep one, or take a row of the ranking (--choose)"
             )
     return found.settings()[0]
 

@@ -99,14 +99,14 @@ def compare(
     by += f" ({prediction.calibration or 'no calibration named'})"
     figures = list(forecast.compared())
     parts = [*_step_parts(prediction.terms, read), *losses]
-    drift = [each for each in figures if each.inside is False]
+    drift = [figure for figure in figures if figure.inside is False]
     if json:
         print_json(_document(run, by, figures, parts, drift))
     else:
         _print(read, by, prediction.extrapolated, figures, parts)
-        for each in drift:
+        for compared in drift:
             print(
-                f"drift: {each.name}: {each.sentence()}; calibrate again with this run "
+                f"drift: {compared.name}: {compared.sentence()}; calibrate again with this run "
                 "(`outlast plan calibrate`), or look for what has changed"
             )
     raise typer.Exit(EXIT_CRASHED if drift else 0)
@@ -193,14 +193,16 @@ def _print(
     console = output()
     rows = [
         [
-            each.name,
-            each.words(each.predicted),
-            each.interval_words() or "-",
-            f"unavailable: {each.missing}" if each.measured is None else each.words(each.measured),
-            "-" if each.ratio is None else f"{each.ratio:.3f}",
-            each.verdict or "-",
+            figure.name,
+            figure.words(figure.predicted),
+            figure.interval_words() or "-",
+            f"unavailable: {figure.missing}"
+            if figure.measured is None
+            else figure.words(figure.measured),
+            "-" if figure.ratio is None else f"{figure.ratio:.3f}",
+            figure.verdict or "-",
         ]
-        for each in figures
+        for figure in figures
     ]
     columns = [
         Column("figure", number=False),
@@ -211,8 +213,8 @@ def _print(
         Column("verdict", number=False, optional=3),
     ]
     print_table(console, columns, rows, f"{read.name}: {by}")
-    for each in beyond:
-        console.print(f"extrapolated: {each}", markup=False, soft_wrap=True)
+    for item in beyond:
+        console.print(f"extrapolated: {item}", markup=False, soft_wrap=True)
     if parts:
         console.print()
         rows = [[name, _part(p, unit), _part(m, unit)] for name, unit, p, m in parts]
@@ -242,21 +244,21 @@ def _document(
         "predicted_by": by,
         "figures": [
             {
-                "name": each.name,
-                "unit": each.unit,
-                "predicted": each.predicted,
-                "low": each.low,
-                "high": each.high,
-                "measured": each.measured,
-                "ratio": each.ratio,
-                "inside": each.inside,
-                "missing": each.missing if each.measured is None else "",
+                "name": figure.name,
+                "unit": figure.unit,
+                "predicted": figure.predicted,
+                "low": figure.low,
+                "high": figure.high,
+                "measured": figure.measured,
+                "ratio": figure.ratio,
+                "inside": figure.inside,
+                "missing": figure.missing if figure.measured is None else "",
             }
-            for each in figures
+            for figure in figures
         ],
         "parts": [
             {"part": name, "unit": unit, "predicted": predicted, "measured": measured}
             for name, unit, predicted, measured in parts
         ],
-        "drift": [each.name for each in drift],
+        "drift": [compared.name for compared in drift],
     }

@@ -71,7 +71,7 @@ def emit(
     if asked.framework is None and trains in FRAMEWORKS:
         asked = with_fields(asked, framework=trains)
     read = planned(asked) if trains == "outlast" else _without_mechanisms(planned(asked))
-    if not own and all(getattr(layout, each.name) is None for each in fields(layout)):
+    if not own and all(getattr(layout, field.name) is None for field in fields(layout)):
         layout = with_fields(layout, choose=1)
         read = with_fields(read, target=trains)
     found = chosen(read, layout)
@@ -113,12 +113,12 @@ def targets(json: AsJson = False) -> None:
         print_json(
             [
                 {
-                    "name": each.name,
-                    "title": each.title,
-                    "files": list(each.files),
-                    "expresses": each.expresses,
+                    "name": target.name,
+                    "title": target.title,
+                    "files": list(target.files),
+                    "expresses": target.expresses,
                 }
-                for each in TARGETS.values()
+                for target in TARGETS.values()
             ]
         )
         return
@@ -145,7 +145,7 @@ def _without_mechanisms(planned: Planned) -> Planned:
 def _name(planned: Planned) -> str:
     if planned.job is not None:
         return planned.job.run.name
-    letters = (each if each.isalnum() or each in "._-" else "-" for each in _plain_name(planned))
+    letters = (item if item.isalnum() or item in "._-" else "-" for item in _plain_name(planned))
     return "".join(letters).strip("-.") or "run"
 
 

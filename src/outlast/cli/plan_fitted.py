@@ -85,8 +85,8 @@ def _baseline(found: Fitted) -> np.ndarray:
     keys = [row.key for row in rows]
     errors = []
     for index, (kind, key) in enumerate(zip(kinds, keys, strict=True)):
-        unseen = np.array([each != key for each in keys])
-        alike = unseen & np.array([each == kind for each in kinds])
+        unseen = np.array([item != key for item in keys])
+        alike = unseen & np.array([pair == kind for pair in kinds])
         others = alike if alike.any() else unseen
         errors.append(abs(shares[index] / np.median(shares[others]) - 1.0))
     return np.array(errors)

@@ -61,7 +61,7 @@ def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
 
 def stored_memory(found: FittedMemory) -> dict[str, Constant]:
     """What the calibration's file says of it."""
-    stored = constants_of({name: each.fit for name, each in found.learned.items()})
+    stored = constants_of({name: item.fit for name, item in found.learned.items()})
     if found.resident is not None:
         stored |= resident_constants(found.resident, found.machine)
     return stored
@@ -71,30 +71,30 @@ def memory_document(found: FittedMemory) -> dict[str, Any]:
     """For --json, by framework: runs, constants before and after, errors of unseen runs."""
     return {
         framework: {
-            "rows": each.fit.runs,
-            "constants": _constants(each.fit, found.before.get(framework)),
-            "unseen_error": _median(each.unseen),
-            "error_before": _median(each.before),
-            "log_deviation": each.fit.log_deviation,
+            "rows": item.fit.runs,
+            "constants": _constants(item.fit, found.before.get(framework)),
+            "unseen_error": _median(item.unseen),
+            "error_before": _median(item.before),
+            "log_deviation": item.fit.log_deviation,
         }
-        for framework, each in found.learned.items()
+        for framework, item in found.learned.items()
     }
 
 
 def memory_lines(found: FittedMemory) -> list[str]:
     """Sentences about what was learned."""
     lines = []
-    for framework, each in found.learned.items():
-        said = [f"memory of {framework}: {each.fit.runs} runs"]
-        unseen, before = _median(each.unseen), _median(each.before)
+    for framework, item in found.learned.items():
+        said = [f"memory of {framework}: {item.fit.runs} runs"]
+        unseen, before = _median(item.unseen), _median(item.before)
         if unseen is not None:
             said.append(f"error of unseen ones {unseen:.1%} in the median")
         if before is not None:
             said.append(f"{before:.1%} before")
-        said.append(f"90 % intervals of +{np.expm1(1.645 * each.fit.log_deviation):.0%}")
+        said.append(f"90 % intervals of +{np.expm1(1.645 * item.fit.log_deviation):.0%}")
         moved = [
             f"{one['name']} {one['before']:.4g} -> {one['after']:.4g}"
-            for one in _constants(each.fit, found.before.get(framework))
+            for one in _constants(item.fit, found.before.get(framework))
             if abs(one["after"] / one["before"] - 1.0) > MOVED
         ]
         lines.append("; ".join([", ".join(said), *moved]))

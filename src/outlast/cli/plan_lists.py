@@ -24,19 +24,19 @@ def clusters(json: AsJson = False) -> None:
 
     folder = files("outlast.plan").joinpath("clusters")
     found = [(name, cluster_of(name), str(folder / f"{name}.toml")) for name in shipped_clusters()]
-    parts = [each.key for each in devices()]
+    parts = [device.key for device in devices()]
     if json:
         print_json(
             {
                 "clusters": [
                     {
                         "name": name,
-                        "nodes": each.nodes,
-                        "devices": each.devices,
-                        "device": each.device,
+                        "nodes": item.nodes,
+                        "devices": item.devices,
+                        "device": item.device,
                         "file": path,
                     }
-                    for name, each, path in found
+                    for name, item, path in found
                 ],
                 "parts": parts,
             }
@@ -70,32 +70,32 @@ def models(json: AsJson = False) -> None:
     from outlast.cli.plan_words import count_words
     from outlast.plan.known_models import MODELS, published
 
-    found = [(name, published(name), each.source) for name, each in MODELS.items()]
+    found = [(name, published(name), model.source) for name, model in MODELS.items()]
     if json:
         print_json(
             [
                 {
                     "name": name,
-                    "parameters": each.parameters,
-                    "active_parameters": each.active_parameters,
-                    "layers": each.layers,
-                    "hidden": each.hidden,
+                    "parameters": item.parameters,
+                    "active_parameters": item.active_parameters,
+                    "layers": item.layers,
+                    "hidden": item.hidden,
                     "source": source,
                 }
-                for name, each, source in found
+                for name, item, source in found
             ]
         )
         return
     rows = [
         [
             name,
-            count_words(each.parameters),
-            count_words(each.active_parameters) if each.experts else "-",
-            str(each.layers),
-            f"{each.hidden:,}",
+            count_words(item.parameters),
+            count_words(item.active_parameters) if item.experts else "-",
+            str(item.layers),
+            f"{item.hidden:,}",
             source.removeprefix("config.json of ").replace(" on Hugging Face", ""),
         ]
-        for name, each, source in found
+        for name, item, source in found
     ]
     columns = [
         Column("model", number=False),

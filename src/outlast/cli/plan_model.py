@@ -51,7 +51,7 @@ def training_of_model(asked: Asked, cluster: Cluster, assumed: list[str]) -> Tra
         )
     batch = asked.batch
     if batch is None:
-        tokens = next(each for most, each in _BATCH_TOKENS if model.parameters < most)
+        tokens = next(item for most, item in _BATCH_TOKENS if model.parameters < most)
         batch = _whole(max(tokens // sequence, 1), cluster.devices)
         assumed.append(
             f"a batch of {batch:,} samples, {count_words(batch * sequence)} tokens, about as "
@@ -122,7 +122,7 @@ def _longest(source: str) -> int:
         table = json.loads(path.read_text(encoding="utf-8"))
         table = table.get("text_config") or table
     found = [table.get(name) for name in ("max_position_embeddings", "n_positions")]
-    return max([each for each in found if isinstance(each, int)], default=0)
+    return max([tensor for tensor in found if isinstance(tensor, int)], default=0)
 
 
 def _whole(batch: int, devices: int) -> int:

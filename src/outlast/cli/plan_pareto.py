@@ -140,8 +140,8 @@ def check(
     elif not quiet:
         words = f"{layout_words(found.run)} ({found.origin})"
         print(f"no: {'; '.join(reasons)} [{words}]" if reasons else f"yes: {words}")
-        for each in beyond(found.estimate):
-            print(f"extrapolated: {each}")
+        for item in beyond(found.estimate):
+            print(f"extrapolated: {item}")
     raise typer.Exit(EXIT_CRASHED if reasons else 0)
 
 

@@ -40,7 +40,7 @@ def with_whole_paths(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
 
 def _whole(value: Any, prefix: str) -> Any:
     if isinstance(value, list):
-        return [_whole(each, prefix) for each in value]
+        return [_whole(item, prefix) for item in value]
     return prefix + whole_path(value[len(prefix) :]) if value.startswith(prefix) else value
 
 

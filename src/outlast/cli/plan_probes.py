@@ -161,7 +161,7 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
     )
     calibration = calibration_of(found.step, provenance)
     learned = fit_device_memory([probe.row for probe in found.probes])
-    memory = device_constants({name: each.fit for name, each in learned.items()})
+    memory = device_constants({name: item.fit for name, item in learned.items()})
     if found.memory is not None:
         memory |= constants_of(found.memory, found.cluster.name)
     constants = {**calibration.constants, **memory}

@@ -101,7 +101,7 @@ def print_planned(console: Console, planned: Planned) -> None:
             f"{cluster.name}: {cluster.nodes:,} x {cluster.devices_per_node} {spare}",
         ),
         ("framework", training.framework),
-        *(("assumed", each) for each in planned.assumed),
+        *(("assumed", name) for name in planned.assumed),
     ]
     print_facts(console, "Plan (every figure below is predicted)", facts)
 
@@ -177,7 +177,7 @@ def answers(found: Estimate, currency: str = "") -> list[tuple[str, str]]:
         answered.append(("loss", words))
     if found.on_time is not None:
         answered.append(("in time", f"with probability {found.on_time:.2f}"))
-    answered += [("extrapolated", each) for each in beyond(found)]
+    answered += [("extrapolated", name) for name in beyond(found)]
     return answered
 
 
@@ -211,7 +211,7 @@ def _print_choices(console: Console, found: Ranking) -> None:
     first = found.choices[0].estimate
     joules = 0.0 if isinstance(first.run_joules, Unavailable) else first.run_joules.middle
     scales = unit_of_seconds(first.finish_seconds.middle), unit_of_joules(joules)
-    rows = [_row(console, each, *scales) for each in found.choices]
+    rows = [_row(console, choice, *scales) for choice in found.choices]
     shared, layouts = _layouts(found)
     for row, layout in zip(rows, layouts, strict=True):
         row[1] = layout
@@ -235,8 +235,8 @@ def _print_choices(console: Console, found: Ranking) -> None:
     title = f"Ranked by {FIGURES[found.planned.asked.by].words}, the front first"
     if not first.calibrated:
         title += "; not calibrated on this cluster"
-    shown = [[row[each] for each in kept] for row in rows]
-    print_table(console, [columns[each] for each in kept], shown, title)
+    shown = [[row[number] for number in kept] for row in rows]
+    print_table(console, [columns[number] for number in kept], shown, title)
     if shared:
         console.print(f"in all rows: {shared}", style="dim", markup=False)
     for phrase, numbers in _beyond_of_rows(found).items():
@@ -252,10 +252,10 @@ def _beyond_of_rows(found: Ranking) -> dict[str, list[int]]:
     """Rows by what is beyond what was measured in them, where it is not so in row 1."""
     said = set(beyond(found.choices[0].estimate))
     rows: dict[str, list[int]] = {}
-    for each in found.choices:
-        for phrase in beyond(each.estimate):
+    for choice in found.choices:
+        for phrase in beyond(choice.estimate):
             if phrase not in said:
-                rows.setdefault(phrase, []).append(each.number)
+                rows.setdefault(phrase, []).append(choice.number)
     return rows
 
 
@@ -299,9 +299,9 @@ def _layouts(found: Ranking) -> tuple[str, list[str]]:
     from outlast.plan.pareto.words import layout_words, settings_words
 
     split = [
-        [*layout_words(each.run).split(" \N{MIDDLE DOT} "),
-         *settings_words(each.settings).split(" \N{MIDDLE DOT} ")]
-        for each in found.choices
+        [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),
+         *settings_words(choice.settings).split(" \N{MIDDLE DOT} ")]
+        for choice in found.choices
     ]  # fmt: skip
     shared = [part for part in split[0] if all(part in parts for parts in split)]
     if len(split) == 1:
@@ -370,15 +370,15 @@ def _document(
         "limits": dict(front.limits),
         "choices": [
             {
-                "number": each.number,
-                "layout": layout_words(each.run),
-                "configuration": plain(each.run),
-                "settings": plain(each.settings),
-                "on_front": each.on_front,
-                "knee": each.knee,
-                "estimate": plain(each.estimate),
+                "number": choice.number,
+                "layout": layout_words(choice.run),
+                "configuration": plain(choice.run),
+                "settings": plain(choice.settings),
+                "on_front": choice.on_front,
+                "knee": choice.knee,
+                "estimate": plain(choice.estimate),
             }
-            for each in found.choices
+            for choice in found.choices
         ],
         "own": None if own is None else plain(own),
         "own_problem": planned.own_problem,

@@ -181,8 +181,8 @@ class Nearest:
 
         if not self._found:
             return []
-        rows = np.concatenate([each for each, _ in self._found])
-        judged = joined([each for _, each in self._found])
+        rows = np.concatenate([item for item, _ in self._found])
+        judged = joined([item for _, item in self._found])
         bounds = dict(limits)  # type: ignore[call-overload]
         if len(judged.available(tuple(bounds))) < len(bounds):
             return []

@@ -179,14 +179,16 @@ def _document(
             "failures": found.failures,
             "unseen": found.unseen,
             "finished": found.finished,
-            "finish_seconds": {str(each): found.quantile_seconds(each) for each in quantiles},
+            "finish_seconds": {
+                str(quantile): found.quantile_seconds(quantile) for quantile in quantiles
+            },
         },
         "closed_form": {
             "ettr": float(closed.ettr[0]),
             "lost_share": {name: float(share[0]) for name, share in closed.terms.items()},
             "expected_seconds": float(ends.expected_seconds[0]),
             "finish_seconds": {
-                str(each): float(ends.quantile_seconds(each)[0]) for each in quantiles
+                str(quantile): float(ends.quantile_seconds(quantile)[0]) for quantile in quantiles
             },
         },
         "difference": found.ettr - float(closed.ettr[0]),

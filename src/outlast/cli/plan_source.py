@@ -76,13 +76,13 @@ class Planned:
         asked, own = self.asked, self.training.settings
         return Mechanisms(
             checkpoint_seconds=tuple(asked.checkpoint_seconds or (own.checkpoint_seconds,)),
-            tiers=tuple(tuple(each.split("+")) for each in asked.tier or ()) or (own.tiers,),
+            tiers=tuple(tuple(name.split("+")) for name in asked.tier or ()) or (own.tiers,),
             guard=tuple(asked.guard or (own.guard,)),
             coding_copies=tuple(asked.copies or (own.coding_copies,)),
-            tensorize=tuple(_form(each) for each in asked.tensorize or ())
+            tensorize=tuple(_form(name) for name in asked.tensorize or ())
             or ((own.tensorize_form, own.tensorize_rank),),
             clock_mhz=(own.clock_mhz,),
-            recovery=tuple(Recovery.of(each) for each in asked.recover or ()) or (own.recovery,),
+            recovery=tuple(Recovery.of(name) for name in asked.recover or ()) or (own.recovery,),
         )
 
 
@@ -253,6 +253,6 @@ def _form(text: str) -> tuple[str, float]:
 def _near_command(word: str) -> str:
     from outlast.cli.plan import plan
 
-    names = [str(each.name or each.callback.__name__) for each in plan.registered_commands]  # type: ignore[union-attr]
+    names = [str(command.name or command.callback.__name__) for command in plan.registered_commands]  # type: ignore[union-attr]
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     return near[0] if near else ""

@@ -30,7 +30,7 @@ def rounded(value: float, digits: int = 3) -> str:
 
 def count_words(count: float) -> str:
     """A large number: ``8.03 B``."""
-    unit, factor = next(each for each in _COUNTS if count >= each[1] or each[1] == 1.0)
+    unit, factor = next(item for item in _COUNTS if count >= item[1] or item[1] == 1.0)
     if not unit and count == int(count):
         return f"{int(count)}"
     return f"{rounded(count / factor, 4)} {unit}".strip()
@@ -109,11 +109,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Unavailable):
         return {"unavailable": value.reason, "remedy": value.remedy}
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -126,6 +126,6 @@ def unit_of_joules(joules: float) -> tuple[str, float]:
 
 
 def _range(found: Interval, factor: float, unit: str) -> str:
-    low, middle, high = (rounded(each / factor) for each in (found.low, found.middle, found.high))
+    low, middle, high = (rounded(item / factor) for item in (found.low, found.middle, found.high))
     between = "" if low == high else f" ({low} to {high})"
     return " ".join(filter(None, (middle, unit))) + between

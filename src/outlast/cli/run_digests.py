@@ -49,10 +49,10 @@ class Digests:
         return None
 
     def _prune(self) -> None:
-        files = sorted(self._folder.glob(f"*{self._ending}"), key=lambda each: _base(each.name))
-        for each in files[:-_SAVES_KEPT]:
+        files = sorted(self._folder.glob(f"*{self._ending}"), key=lambda path: _base(path.name))
+        for file in files[:-_SAVES_KEPT]:
             with contextlib.suppress(OSError):
-                each.unlink()
+                file.unlink()
 
 
 def _read(file: Path) -> dict[int, str]:

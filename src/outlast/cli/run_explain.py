@@ -32,7 +32,7 @@ def explain_program(asked: Asked) -> None:
     from outlast.cli.run_program import read_and_rewrite
 
     rewritten, library = read_and_rewrite(asked.script, asked.loop)
-    files = [each.source for each in rewritten]
+    files = [item.source for item in rewritten]
     if library is not None:
         print(
             f"{asked.script} is trained by {library.name}, whose loop is not the script's own: "
@@ -48,7 +48,7 @@ def explain_program(asked: Asked) -> None:
         print(f"  {line}")
     print()
     state = read_measured(measured_file(folder.path))
-    _print_state(state, [each.text for each in files], asked.script)
+    _print_state(state, [file.text for file in files], asked.script)
     print()
     for sentence in folder.notes():
         print(f"note of the last start: {sentence}")
@@ -59,11 +59,11 @@ def _alive(files: list[Rewritten]) -> Iterator[str]:
     """Of each loop, the names that a save needs of its body, and those that it does not."""
     from outlast.autosave.program.scopes import defined_names
 
-    for each in files:
-        defined = frozenset(defined_names(each.source.tree))
-        for site in sorted(each.sites, key=lambda site: site.line):
-            if site.kind in ("step", "loop") and site.body in each.bodies:
-                yield _alive_at(site, each.source.name(), defined)
+    for file in files:
+        defined = frozenset(defined_names(file.source.tree))
+        for site in sorted(file.sites, key=lambda site: site.line):
+            if site.kind in ("step", "loop") and site.body in file.bodies:
+                yield _alive_at(site, file.source.name(), defined)
 
 
 def _alive_at(site: Site, file: str, of_module: frozenset[str]) -> str:

@@ -144,7 +144,7 @@ class RunFolder:
 
         # Processes without a process group have a store each.
         stores = [self.checkpoints, *self.checkpoints.glob("rank*")]
-        return any(list_versions(storage_of(each)) for each in stores if each.is_dir())
+        return any(list_versions(storage_of(store)) for store in stores if store.is_dir())
 
     def lock(self) -> OwnerLock:
         """The lock that keeps a second process out of a run."""
@@ -164,7 +164,7 @@ class RunFolder:
     def words(self, world_size: int) -> list[Word | None]:
         """How the last start of each rank ended."""
         found = (self.outcome(rank) for rank in range(world_size))
-        return [None if each is None else each.word for each in found]
+        return [None if outcome is None else outcome.word for outcome in found]
 
     def record(self, word: Word, step: int, rank: int = 0) -> None:
         """Write down how the run stands on a rank."""
@@ -181,7 +181,7 @@ class RunFolder:
     def notes(self) -> list[str]:
         """What the last start has found that is not saved."""
         try:
-            return [str(each) for each in json.loads((self.path / "notes.json").read_text("utf-8"))]
+            return [str(load) for load in json.loads((self.path / "notes.json").read_text("utf-8"))]
         except (OSError, ValueError):
             return []
 
@@ -203,7 +203,7 @@ class RunFolder:
         if "running" not in self.words(world_size):
             return None
         signs = [self.path / "lock", *(self._outcome(rank) for rank in range(world_size))]
-        last = max(each.stat().st_mtime for each in signs if each.exists())
+        last = max(sign.stat().st_mtime for sign in signs if sign.exists())
         return last + 2.0 * OwnerLock.heartbeat_seconds
 
     def _outcome(self, rank: int) -> Path:

@@ -68,8 +68,8 @@ def handing_over(library: Library, handed: HandedOver) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(watcher)
-        for each in reversed(undo):
-            each()
+        for item in reversed(undo):
+            item()
 
 
 class _Watcher:
@@ -85,11 +85,11 @@ class _Watcher:
         """The spec that another finder gives, with a loader that calls back."""
         if name not in self._names:
             return None
-        others = [each for each in sys.meta_path if each is not self]
+        others = [part for part in sys.meta_path if part is not self]
         found = (
-            each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec")
+            other.find_spec(name, path, target) for other in others if hasattr(other, "find_spec")
         )
-        spec = next((each for each in found if each is not None), None)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._names.discard(name)
             _call_behind(spec.loader, self._call)

@@ -47,7 +47,7 @@ def library_of(files: Sequence[SourceFile]) -> Library | None:
     )
     if len(found) > 1:
         raise AutosaveError(
-            f"{files[0].name()} has {' and '.join(each.name for each in found)}, and one library "
+            f"{files[0].name()} has {' and '.join(name.name for name in found)}, and one library "
             "at a time is followed; give each training a script of its own"
         )
     return next(iter(found), None)
@@ -84,8 +84,8 @@ class _Uses(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        for each in (*node.decorator_list, node.args, *node.body):
-            self.visit(each)
+        for statement in (*node.decorator_list, node.args, *node.body):
+            self.visit(statement)
 
     def _note(self, node: ast.expr) -> None:
         package = self._trainer(node)

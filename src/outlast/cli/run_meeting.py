@@ -109,7 +109,7 @@ def _way(environment: Mapping[str, str], folder: Path) -> tuple[str, _Board] | N
 
 
 def _joined(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return ".".join(environment.get(each, "0") for each in names)
+    return ".".join(environment.get(name, "0") for name in names)
 
 
 def _say(board: _Board, launch: str, begun: Begun) -> None:
@@ -194,7 +194,7 @@ class _Files:
         Raises:
             OSError: When rank 0 cannot write here, so that there will never be one.
         """
-        place = next(each for each in (self._folder, *self._folder.parents) if each.exists())
+        place = next(parent for parent in (self._folder, *self._folder.parents) if parent.exists())
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise OSError(f"{place} cannot be written")
         try:

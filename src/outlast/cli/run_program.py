@@ -43,7 +43,7 @@ def read_and_rewrite(
         library = library_of(files)
         if library is None:
             raise
-        return [Rewritten(each, each.tree) for each in files], library
+        return [Rewritten(file, file.tree) for file in files], library
     return rewrite(files, training), None
 
 

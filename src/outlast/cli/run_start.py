@@ -92,7 +92,7 @@ def run_script(asked: Asked, processes: int | None = None) -> int:
     if ranks.launch == "srun":
         _set_environment(ranks)
     if ranks.is_first and (alone or ranks.launch != "nproc"):
-        texts = [each.source.text for each in files]
+        texts = [file.source.text for file in files]
         say_options_behind(asked.script, asked.arguments, _OWN, texts, "outlast run")
     if alone and processes is not None:
         ranks = Ranks(0, processes, 0, processes, "nproc")

@@ -35,8 +35,8 @@ def print_classes(console: Console, state: MeasuredState) -> None:
         ],
         title=f"what a step leaves behind (measured after {state.at} steps)",
     )
-    for each in state.lints:
-        console.print(f"note: {each}", markup=False, soft_wrap=True)
+    for lint in state.lints:
+        console.print(f"note: {lint}", markup=False, soft_wrap=True)
 
 
 def print_sizes(console: Console, state: MeasuredState) -> None:

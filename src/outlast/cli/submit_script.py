@@ -20,7 +20,7 @@ _RUNS = ("outlast.Run", "outlast.integrations.Run", "outlast.integrations.run.Ru
 
 def named_after(text: str, settings: list[str], job_file: Path | None = None) -> list[str]:
     """The settings, with the script's name for the run where neither they nor the file give one."""
-    if any(each.startswith("run.name=") for each in settings) or _names_run(job_file):
+    if any(setting.startswith("run.name=") for setting in settings) or _names_run(job_file):
         return settings
     words = _words(text)
     return [*settings, f"run.name={Path(words[0]).stem}"] if words else settings

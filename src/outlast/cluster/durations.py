@@ -85,7 +85,7 @@ def _read(text: str) -> float | None:
     if (parts := _PARTS.fullmatch(plain)) is None:
         return None
     days, first, second, third, fraction = parts.groups()
-    numbers = [int(each) for each in (first, second, third) if each is not None]
+    numbers = [int(item) for item in (first, second, third) if item is not None]
     if days is not None:
         # D-HH, D-HH:MM, D-HH:MM:SS
         hours, minutes, seconds = [*numbers, 0, 0][:3]

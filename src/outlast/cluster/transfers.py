@@ -137,7 +137,7 @@ def _differences(job: Job, figures: RunFigures) -> Iterator[str]:
         yield (
             f"is for {figures.steps} steps, but train.steps = {job.train.steps}; make them equal"
         )
-    tiers = {each.name: each for each in figures.tiers} if figures.save_bytes else {}
+    tiers = {tier.name: tier for tier in figures.tiers} if figures.save_bytes else {}
     wanted = {
         "run": (settings.fast, "checkpoint.fast", settings.drain_every, "drain_every"),
         "mirror": (settings.mirror, "checkpoint.mirror", settings.mirror_every, "mirror_every"),

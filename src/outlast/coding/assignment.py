@@ -39,7 +39,7 @@ class Assignment:
         """
         if not len(chunks_of_workers):
             raise CodingError("an assignment needs at least 1 worker")
-        pointers = np.concatenate([[0], np.cumsum([len(each) for each in chunks_of_workers])])
+        pointers = np.concatenate([[0], np.cumsum([len(worker) for worker in chunks_of_workers])])
         if isinstance(chunks_of_workers, np.ndarray):
             indices = np.sort(chunks_of_workers, axis=1).ravel()
         else:

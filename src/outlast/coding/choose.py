@@ -59,23 +59,27 @@ class Choice:
         Raises:
             CodingError: For a scheme that was not among those tried.
         """
-        for each in self.candidates:
-            if each.scheme == scheme:
-                return each
-        known = ", ".join(sorted({each.scheme for each in self.candidates}))
+        for item in self.candidates:
+            if item.scheme == scheme:
+                return item
+        known = ", ".join(sorted({candidate.scheme for candidate in self.candidates}))
         raise CodingError(f"scheme = {scheme!r} was not tried; those tried are {known}")
 
     def table(self) -> str:
         """All candidates as aligned text."""
         head = ["scheme", "settings", "median s", "mean s", "p90 s", "kept", "error/chunk"]
         rows = [[*head, "s/batch", "memory", "sent", ""]]
-        for each in self.candidates:
-            seconds = (each.median_seconds, each.mean_seconds, each.p90_seconds)
-            mark = "<- chosen" if each == self.best else each.excluded
+        for candidate in self.candidates:
+            seconds = (candidate.median_seconds, candidate.mean_seconds, candidate.p90_seconds)
+            mark = "<- chosen" if candidate == self.best else candidate.excluded
             rows.append(
-                [each.scheme, each.settings, *(_seconds(value) for value in seconds)]
-                + [f"{each.kept:.1%}", f"{each.error:.2g}", _seconds(each.useful_seconds)]
-                + [_bytes(each.extra_bytes), _bytes(each.sent_bytes), mark]
+                [candidate.scheme, candidate.settings, *(_seconds(value) for value in seconds)]
+                + [
+                    f"{candidate.kept:.1%}",
+                    f"{candidate.error:.2g}",
+                    _seconds(candidate.useful_seconds),
+                ]
+                + [_bytes(candidate.extra_bytes), _bytes(candidate.sent_bytes), mark]
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         left = (0, 1, len(widths) - 1)
@@ -138,14 +142,19 @@ def choose_code(
     alike = cost_model.iid and not uneven
     found = Bench(delays, cost_model, seed).candidates(recompute=exact or not alike)
     limits = (memory_bytes, message_bytes)
-    reasons_against = [_exclusion(each, limits, exact=exact, alike=alike) for each in found]
+    reasons_against = [
+        _exclusion(candidate, limits, exact=exact, alike=alike) for candidate in found
+    ]
     judged = sorted(
-        (replace(each, excluded=why) for each, why in zip(found, reasons_against, strict=True)),
-        key=lambda each: (each.excluded != "", each.useful_seconds),
+        (
+            replace(found_item, excluded=why)
+            for found_item, why in zip(found, reasons_against, strict=True)
+        ),
+        key=lambda array: (array.excluded != "", array.useful_seconds),
     )
-    allowed = [each for each in judged if not each.excluded]
+    allowed = [array for array in judged if not array.excluded]
     if not allowed:
-        reasons = "; ".join(f"{each.scheme}: {each.excluded}" for each in judged)
+        reasons = "; ".join(f"{array.scheme}: {array.excluded}" for array in judged)
         raise CodingError(f"no scheme meets the conditions ({reasons})")
     best = _best(allowed, margin)
     bound = float(fluid(delays, cost_model.share_seconds).seconds[:, 1:].mean())
@@ -178,12 +187,14 @@ def _exclusion(
 
 def _best(allowed: list[Candidate], margin: float) -> Candidate:
     """The fastest, or a simpler one that is as fast; `allowed` is sorted by speed."""
-    whole = [each for each in allowed if not each.lossy]
+    whole = [candidate for candidate in allowed if not candidate.lossy]
     fastest = allowed[0]
     if whole and whole[0].useful_seconds <= fastest.useful_seconds * (1.0 + margin):
         allowed, fastest = whole, whole[0]
     limit = fastest.useful_seconds * (1.0 + TIE)
-    return min((each for each in allowed if each.useful_seconds <= limit), key=_simplicity)
+    return min(
+        (candidate for candidate in allowed if candidate.useful_seconds <= limit), key=_simplicity
+    )
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, float]:
@@ -195,12 +206,12 @@ def _simplicity(candidate: Candidate) -> tuple[int, float]:
 def _reason(best: Candidate, candidates: list[Candidate], costs: CostModel, *, uneven: bool) -> str:
     """The advice in words; compares with what a reader would have expected instead."""
     by_scheme: dict[str, Candidate] = {}
-    for each in candidates:
-        by_scheme.setdefault(each.scheme, each)
+    for candidate in candidates:
+        by_scheme.setdefault(candidate.scheme, candidate)
     waiting = by_scheme["wait-all"]
     coverage = by_scheme.get("coverage")
     lossy = [by_scheme[name] for name in _LOSSY if name in by_scheme]
-    dropping = min(lossy, key=lambda each: each.useful_seconds, default=None)
+    dropping = min(lossy, key=lambda name: name.useful_seconds, default=None)
     said = [_advice(best, uneven=uneven)]
     if best is waiting:
         if coverage is not None:

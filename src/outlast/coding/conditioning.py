@@ -62,7 +62,7 @@ def straggler_patterns(
     """
     if math.comb(workers, stragglers) <= most:
         every = itertools.combinations(range(workers), stragglers)
-        return [np.array(each, dtype=np.int64) for each in every], True
+        return [np.array(said, dtype=np.int64) for said in every], True
     generator = np.random.default_rng(seed)
     window = np.arange(stragglers)
     sets = [(first + window) % workers for first in range(min(workers, (most + 1) // 2))]
@@ -78,7 +78,7 @@ def conditioning(
     """Examine a code with `stragglers` workers gone (as many as it tolerates if None)."""
     gone = max(code.tolerance, 0) if stragglers is None else stragglers
     sets, every = straggler_patterns(code.workers, gone, patterns, seed)
-    weights = np.array([code.optimal_weights(_without(code.workers, each)) for each in sets])
+    weights = np.array([code.optimal_weights(_without(code.workers, members)) for members in sets])
     return summary(code, sets, weights, exhaustive=every)
 
 
@@ -101,8 +101,8 @@ def summary(
     condition = math.nan
     if spectra:
         rows = code.matrix.toarray()
-        kept = (rows[_without(code.workers, each)] for each in sets[:spectra])
-        condition = max(_condition(each) for each in kept)
+        kept = (rows[_without(code.workers, members)] for members in sets[:spectra])
+        condition = max(_condition(name) for name in kept)
     magnitudes = np.abs(weights)
     return Conditioning(
         condition=condition,

@@ -143,7 +143,7 @@ def _code_of(file: TokenFile) -> int:
         if largest > _LONGEST:
             raise DataError(f"{file.path} holds the token {largest}, above Megatron's {_LONGEST}")
         name = "i4"
-    codes = {each: code for code, each in _TYPES.items()}
+    codes = {type_: code for code, type_ in _TYPES.items()}
     if name not in codes:
         raise DataError(f"{file.path} holds {file.tokens.dtype.name}, which Megatron does not read")
     return codes[name]

@@ -127,13 +127,13 @@ def _json_rows(content: Mapping[str, Any], path: Path) -> list[tuple[str, dict[s
     for name in content.keys() - allowed:
         raise EnergyError(f'{path} has an unknown field "{name}"{_hint(name, sorted(allowed))}')
     points = content.get("points")
-    if not isinstance(points, list) or not all(isinstance(each, dict) for each in points):
+    if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
         raise EnergyError(f'{path} has no list "points" of objects: add one for each measurement')
     found = []
-    for number, each in enumerate(points, start=1):
+    for number, point in enumerate(points, start=1):
         where = f"{path}, point {number}"
-        names = _columns(list(each), where)
-        found.append((where, {names[name]: value for name, value in each.items()}))
+        names = _columns(list(point), where)
+        found.append((where, {names[name]: value for name, value in point.items()}))
     return found
 
 
@@ -170,7 +170,7 @@ def _csv_rows(path: Path) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any
             raise EnergyError(
                 f"{where} has {len(row)} values for {len(header)} columns: complete the line"
             )
-        found.append((where, {names[name]: each for name, each in zip(header, row, strict=True)}))
+        found.append((where, {names[name]: item for name, item in zip(header, row, strict=True)}))
     return facts, found
 
 
@@ -220,7 +220,7 @@ def _curves(rows: Iterable[tuple[str, Mapping[str, Any]]], path: Path) -> dict[K
 
 
 def _flags(value: Any, path: Path) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise EnergyError(f"{path}: flags = {_shown(value)} is no list of sentences: correct it")
     return tuple(value)
 

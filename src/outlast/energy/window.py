@@ -99,10 +99,12 @@ def no_meter(what: str, missing: Sequence[Unavailable]) -> Unavailable:
 
 def _sum(readings: Mapping[str, Reading], flags: tuple[str, ...]) -> Reading:
     found = [reading for reading in readings.values() if isinstance(reading, Energy)]
-    absent = {name: each for name, each in readings.items() if isinstance(each, Unavailable)}
+    absent = {
+        name: reading for name, reading in readings.items() if isinstance(reading, Unavailable)
+    }
     if absent:
         # Only where every absence ends with a longer window does the sum's: `Still` comes last.
-        name, why = min(absent.items(), key=lambda each: isinstance(each[1], Still))
+        name, why = min(absent.items(), key=lambda name: isinstance(name[1], Still))
         if len(readings) == 1:
             return why
         return type(why)(f"{name} cannot be added: {why.reason}", why.remedy)

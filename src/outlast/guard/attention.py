@@ -142,7 +142,7 @@ class AttentionChecks:
         if torch.is_autocast_enabled(device):
             # As autocast would cast them, but seen by autograd outside the checked operation.
             dtype = torch.get_autocast_dtype(device)
-            query, key, value = (each if _is_double(each) else each.to(dtype) for each in given)
+            query, key, value = (name if _is_double(name) else name.to(dtype) for name in given)
         scale = options.get("scale")
         call = _Call(
             self.watch,
@@ -177,14 +177,14 @@ def _is_double(tensor: Tensor) -> bool:
 
 def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
     query, key, value = given
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in given):
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):
         return False
-    if any(isinstance(each, DTensor) or each.is_nested for each in given):
+    if any(isinstance(tensor, DTensor) or tensor.is_nested for tensor in given):
         return False
     if (
         query.dim() < 3
         or key.shape[:-1] != value.shape[:-1]
-        or min(each.numel() for each in given) == 0
+        or min(tensor.numel() for tensor in given) == 0
     ):
         return False
     if gqa and query.dim() >= 4:
@@ -278,7 +278,7 @@ class _Call:
         query, key, value, mask = seen.kept
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.detach().double()
-        wide = [each.detach().double().requires_grad_() for each in (query, key, value)]
+        wide = [item.detach().double().requires_grad_() for item in (query, key, value)]
         now = torch.get_rng_state()
         if self.random is not None:
             torch.set_rng_state(self.random)
@@ -286,7 +286,7 @@ class _Call:
             o = self.compute(wide[0], wide[1], wide[2], mask)
             expected = torch.autograd.grad(o, wide, seen.dy.double())
         torch.set_rng_state(now)
-        limits = self._worst([each.detach() for each in wide], mask, seen.dy.double(), value.dtype)
+        limits = self._worst([item.detach() for item in wide], mask, seen.dy.double(), value.dtype)
         largest = torch.finfo(value.dtype).max
         for name, found in zip(names, given, strict=True):
             index = "qkv".index(name)
@@ -308,9 +308,9 @@ class _Call:
         seen = None
         if self.options["is_causal"]:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-        limits = [torch.zeros_like(each) for each in inputs]
-        flat = [each.reshape(-1, *each.shape[-2:]) for each in (*inputs, dy)]
-        into = [each.view(-1, *each.shape[-2:]) for each in limits]
+        limits = [torch.zeros_like(tensor_in) for tensor_in in inputs]
+        flat = [tensor_in.reshape(-1, *tensor_in.shape[-2:]) for tensor_in in (*inputs, dy)]
+        into = [limit.view(-1, *limit.shape[-2:]) for limit in limits]
         group = len(flat[0]) // len(flat[1])
         if mask is not None:
             mask = mask.expand(*query.shape[:-1], keys).reshape(-1, queries, keys)
@@ -342,8 +342,8 @@ class _Call:
             into[2][head // group] += (p_off + added * p).T @ d.abs() + spacing
             into[1][head // group] += abs(self.scale) * ((ds_off + added * ds).T @ q.abs())
             into[0][head] += abs(self.scale) * ((ds_off + added * ds) @ k.abs())
-            for each, place in zip(into, (head, head // group, head // group), strict=True):
-                each[place] += spacing * (1.0 + abs(self.scale) * queries)
+            for item, place in zip(into, (head, head // group, head // group), strict=True):
+                item[place] += spacing * (1.0 + abs(self.scale) * queries)
         return limits
 
     def touched(self, site: str, numbers: Tensor) -> Tensor:
@@ -373,8 +373,8 @@ class _Call:
             fresh = (fresh_dq, fresh_dk, fresh_dv)
             sites = ("attention.dq", "attention.dk", "attention.dv")
             return tuple(
-                each if each is None else self.touched(site, each)
-                for site, each in zip(sites, fresh, strict=True)
+                item if item is None else self.touched(site, item)
+                for site, item in zip(sites, fresh, strict=True)
             )
 
         fresh: Gradients = ()
@@ -408,7 +408,7 @@ class _Call:
                 self.watch,
                 sites(self.name, "attention.dk"),
                 pair,
-                lambda: [each for each in again()[1::-1] if each is not None],
+                lambda: [tensor for tensor in again()[1::-1] if tensor is not None],
                 head.judge_dk,
                 beyond=partial(self.beyond_rounding, seen, "k" if dq is None else "kq"),
                 changed=changed,
@@ -428,7 +428,7 @@ def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> Judged:
     most, least = o.amax(dim=-2).to(dtype), o.amin(dim=-2).to(dtype)
     if most.dim() > 2 and most.shape[-2] != high.shape[-2]:
         group = most.shape[-2] // high.shape[-2]
-        high, low = (each.repeat_interleave(group, dim=-2) for each in (high, low))
+        high, low = (item.repeat_interleave(group, dim=-2) for item in (high, low))
     largest = torch.maximum(high.abs(), low.abs())
     rounding = rounding_of(value)
     unit = _unit(value)
@@ -475,7 +475,7 @@ class _Heads:
         self._call = call
         self._value_like = value
         self._dtype = dtype = summing(*inputs)
-        self._query, self._key, self._value = (each.detach().to(dtype) for each in inputs)
+        self._query, self._key, self._value = (tensor_in.detach().to(dtype) for tensor_in in inputs)
         self._dy = dy.to(dtype)
         self._heads = key.shape[-3] if key.dim() > 3 else 0
         self._unit = _unit(value) ** 2 / 3.0
@@ -617,9 +617,9 @@ class _Heads:
     def _judge(
         self, differences: list[Tensor], variances: list[Tensor], scales: list[Tensor]
     ) -> Judged:
-        variance = torch.cat([each.flatten() for each in variances]) + self._lost
+        variance = torch.cat([variance.flatten() for variance in variances]) + self._lost
         return judge(
-            torch.cat([each.flatten() for each in differences]),
+            torch.cat([difference.flatten() for difference in differences]),
             variance,
-            torch.cat([each.flatten() for each in scales]),
+            torch.cat([scale.flatten() for scale in scales]),
         )

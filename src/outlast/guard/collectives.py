@@ -265,16 +265,16 @@ class ReplicatedReduction:
         if self.watch is None:
             return
         site = self.watch.ledger.site("gradients", "all_reduce")
-        for each in riders:
-            if each.results is None:
+        for rider in riders:
+            if rider.results is None:
                 continue
-            each.work.wait()
-            elements = torch.tensor(each.elements, device=each.parts.device)
-            for dtype in dict.fromkeys(each.dtypes):
-                rows = [row for row, own in enumerate(each.dtypes) if own == dtype]
+            rider.work.wait()
+            elements = torch.tensor(rider.elements, device=rider.parts.device)
+            for dtype in dict.fromkeys(rider.dtypes):
+                rows = [row for row, own in enumerate(rider.dtypes) if own == dtype]
                 reduction = Reduction(dtype, len(self.ranks))
                 judged = self.watch.timed(
-                    compare, each.results[rows], each.parts[rows], elements[rows], reduction
+                    compare, rider.results[rows], rider.parts[rows], elements[rows], reduction
                 )
                 self.watch.judge(site, judged)
 
@@ -320,8 +320,8 @@ class ReplicatedReduction:
         """Let the checksums of the buckets so far follow them."""
         parts = torch.cat(self._parts)
         work = dist.all_reduce(parts, group=self.group, async_op=True)
-        dtypes = [each.buffer.dtype for each in self._way]
-        elements = [each.buffer.numel() for each in self._way]
+        dtypes = [bucket.buffer.dtype for bucket in self._way]
+        elements = [bucket.buffer.numel() for bucket in self._way]
         self._riders.append(_Riders(dtypes, elements, parts, work, self._way))
         self._way, self._parts = [], []
 

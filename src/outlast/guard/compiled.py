@@ -129,7 +129,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | Non
     x, weight, kept, site = ctx.saved_tensors
     wants = list(ctx.needs_input_grad[:3])
     made = torch.ops.outlast.checked_linear_backward(dy, x, weight, kept, site, ctx.has_bias, wants)
-    dx, dw, db = (each if wanted else None for each, wanted in zip(made, wants, strict=True))
+    dx, dw, db = (item if wanted else None for item, wanted in zip(made, wants, strict=True))
     return dx, dw, db, None
 
 
@@ -143,7 +143,7 @@ def _packed(projections: Projections, encoding: Encoding, outputs: int) -> Tenso
     numbers.append(encoding.right[:outputs])
     tail = encoding.right.new_zeros(_PADDING + 1, dtype=torch.float64)
     tail[-1] = encoding.rows_largest
-    return torch.cat([*(each.double() for each in numbers), tail])
+    return torch.cat([*(number.double() for number in numbers), tail])
 
 
 def _unpacked(

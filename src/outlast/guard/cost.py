@@ -186,5 +186,5 @@ def guard_cost(
     coverage = covered_share(level, linear_flop, attention_flop)
     widest = None
     if level in ("linear", "full") and shapes:
-        widest = max(detection_point(stored, each.inputs, each.outputs) for each in shapes)
+        widest = max(detection_point(stored, shape.inputs, shape.outputs) for shape in shapes)
     return GuardCost(level, overhead, coverage, widest, errors_per_hour * (1.0 - coverage))

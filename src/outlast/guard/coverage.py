@@ -319,13 +319,13 @@ def table() -> str:
     rows = [
         (
             f"`{name}`",
-            each.level,
-            each.check,
-            each.sees,
-            each.blind,
-            "yes" if each.corrects else "no",
+            operation.level,
+            operation.check,
+            operation.sees,
+            operation.blind,
+            "yes" if operation.corrects else "no",
         )
-        for name, each in OPERATIONS.items()
+        for name, operation in OPERATIONS.items()
     ]
     # A bar inside a cell would end it.
     cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]

@@ -126,9 +126,9 @@ class Ledger:
 
     def repeated(self, step: int) -> None:
         """The passes of `step` were run again and came out right: its findings did no harm."""
-        for index, each in enumerate(self.findings):
-            if each.step == step and each.outcome in HARMFUL:
-                self.findings[index] = replace(each, outcome="repeated")
+        for index, finding in enumerate(self.findings):
+            if finding.step == step and finding.outcome in HARMFUL:
+                self.findings[index] = replace(finding, outcome="repeated")
 
     @property
     def checks(self) -> int:

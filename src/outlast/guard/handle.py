@@ -108,7 +108,7 @@ class Guard:
     def device(self) -> torch.device:
         """What the model computes on; the CPU for one without parameters."""
         parameters = self._model.parameters()
-        return next((each.device for each in parameters), torch.device("cpu"))
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     @property
     def checks_collectives(self) -> bool:
@@ -135,7 +135,7 @@ class Guard:
 
         Another kind of coverage: a wrong product is none of what these checks can see.
         """
-        elements = sum(each.numel() for each in self._model.parameters())
+        elements = sum(parameter.numel() for parameter in self._model.parameters())
         return elements, 0 if self.patrol is None else self.patrol.elements
 
     def remove(self) -> None:
@@ -309,7 +309,7 @@ class Guard:
     def _before(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """An optimizer is about to use the gradients of the passes since the last step."""
         # torch passes the optimizer itself as the first argument.
-        if any(each is not None for each in (*arguments[1:], options.get("closure"))):
+        if any(argument is not None for argument in (*arguments[1:], options.get("closure"))):
             raise GuardError(
                 "optimizer.step(closure) runs passes inside of the step, where the guard cannot "
                 "stop it; run them before, and call step() without a closure"

@@ -70,9 +70,9 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         installed.undo.callback(attention.follow(model))
         for function in installed.functions:
             installed.undo.enter_context(function.replacing())
-    missing = [each for each in installed.coverage if not each.operations]
+    missing = [coverage for coverage in installed.coverage if not coverage.operations]
     if missing and watch.policy.reaches("linear"):
-        kinds = ", ".join(sorted({each.kind for each in missing}))
+        kinds = ", ".join(sorted({coverage.kind for coverage in missing}))
         warnings.warn(
             f"{len(missing)} of {len(installed.coverage)} modules with parameters are not "
             f"guarded: {kinds}; Guard.coverage() lists them",

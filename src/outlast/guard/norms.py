@@ -314,7 +314,7 @@ class NormChecks(StandIn):
                 lambda given: check.judge(_rows(given[0])),
                 changed=changed,
             )
-        pair = [each for each in (dw, db) if each is not None]
+        pair = [item for item in (dw, db) if item is not None]
         if pair:
             pair = self._touched("norm.dw", pair)
             right = (put_right if seen.replaceable else judge_only)(
@@ -331,7 +331,9 @@ class NormChecks(StandIn):
 
     def _touched(self, site: str, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         touched = self.watch.touched
-        return [touched(site, self.name, each) for each in gradients if each is not None]
+        return [
+            touched(site, self.name, gradient) for gradient in gradients if gradient is not None
+        ]
 
     def _judge_dw(
         self,

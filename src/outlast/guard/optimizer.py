@@ -292,8 +292,8 @@ def check_update(
     allowed = limit + rounding + torch.finfo(new.dtype).smallest_normal
     difference = (after - keep * before).abs()
     known = torch.isfinite(before)
-    for each in moments:
-        known &= torch.isfinite(each)
+    for moment in moments:
+        known &= torch.isfinite(moment)
     flags = ~(difference <= allowed) & known
     natural = ~torch.isfinite(after) & ~known
     ratio = torch.where(known, difference / allowed, 0.0)

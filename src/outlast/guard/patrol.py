@@ -112,8 +112,8 @@ class Patrol:
         self._entries = self._enter(parameters)
         self._blocks = [block for entry in self._entries for block in cut(entry, whole)]
         self._sizes = [block.end - block.start for block in self._blocks]
-        readers = [each.reader() for each in self._groups if self._blocks]
-        self._readers = [each for each in readers if each is not None]
+        readers = [group.reader() for group in self._groups if self._blocks]
+        self._readers = [reader for reader in readers if reader is not None]
         self._reported: set[str] = set()
         self._cursor = 0
         # The step in which there is something to do, and the block that a round ends before.
@@ -234,8 +234,8 @@ class Patrol:
             self._last_period, self._begun = self.steps - self._begun, self.steps
         waited = 0.0
         if self._replicas is None:
-            for each in current.judged:
-                self.watch.judge(*each)
+            for pair in current.judged:
+                self.watch.judge(*pair)
             self._due, self._until = self._wish()
         else:
             waited = self._compare(self._replicas, current, views, (*after, *now), used)
@@ -288,9 +288,9 @@ class Patrol:
             self._examine_muon(piece, views, current)
         else:
             gradient = piece.block.gradient()
-            for each in (new, *state.values()):
-                if each.is_floating_point():
-                    finite = bounds.check_finite(each, piece.old, gradient)
+            for tensor in (new, *state.values()):
+                if tensor.is_floating_point():
+                    finite = bounds.check_finite(tensor, piece.old, gradient)
                     self._note(current, entry, "optimizer.finite", finite)
         found = piece.range_since_last_round(new, self.steps)
         if found is not None:
@@ -367,14 +367,14 @@ class Patrol:
         Returns:
             Seconds of waiting for other ranks.
         """
-        judged = [(site, _on_host(each)) for site, each in current.judged]
+        judged = [(site, _on_host(item)) for site, item in current.judged]
         # The last one is whether it has changed at rest, which the hashes tell.
-        suspect = any(each.exceeded for _, each in judged[:-1])
+        suspect = any(item.exceeded for _, item in judged[:-1])
         fields = [*map(int, hashes), int(suspect), *self._wish()]
         rows, waited = replicas.exchange(fields, self._clock)
         self._due, self._until = max(row[5] for row in rows), min(row[6] for row in rows)
         repaired = False
-        for part, tensors in enumerate(([each.parameter for each in views], state_of(views))):
+        for part, tensors in enumerate(([view.parameter for view in views], state_of(views))):
             comparison = compare([Replica(row[part], row[2 + part], bool(row[4])) for row in rows])
             wrong = comparison.good is None or replicas.rank in comparison.bad
             outcome: Outcome = "detected"
@@ -395,16 +395,16 @@ class Patrol:
             worst = math.inf if wrong else 0.0
             if self.watch.wants(site, Judged(torch.tensor([wrong]), int(wrong), worst, 0.0, 0.0)):
                 self.watch.find(site, current.device, 1, math.inf, outcome)
-        for site, each in judged:
-            if self.watch.wants(site, each):
+        for site, item in judged:
+            if self.watch.wants(site, item):
                 outcome = "corrected" if repaired else "detected"
-                magnitude = float(each.worst)
-                self.watch.find(site, each.flags.device, int(each.exceeded), magnitude, outcome)
+                magnitude = float(item.worst)
+                self.watch.find(site, item.flags.device, int(item.exceeded), magnitude, outcome)
         return waited
 
     def _prepare(self) -> None:
         """Do what takes longer the first time, outside of any step."""
-        parts = [(each.kind, local(each.parameter)) for each in self._entries]
+        parts = [(pair.kind, local(pair.parameter)) for pair in self._entries]
         kinds = {(kind, part.dtype, part.device): part for kind, part in parts if not part.is_meta}
         for (kind, _, _), part in kinds.items():
             _rehearse(self.watch.policy, kind, part)

@@ -155,7 +155,7 @@ class Record:
     def _differentiate(
         self, inputs: Sequence[Tensor | None], dy: Tensor
     ) -> tuple[Tensor, Gradients]:
-        fresh = [None if each is None else each.detach() for each in inputs]
+        fresh = [None if tensor_in is None else tensor_in.detach() for tensor_in in inputs]
         leaves = [leaf for index in self.wanted if (leaf := fresh[index]) is not None]
         device, dtype = self._autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=self._autocast_on):
@@ -231,7 +231,7 @@ class _PartsRecord(Record):
             parts, kept = self._parts, self._kept
             self._parts, self._kept = [], ()
             with torch.no_grad():
-                totals = [torch.stack(each).sum(dim=0) if each else None for each in parts]
+                totals = [torch.stack(part).sum(dim=0) if part else None for part in parts]
                 self.arrived(kept, tuple(totals))
 
 
@@ -263,7 +263,7 @@ class _Probe(torch.autograd.Function):
         ctx.record = record
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
-        return tuple(each.view_as(each) for each in tensors[:count] if each is not None)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count] if tensor is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -326,7 +326,9 @@ def watched(
         check: Takes a `Seen` and returns gradients of all inputs, as they were or put right.
         separate: Whether `compute` may use an input several times: then gradients are only seen.
     """
-    wanted = tuple(i for i, each in enumerate(inputs) if each is not None and each.requires_grad)
+    wanted = tuple(
+        i for i, tensor_in in enumerate(inputs) if tensor_in is not None and tensor_in.requires_grad
+    )
     if not wanted or not torch.is_grad_enabled():
         return compute(*inputs)
     passed = list(inputs)
@@ -401,16 +403,16 @@ def put_right(
     if changed is not None and changed():
         watch.find(site, tensors[0].device, int(judged.exceeded), float(judged.worst), "detected")
         return list(tensors)
-    sizes = [each.numel() for each in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
     stored = _flat(tensors)
 
     def redo(first: int, last: int) -> Tensor:
         del first, last
-        return _flat([each for each in again() if each is not None])
+        return _flat([tensor for tensor in again() if tensor is not None])
 
     def split() -> list[Tensor]:
         parts = torch.split(stored[0], sizes)
-        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def beyond_rounding(left: Judged) -> Judged:
         assert beyond is not None
@@ -439,7 +441,7 @@ def judge_only(
     """As `put_right` for tensors that have gone on already: a failure is ``detected`` at best."""
     judged = check(tensors)
     if watch.wants(site, judged):
-        fresh = _flat([each for each in again() if each is not None])
+        fresh = _flat([tensor for tensor in again() if tensor is not None])
         same = same_bits(fresh, _flat(tensors)) and not changed()
         own = same and not bool(torch.isfinite(fresh).all())
         believed = same and float(judged.worst) <= BELIEVED * DEVIATIONS
@@ -490,7 +492,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([each.detach().reshape(-1) for each in tensors])[None]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])[None]
 
 
 def _as_one(judged: Judged) -> Judged:

@@ -294,7 +294,7 @@ class TorchProduct:
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
         """See `Product`."""
-        u, v = (each.to(_summed(weight)) for each in _signs(weight, signs))
+        u, v = (sign.to(_summed(weight)) for sign in _signs(weight, signs))
         wide = weight.to(u.dtype)
         squares = wide.square()
         return Encoding(

@@ -80,8 +80,8 @@ class CheckedProducts:
         self.away = False
         # Of no layer: what is multiplied may be a view of a parameter, or made of several.
         self._checks = {
-            each: LinearChecks(watch, nn.Module(), f"{name}.{each}")
-            for each in module.product_names
+            product_name: LinearChecks(watch, nn.Module(), f"{name}.{product_name}")
+            for product_name in module.product_names
         }
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -44,16 +44,16 @@ def hash64(tensors: Sequence[Tensor]) -> Tensor:
     Args:
         tensors: Contiguous, of any type.
     """
-    if all(each.device.type == "cpu" for each in tensors):
+    if all(tensor.device.type == "cpu" for tensor in tensors):
         state = xxhash.xxh3_64(seed=_SEED)
-        for each in tensors:
-            state.update(each.detach().reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in tensors:
+            state.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
         return torch.tensor(_signed(state.intdigest()), dtype=torch.int64)
-    device = next(each.device for each in tensors if each.device.type != "cpu")
+    device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for each in tensors:
+    for tensor in tensors:
         # A step count may lie on the CPU while its parameter does not.
-        part = int(hash64([each])) if each.device != device else hash_words(each)
+        part = int(hash64([tensor])) if tensor.device != device else hash_words(tensor)
         total = total * CHAIN + part
     return total
 
@@ -120,10 +120,10 @@ def compare(replicas: Sequence[Replica]) -> Comparison:
     Ranks whose copy has changed at rest, or is suspect, do not vote. The others' numbers are right
     if they agree, or if more than half of them do; two that differ without such a sign are a tie.
     """
-    if len({each.now for each in replicas}) == 1:
+    if len({replica.now for replica in replicas}) == 1:
         return Comparison(0, ())
     voters = [
-        rank for rank, each in enumerate(replicas) if each.after == each.now and not each.suspect
+        rank for rank, item in enumerate(replicas) if item.after == item.now and not item.suspect
     ]
     votes: dict[int, list[int]] = {}
     for rank in voters:
@@ -133,7 +133,7 @@ def compare(replicas: Sequence[Replica]) -> Comparison:
         return Comparison(None, ())
     right = replicas[most[0]].now
     return Comparison(
-        most[0], tuple(rank for rank, each in enumerate(replicas) if each.now != right)
+        most[0], tuple(rank for rank, item in enumerate(replicas) if item.now != right)
     )
 
 
@@ -201,9 +201,9 @@ def repair(
         device: Where the group communicates; tensors elsewhere go through it.
     """
     source = dist.get_global_rank(group, good)
-    for each in tensors:
+    for tensor in tensors:
         # Bytes, since not every backend carries every type.
-        data = each.detach().reshape(-1).view(torch.uint8)
+        data = tensor.detach().reshape(-1).view(torch.uint8)
         carried = data.to(device)
         dist.broadcast(carried, source, group=group)
         if carried.data_ptr() != data.data_ptr():

@@ -372,11 +372,11 @@ class ShardedReduction:
                 alike.setdefault((group, sums.reduction), []).append(sums)
         operation = "all_reduce" if replicated else "reduce_scatter"
         for (group, reduction), several in alike.items():
-            parts = torch.stack([each.parts for each in several])
+            parts = torch.stack([item.parts for item in several])
             dist.all_reduce(parts, group=group)
             own = parts[:, 0] if replicated else parts[:, group.rank()]
-            results = torch.cat([each.results for each in several])
-            elements = torch.tensor([each.elements for each in several], device=parts.device)
+            results = torch.cat([item.results for item in several])
+            elements = torch.tensor([item.elements for item in several], device=parts.device)
             site = self.watch.ledger.site("gradients", operation)
             self.watch.judge(site, compare(results, own, elements, reduction))
 

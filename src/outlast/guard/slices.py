@@ -110,7 +110,7 @@ class Group:
         """
         options = self.options
         rate, weight_decay = number(options["lr"]), number(options["weight_decay"])
-        beta1, beta2 = (number(each) for each in options["betas"])
+        beta1, beta2 = (number(option) for option in options["betas"])
         if rate is None or weight_decay is None or beta1 is None or beta2 is None:
             return None
         if options["eps"] == 0.0:
@@ -144,7 +144,7 @@ class Group:
             # No bound on all steps is known for betas that change.
             self._reach = math.inf
         self._last_betas = betas
-        beta1, beta2 = (number(each) for each in betas)
+        beta1, beta2 = (number(item) for item in betas)
         if beta1 is None or beta2 is None:
             return
         low1, high1, low2, high2 = self._betas or (beta1, beta1, beta2, beta2)
@@ -154,11 +154,11 @@ class Group:
         """Of a coordinate, in any step, per learning rate."""
         options = self.options
         if self.kind == "muon":
-            return max(_muon_reach(options, each) for each in options["params"])
+            return max(_muon_reach(options, parameter) for parameter in options["params"])
         if self._betas is None:
             return math.inf
         reach = 0.0
-        for dtype in {each.dtype for each in options["params"]}:
+        for dtype in {parameter.dtype for parameter in options["params"]}:
             decay = self.decay(dtype)
             assert decay is not None
             ever = bounds.adam_reach_ever(decay, (self._betas[0], self._betas[2]), options["eps"])
@@ -325,12 +325,12 @@ class Round:
 
 def state_of(views: list[Views]) -> list[Tensor]:
     """All optimizer state of some blocks."""
-    return [tensor for each in views for tensor in each.optimizer()]
+    return [tensor for view in views for tensor in view.optimizer()]
 
 
 def hashes_of(views: list[Views]) -> tuple[Tensor, Tensor]:
     """Of parameters and of state."""
-    parameters, state = hash64([each.parameter for each in views]), state_of(views)
+    parameters, state = hash64([view.parameter for view in views]), state_of(views)
     return parameters, hash64(state) if state else torch.zeros_like(parameters)
 
 
@@ -338,8 +338,8 @@ def writes_of(views: list[Views]) -> list[tuple[int, int]]:
     """What changes when a program, and not a fault, writes to the tensors."""
     return [
         (tensor.data_ptr(), tensor._version)
-        for each in views
-        for tensor in (each.parameter, *each.optimizer())
+        for view in views
+        for tensor in (view.parameter, *view.optimizer())
     ]
 
 

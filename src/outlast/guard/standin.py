@@ -55,5 +55,6 @@ def trains(module: nn.Module, *tensors: Tensor | None) -> bool:
     its dropout or statistics, and train.
     """
     return module.training or (
-        torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     )

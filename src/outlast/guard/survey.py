@@ -158,15 +158,19 @@ class Survey:
         self._optimizers = list(optimizers)
         # Modules by the names that they had, which wrappers may change, and the names under which
         # their checks count.
-        self._modules = {each.module: model.get_submodule(each.module) for each in planned}
+        self._modules = {
+            coverage.module: model.get_submodule(coverage.module) for coverage in planned
+        }
         self._checks: dict[str, tuple[str, ...]] = {}
-        for each in planned:
-            module = self._modules[each.module]
+        for coverage in planned:
+            module = self._modules[coverage.module]
             products = module.product_names if isinstance(module, ProductLayer) else ()
-            own = tuple(f"{each.module}.{product}" for product in products)
-            self._checks[each.module] = own or (each.module,)
+            own = tuple(f"{coverage.module}.{product}" for product in products)
+            self._checks[coverage.module] = own or (coverage.module,)
         # Where no module has any, as at level light, there is nothing to follow in every step.
-        self._checks_any = any(each.operations for each in planned) or watch.policy.reaches("full")
+        self._checks_any = any(coverage.operations for coverage in planned) or watch.policy.reaches(
+            "full"
+        )
         self._names: dict[int, str] = {}
         self._holders: dict[int, list[Coverage]] = {}
         self._expected: dict[int, _Expected] = {}
@@ -201,9 +205,9 @@ class Survey:
         if not self._due or not self._checks_any:
             return
         # A tensor, or the node of a `GradientEdge`.
-        nodes = [getattr(each, "grad_fn", each) for each in tree_leaves(roots)]
+        nodes = [getattr(root, "grad_fn", root) for root in tree_leaves(roots)]
         self._know_parameters()
-        graph = _Graph([each for each in nodes if isinstance(each, Node)], self._variables())
+        graph = _Graph([node for node in nodes if isinstance(node, Node)], self._variables())
         graph.read(self._seen)
 
     def passed(self) -> None:
@@ -232,12 +236,14 @@ class Survey:
         made = cache(lambda check: self._made(check, _OF_GRADIENTS, since))
         judged = self._judged[key] = _Judged()
         # Some frameworks keep gradients elsewhere.
-        trained = [each for each in own if each.grad is not None]
-        for number, each in enumerate(trained or [each for each in own if each.requires_grad]):
-            expected = self._expected.get(id(each))
+        trained = [tensor for tensor in own if tensor.grad is not None]
+        for number, item in enumerate(
+            trained or [tensor for tensor in own if tensor.requires_grad]
+        ):
+            expected = self._expected.get(id(item))
             if expected is None:
                 name = f"parameter {number} of {type(optimizer).__name__}"
-                expected = _Expected(name, each.numel(), (), "not in the guarded model")
+                expected = _Expected(name, item.numel(), (), "not in the guarded model")
             judged.count += 1
             judged.elements += expected.elements
             why_not = expected.why_not
@@ -266,29 +272,31 @@ class Survey:
         """Every module that holds parameters, with the checks that were made in it."""
         self._judge_all()
         found = []
-        for each in self._planned:
-            operations, why_not = each.operations, self._why_not(each)
-            if each.module in self._begun and not why_not:
-                made = self._made_in(each, operations)
+        for item in self._planned:
+            operations, why_not = item.operations, self._why_not(item)
+            if item.module in self._begun and not why_not:
+                made = self._made_in(item, operations)
                 operations = tuple(
                     name for name in operations if {name, _WITH_ANOTHER.get(name)} & made
                 )
-                why_not = "" if operations else self._why_idle(each)
-            found.append(Coverage(each.module, each.kind, () if why_not else operations, why_not))
+                why_not = "" if operations else self._why_idle(item)
+            found.append(Coverage(item.module, item.kind, () if why_not else operations, why_not))
         return found
 
     def uncovered(self) -> Uncovered:
         """What no check has watched in the last step."""
-        modules = {each.module: each.why_not for each in self.coverage() if each.why_not}
+        modules = {
+            coverage.module: coverage.why_not for coverage in self.coverage() if coverage.why_not
+        }
         modules |= dict.fromkeys(self._idle_functions(), _NO_MORE)
         judged = [*self._judged.values()]
-        unwatched = {name: own for each in judged for name, own in each.unwatched.items()}
+        unwatched = {name: own for item in judged for name, own in item.unwatched.items()}
         return Uncovered(
             modules,
             {name: why for name, (_, why) in unwatched.items()},
             dict(self._shown.operations),
-            sum(each.count for each in judged),
-            sum(each.elements for each in judged),
+            sum(item.count for item in judged),
+            sum(item.elements for item in judged),
             sum(elements for elements, _ in unwatched.values()),
             self._share,
         )
@@ -305,16 +313,16 @@ class Survey:
         if self._due:
             self._share = self._flops()
         idle = [
-            each.module
-            for each in self._planned
-            if each.operations and each.module not in told and not self._why_not(each)
-            if (since := self._begun.get(each.module)) is not None
+            item.module
+            for item in self._planned
+            if item.operations and item.module not in told and not self._why_not(item)
+            if (since := self._begun.get(item.module)) is not None
             if not any(
-                self._made(name, each.operations, since) for name in self._checks[each.module]
+                self._made(name, item.operations, since) for name in self._checks[item.module]
             )
         ]
         idle += [name for name in self._idle_functions() if name not in told]
-        names = {name for each in self._judged.values() for name in each.unwatched}
+        names = {name for judged in self._judged.values() for name in judged.unwatched}
         names |= self._shown.operations.keys()
         if not idle and names <= told:
             return False
@@ -348,7 +356,7 @@ class Survey:
 
     def _why_idle(self, planned: Coverage) -> str:
         module = self._modules[planned.module]
-        frozen = not any(each.requires_grad for each in module.parameters())
+        frozen = not any(parameter.requires_grad for parameter in module.parameters())
         return _EVALUATED if frozen and not module.training else _NOT_CALLED
 
     def _why_not(self, planned: Coverage) -> str:
@@ -387,37 +395,38 @@ class Survey:
 
     def _parameters_of(self, optimizer: Optimizer | None) -> list[Tensor]:
         groups = [] if optimizer is None else optimizer.param_groups
-        given = [each for group in groups for each in group["params"]]
-        if not self._names or any(id(each) not in self._names for each in given):
+        given = [parameter for group in groups for parameter in group["params"]]
+        if not self._names or any(id(pair) not in self._names for pair in given):
             self._know_parameters()
-        if any(id(each) in self._names for each in given):
+        if any(id(pair) in self._names for pair in given):
             return given
         # There is no optimizer, or it updates copies of the model's parameters.
         return [*self._model.parameters()]
 
     def _modules_of(self, parameters: Iterable[Tensor]) -> set[str]:
-        holders = (self._holders.get(id(each), ()) for each in parameters)
-        return {each.module for several in holders for each in several}
+        holders = (self._holders.get(id(parameter), ()) for parameter in parameters)
+        return {item.module for several in holders for item in several}
 
     def _know_parameters(self) -> None:
         """Find the model's parameters, which FSDP2 may have replaced, and what uses them."""
-        self._names = {id(each): name for name, each in self._model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._updated.clear()
         self._holders = {number: [] for number in self._names}
         for planned in self._planned:
             module = self._modules[planned.module]
-            for each in module.parameters(recurse=isinstance(module, ProductLayer)):
-                self._holders.setdefault(id(each), []).append(planned)
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        updated = self._modules_of(each for group in groups for each in group["params"])
-        self._never_updated = {each.module for each in self._planned} - updated
+            for parameter in module.parameters(recurse=isinstance(module, ProductLayer)):
+                self._holders.setdefault(id(parameter), []).append(planned)
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        updated = self._modules_of(parameter for group in groups for parameter in group["params"])
+        self._never_updated = {name.module for name in self._planned} - updated
         self._expected = {
-            id(each): self._expect(each, name) for name, each in self._model.named_parameters()
+            id(parameter): self._expect(parameter, name)
+            for name, parameter in self._model.named_parameters()
         }
 
     def _expect(self, parameter: Tensor, name: str) -> _Expected:
         holders, uses = self._holders[id(parameter)], self._uses.get(name)
-        reasons = sorted({why for each in holders if (why := self._why_not(each))})
+        reasons = sorted({why for holder in holders if (why := self._why_not(holder))})
         checks: Iterable[str] = ()
         why_not = ""
         if uses is not None and uses.operations:
@@ -427,7 +436,7 @@ class Survey:
         elif reasons or not holders:
             why_not = ", ".join(reasons) or _NOT_WATCHED
         else:
-            checks = [check for each in holders for check in self._checks[each.module]]
+            checks = [check for holder in holders for check in self._checks[holder.module]]
         return _Expected(name, parameter.numel(), tuple(checks), why_not)
 
     def _variables(self) -> dict[int, str]:
@@ -436,10 +445,10 @@ class Survey:
         for module in self._model.modules():
             state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
             for group in getattr(state, "_fsdp_param_groups", None) or ():
-                for each in group.fsdp_params:
-                    gathered = getattr(each, "_unsharded_param", None)
-                    if gathered is not None and id(each.sharded_param) in found:
-                        found[id(gathered)] = found[id(each.sharded_param)]
+                for parameter in group.fsdp_params:
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    if gathered is not None and id(parameter.sharded_param) in found:
+                        found[id(gathered)] = found[id(parameter.sharded_param)]
         return found
 
 
@@ -634,9 +643,11 @@ def _flops(node: Node, kind: str) -> float | None:
         weight = operands[1] if len(operands) > 1 else None
         return size * prod(weight[1:]) if weight else None
     if is_attention:
-        keys = next((each for each in operands[1:3] if each), None)
+        keys = next((operand for operand in operands[1:3] if operand), None)
         return 2.0 * size * keys[-2] if keys else None
-    return size / out[-1] * sum(prod(each) for each in operands if each and len(each) == 2)
+    return (
+        size / out[-1] * sum(prod(operand) for operand in operands if operand and len(operand) == 2)
+    )
 
 
 def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
@@ -647,4 +658,4 @@ def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
         shape = tuple(node._input_metadata[place].shape)
     except (IndexError, RuntimeError):
         return None
-    return shape if all(type(each) is int for each in shape) else None
+    return shape if all(type(size) is int for size in shape) else None

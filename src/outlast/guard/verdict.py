@@ -193,8 +193,8 @@ class GradientReduction:
 
     def begin(self) -> None:
         """An attempt at a step begins: forget what the one before has found."""
-        for each in self._parts:
-            each.begin()
+        for part in self._parts:
+            part.begin()
 
     def drop(self, ranks: Iterable[int]) -> None:
         """Leave the gradients of these ranks out of the step's means, until `restore`.
@@ -221,16 +221,16 @@ class GradientReduction:
             uncorrected: Findings of this rank so far that left wrong numbers in the step.
         """
         before = self.watch.uncorrected
-        for each in self._parts:
-            each.check()
+        for part in self._parts:
+            part.check()
         self.watch.settle()
         received = self.watch.uncorrected - before
         return agree(self.watch.step, uncorrected, received, self.terms.dropped)
 
     def remove(self) -> None:
         """Check no more."""
-        for each in self._parts:
-            each.release()
+        for part in self._parts:
+            part.release()
 
 
 def install_collectives(watch: Watch, model: nn.Module) -> GradientReduction | None:

@@ -147,10 +147,10 @@ class Watch:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        for device in dict.fromkeys(each[1] for each in waiting):
-            own = [each for each in waiting if each[1] == device]
+        for device in dict.fromkeys(node[1] for node in waiting):
+            own = [node for node in waiting if node[1] == device]
             numbers = torch.stack(
-                [torch.stack([each.double() for each in waits[3]]) for waits in own]
+                [torch.stack([wait.double() for wait in waits[3]]) for waits in own]
             )
             for waits, found in zip(own, numbers.tolist(), strict=True):
                 site, _, rows, _, bitwise = waits
@@ -223,7 +223,7 @@ class Watch:
 
     def _settle_last(self) -> int:
         site, _, rows, four, _ = self._waiting.pop()
-        exceeded, worst, total, widest = (float(each) for each in four)
+        exceeded, worst, total, widest = (float(item) for item in four)
         self._count(site, rows, int(exceeded), worst, total, widest)
         return int(exceeded)
 

@@ -188,7 +188,7 @@ class Agreement:
         """
         if self._told == _HERE:
             self._tell(_WAITS)
-        words = {each: self._word_of(each) for each in range(self._size) if each != self.rank}
+        words = {index: self._word_of(index) for index in range(self._size) if index != self.rank}
         for rank, word in words.items():
             if word.startswith(_ENDED) or (over and word not in (_HERE, _WAITS)):
                 raise IntegrationError(
@@ -198,9 +198,7 @@ class Agreement:
         if waited < _AWAY_SECONDS or self._said or self.rank > min(waiting, default=self.rank):
             return
         self._said = True
-        away = [
-            f"rank {each}, which {_what(word)}" for each, word in words.items() if word != _WAITS
-        ]
+        away = [f"rank {key}, which {_what(word)}" for key, word in words.items() if word != _WAITS]
         more = f", and {len(away) - _NAMED} more" if len(away) > _NAMED else ""
         print(
             f"outlast: rank {self.rank} has waited for {waited:.0f} s at step {step} for "
@@ -261,5 +259,5 @@ def _timeout() -> timedelta:
     """How long a collective of the default process group may take, as its maker has said."""
     group = dist.group.WORLD
     assert group is not None
-    options = (group._get_backend(each).options for each in group._device_types)
-    return max((each._timeout for each in options), default=default_pg_timeout)
+    options = (group._get_backend(type_).options for type_ in group._device_types)
+    return max((option._timeout for option in options), default=default_pg_timeout)

@@ -61,11 +61,11 @@ def plain(value: Any, path: str = KEY) -> Any:
     if type(value) in (*_WORDS, *_ARRAYS) or isinstance(value, (DTensor, np.generic)):
         return value
     if type(value) in (list, tuple):
-        return type(value)(plain(each, f"{path}.{n}") for n, each in enumerate(value))
-    if type(value) in (set, frozenset) and all(type(each) in _WORDS for each in value):
+        return type(value)(plain(item, f"{path}.{n}") for n, item in enumerate(value))
+    if type(value) in (set, frozenset) and all(type(item) in _WORDS for item in value):
         return value
     if type(value) in (dict, OrderedDict) and all(type(key) in _WORDS for key in value):
-        found = type(value)((key, plain(each, f"{path}.{key}")) for key, each in value.items())
+        found = type(value)((key, plain(item, f"{path}.{key}")) for key, item in value.items())
         if attributes := getattr(value, "__dict__", None):
             found.__dict__.update(plain(attributes, f"{path}.__dict__"))
         return found
@@ -91,12 +91,12 @@ def restored(value: Any, *, unpickle: bool) -> Any:
                     "weights_only = True forbids; load it with weights_only = False"
                 )
             return pickle.loads(value[_PICKLED])
-        found = type(value)((key, restored(each, unpickle=unpickle)) for key, each in value.items())
+        found = type(value)((key, restored(item, unpickle=unpickle)) for key, item in value.items())
         if attributes := getattr(value, "__dict__", None):
             found.__dict__.update(restored(attributes, unpickle=unpickle))
         return found
     if type(value) in (list, tuple):
-        return type(value)(restored(each, unpickle=unpickle) for each in value)
+        return type(value)(restored(item, unpickle=unpickle) for item in value)
     return value
 
 

@@ -351,7 +351,7 @@ class CheckpointFiles:
         # Another trainer of this process may still be writing what its path leads to.
         settle_saves(pointer.store)
         storage = LocalStorage(pointer.store)
-        versions = {each.folder: each for each in list_versions(storage)}
+        versions = {version.folder: version for version in list_versions(storage)}
         problems: list[str] = []
         for entry in pointer.entries:
             contents, problem = None, f"{storage.location}/{entry.version} is not there"
@@ -377,7 +377,7 @@ class CheckpointFiles:
 
     def _first(self, problem: str) -> str:
         """The first rank's problem that is not empty."""
-        return next((each for each in self._shared(problem) if each), "")
+        return next((item for item in self._shared(problem) if item), "")
 
 
 def _refuse_unfollowed(settings: CheckpointSection) -> None:

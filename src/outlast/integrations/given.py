@@ -40,5 +40,5 @@ def with_section(section: str, values: dict[str, Any]) -> LoopJob:
         JobError: When a setting is wrong.
     """
     return load_loop_job(
-        None, [f"{section}.{key}={toml_value(each)}" for key, each in values.items()]
+        None, [f"{section}.{key}={toml_value(value)}" for key, value in values.items()]
     )

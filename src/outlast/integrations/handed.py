@@ -82,7 +82,7 @@ class HandedOver:
         found = False
         if store.is_dir():
             storage = storage_of(store)
-            found = any(is_published(storage, each) for each in list_versions(storage))
+            found = any(is_published(storage, version) for version in list_versions(storage))
         if found and own not in known:
             raise AutosaveError(
                 f"{store} has the checkpoints of another run; move them away, or give this run "
@@ -94,7 +94,7 @@ class HandedOver:
 
     def _known(self) -> list[str]:
         try:
-            return [str(each) for each in json.loads(self.stores.read_text(encoding="utf-8"))]
+            return [str(load) for load in json.loads(self.stores.read_text(encoding="utf-8"))]
         except (OSError, ValueError):
             return []
 

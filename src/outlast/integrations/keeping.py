@@ -203,7 +203,7 @@ class StateKeeper:
 
     def _collect(self, *, wait: bool) -> None:
         """See how the saves under way went, those that are done or all."""
-        for handle in [each for each in self._handles if wait or each.done()]:
+        for handle in [handle for handle in self._handles if wait or handle.done()]:
             self._handles.remove(handle)
             with self._recording.watch("checkpoint"):
                 result = handle.result()

@@ -58,15 +58,15 @@ def trained_part(model: nn.Module) -> nn.Module:
         if parameter.requires_grad:
             *parents, name = path.split(".")
             owner = root
-            for each in parents:
-                if each not in owner._modules:
-                    owner.add_module(each, nn.Module())
-                owner = owner.get_submodule(each)
+            for parent in parents:
+                if parent not in owner._modules:
+                    owner.add_module(parent, nn.Module())
+                owner = owner.get_submodule(parent)
             owner.register_parameter(name, parameter)
     return root
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:
     """What the models compute on; the CPU for such without parameters."""
-    parameters = (each for model in models for each in model.parameters())
-    return next((each.device for each in parameters), torch.device("cpu"))
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))

@@ -94,7 +94,7 @@ def _look(path: Path) -> Pointer | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-        entries = [Entry(each["version"], each.get("values")) for each in found["entries"]]
+        entries = [Entry(entry["version"], entry.get("values")) for entry in found["entries"]]
         return Pointer(Path(os.path.normpath(path.parent / found["store"])), entries)
     except FileNotFoundError:
         return None
@@ -135,12 +135,12 @@ class PointerList:
         """
         if self._paths is None:
             listed, paths = self._listed(), list[Path]()
-            for each in listed or ():
-                if "version" in each:
-                    self._kept.add(each["version"])
+            for name in listed or ():
+                if "version" in name:
+                    self._kept.add(name["version"])
                     continue
-                near = os.path.normpath(self._storage.root / each["relative"])
-                found = {path: self._leads_here(path) for path in (Path(each["path"]), Path(near))}
+                near = os.path.normpath(self._storage.root / name["relative"])
+                found = {path: self._leads_here(path) for path in (Path(name["path"]), Path(near))}
                 # What cannot be read now may be one.
                 sure = [path for path, leads in found.items() if leads]
                 unsure = [path for path, leads in found.items() if leads is None]
@@ -170,9 +170,9 @@ class PointerList:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         except CheckpointError:
             before = []
-        before = [each for each in before if each.version != entry.version]
+        before = [item for item in before if item.version != entry.version]
         entries = [entry, *before[:1]]
-        listed = [{"version": each.version, "values": each.values} for each in entries]
+        listed = [{"version": entry.version, "values": entry.values} for entry in entries]
         content = {
             "format": _FORMAT,
             "store": os.path.relpath(self._storage.root, path.parent),
@@ -200,7 +200,7 @@ class PointerList:
                 path.unlink(missing_ok=True)
                 gone.add(path)
         if gone & set(self.paths):
-            self._paths = [each for each in self.paths if each not in gone]
+            self._paths = [path for path in self.paths if path not in gone]
             with contextlib.suppress(OSError):
                 self._write()
 
@@ -217,8 +217,8 @@ class PointerList:
                 pointer = _look(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-            found |= {each.version for each in pointer.entries} if pointer else set()
-        return {each for each in list_versions(self._storage) if each.folder in found}
+            found |= {entry.version for entry in pointer.entries} if pointer else set()
+        return {version for version in list_versions(self._storage) if version.folder in found}
 
     def sweep(self) -> None:
         """Remove the paths of saves that a process did not live to complete.
@@ -250,11 +250,11 @@ class PointerList:
             OSError: When it cannot be read.
         """
         pointer = _look(path)
-        versions = {each.folder: each for each in list_versions(self._storage)}
+        versions = {version.folder: version for version in list_versions(self._storage)}
         return [
-            each
-            for each in (pointer.entries if pointer else ())
-            if each.version in versions and is_published(self._storage, versions[each.version])
+            name
+            for name in (pointer.entries if pointer else ())
+            if name.version in versions and is_published(self._storage, versions[name.version])
         ]
 
     def _listed(self) -> list[dict[str, str]] | None:
@@ -272,15 +272,17 @@ class PointerList:
         except ValueError:
             return None
         whole = isinstance(found, list) and all(
-            isinstance(each, dict) and ("version" in each or {"path", "relative"} <= {*each})
-            for each in found
+            isinstance(name, dict) and ("version" in name or {"path", "relative"} <= {*name})
+            for name in found
         )
         return found if whole else None
 
     def _keep_all(self) -> None:
         """Have all versions kept that are there now, since paths may lead to any of them."""
         versions = list_versions(self._storage)
-        self._kept = {each.folder for each in versions if is_published(self._storage, each)}
+        self._kept = {
+            version.folder for version in versions if is_published(self._storage, version)
+        }
         if self._kept:
             warnings.warn(
                 f"{self._file}, the list of the files that lead to this store, is lost: its "
@@ -291,14 +293,14 @@ class PointerList:
     def _take_up(self) -> None:
         """Add what leads here from beside the known paths: copies, and files with new names."""
         known = {*self.paths}
-        for folder in dict.fromkeys(each.parent for each in self.paths):
+        for folder in dict.fromkeys(path.parent for path in self.paths):
             try:
-                beside = [each for each in folder.iterdir() if each not in known]
+                beside = [path for path in folder.iterdir() if path not in known]
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-            self._paths = [*self.paths, *(each for each in beside if self._leads_here(each))]
+            self._paths = [*self.paths, *(item for item in beside if self._leads_here(item))]
         if known != {*self.paths}:
             with contextlib.suppress(OSError):
                 self._write()
@@ -316,7 +318,7 @@ class PointerList:
         root = self._storage.root
         root.mkdir(parents=True, exist_ok=True)
         listed = [
-            {"path": str(each), "relative": os.path.relpath(each, root)} for each in self.paths
+            {"path": str(path), "relative": os.path.relpath(path, root)} for path in self.paths
         ]
-        listed += [{"version": each} for each in sorted(self._kept)]
+        listed += [{"version": name} for name in sorted(self._kept)]
         replace_file(self._file, json.dumps(listed).encode())

@@ -81,22 +81,22 @@ def entries_of(
     Raises:
         IntegrationError: When an added entry has a name that is taken, or no state.
     """
-    plain = {name: unwrapped(each) for name, each in models.items()}
+    plain = {name: unwrapped(model) for name, model in models.items()}
     optimizer: Any = optimizers[0] if len(optimizers) == 1 else [*optimizers]
     found = {
         **(plain if len(plain) == 1 else {"model": nn.ModuleDict(plain)}),
         "optimizer": optimizer,
         **own,
     }
-    for name, each in extra.items():
+    for name, item in extra.items():
         if name in found:
             raise IntegrationError(f"state[{name!r}] is a name of the run's own; rename it")
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise IntegrationError(
-                f"state[{name!r}] is a {type(each).__name__}, which has no state_dict and "
+                f"state[{name!r}] is a {type(item).__name__}, which has no state_dict and "
                 "load_state_dict; give it both, or put it into an object that has them"
             )
-        found[name] = OtherModule(each) if isinstance(each, nn.Module) else each
+        found[name] = OtherModule(item) if isinstance(item, nn.Module) else item
     return found
 
 
@@ -119,13 +119,13 @@ def facts_of(
     epochs, steps = iterations
     batch = getattr(loader, "batch_size", None) or 0
     total = length_of(loader) * epochs
-    parameters = {id(each): each for model in models for each in model.parameters()}
+    parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
     return LoopFacts(
         framework="pytorch",
         steps=min(total or steps or 0, steps or total),
         samples_per_step=batch * ranks,
         tokens_per_step=tokens_per_step,
-        parameters=sum(each.numel() for each in parameters.values()),
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
     )
 
 

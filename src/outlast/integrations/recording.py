@@ -215,9 +215,11 @@ class Recording:
         """Record the steps since the last call."""
         if not self._step_seconds:
             return
-        known = [float(each) for each in self._losses if each is not None]
+        known = [float(loss) for loss in self._losses if loss is not None]
         norm, rate = map(float, self._last)
-        means = {name: sum(map(float, each)) / len(each) for name, each in self._metrics.items()}
+        means = {
+            name: sum(map(float, metric)) / len(metric) for name, metric in self._metrics.items()
+        }
         self._metrics = {}
         seconds = self.watch.lap()
         self.write(
@@ -228,7 +230,7 @@ class Recording:
                 gradient_norm=norm,
                 learning_rate=rate,
                 tokens=self._step * self._facts.tokens_per_step,
-                step_seconds=[round(each, 6) for each in self._step_seconds],
+                step_seconds=[round(second, 6) for second in self._step_seconds],
                 seconds=seconds,
                 metrics=means,
             )

@@ -74,11 +74,11 @@ class Saves:
 
     def _tell_all(self, events: Iterable[Event]) -> None:
         """Take over what another part of restoring had to say."""
-        for each in events:
-            if isinstance(each, Warned):
-                self._tell(each.message)
+        for event in events:
+            if isinstance(event, Warned):
+                self._tell(event.message)
             else:
-                self.events.append(each)
+                self.events.append(event)
 
     def _tell(self, sentence: str) -> None:
         self.events.append(Warned(sentence))

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 def places_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> set[int]:
     """Where the parameters of `modules`, and those and the states of `optimizers`, lie."""
-    found = {_place(each) for module in modules for each in module.parameters()}
+    found = {_place(parameter) for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
-        found.update(_place(each) for group in optimizer.param_groups for each in group["params"])
         found.update(
-            _place(each)
+            _place(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        )
+        found.update(
+            _place(tensor)
             for state in optimizer.state.values()
-            for each in state.values()
-            if isinstance(each, torch.Tensor)
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor)
         )
     return found - {0}
 
@@ -45,9 +47,9 @@ def settled(value: Any, places: Collection[int]) -> Any:
             return value
         return nn.Parameter(value.detach(), requires_grad=False)
     if isinstance(value, Mapping):
-        return {key: settled(each, places) for key, each in value.items()}
+        return {key: settled(item, places) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(settled(each, places) for each in value)
+        return type(value)(settled(item, places) for item in value)
     return value
 
 
@@ -56,9 +58,9 @@ def only_settled(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return value
     if isinstance(value, Mapping):
-        return {key: only_settled(each) for key, each in value.items()}
+        return {key: only_settled(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(only_settled(each) for each in value)
+        return type(value)(only_settled(item) for item in value)
     return None
 
 

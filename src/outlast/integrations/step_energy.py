@@ -64,7 +64,7 @@ class StepEnergy:
         """What to tell the user at the start where nothing can be read; None otherwise."""
         if self.meter.sources:
             return None
-        reasons = "; ".join(each.reason for each in self.meter.missing)
+        reasons = "; ".join(name.reason for name in self.meter.missing)
         return f"energy is unavailable: {reasons or 'no source is given'}"
 
     def close(self) -> Reading:

@@ -260,7 +260,7 @@ def _slurm(job: Job) -> Iterator[str]:
 
 def _staging(job: Job) -> Iterator[str]:
     staging, data = job.staging, job.data
-    remote = [each for each in (*data.train, *data.validation) if "://" in each]
+    remote = [name for name in (*data.train, *data.validation) if "://" in name]
     if remote and data.source != "tokens":
         yield (
             f'{remote[0]} is a URL, which only data.source = "tokens" can read; copy the text to '

@@ -69,7 +69,9 @@ def load_job(
     """
     source = DEFAULT_JOB if path is None else str(path)
     tables = _read(path, source)
-    problems = [text for each in overrides or [] for text in _apply_override(tables, each, Job)]
+    problems = [
+        text for override in overrides or [] for text in _apply_override(tables, override, Job)
+    ]
     return _build(Job, tables, problems, source, unsure)
 
 
@@ -86,7 +88,9 @@ def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) 
     """
     source = "the settings" if path is None else str(path)
     tables = {} if path is None else _read(path, source, "outlast init --loop")
-    problems = [text for each in overrides or [] for text in _apply_override(tables, each, LoopJob)]
+    problems = [
+        text for override in overrides or [] for text in _apply_override(tables, override, LoopJob)
+    ]
     return _build(LoopJob, tables, problems, source)
 
 
@@ -204,10 +208,10 @@ def _build(
         job = kind.model_validate(tables)
     except ValidationError as error:
         details = error.errors()
-        foreign = [str(each["loc"][0]) for each in details if _is_of_the_trainer(each, kind)]
+        foreign = [str(detail["loc"][0]) for detail in details if _is_of_the_trainer(detail, kind)]
         problems = problems + ([decided_by_the_script(foreign)] if foreign else [])
         problems += [
-            _sentence(each, kind) for each in details if not _is_of_the_trainer(each, kind)
+            _sentence(detail, kind) for detail in details if not _is_of_the_trainer(detail, kind)
         ]
         problems += _combinations_beside(kind, details, tables)
         raise JobError(problems, source) from None

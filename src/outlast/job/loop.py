@@ -57,7 +57,7 @@ def loop_template(job: LoopJob) -> str:
 
 def decided_by_the_script(sections: Sequence[str]) -> str:
     """Why sections of a whole job are none of a `LoopJob`."""
-    named = [f"[{each}]" for each in sections]
+    named = [f"[{section}]" for section in sections]
     if len(named) == 1:
         return (
             f"{named[0]} is a section of `outlast train`; here it is the script that decides what "

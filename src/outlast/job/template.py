@@ -61,7 +61,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_value(each) for each in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
         pairs = (f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"

@@ -89,15 +89,15 @@ def _amounts(cluster: Cluster) -> Iterator[str]:
         for name in ("memory_bytes", "memory_bytes_per_s", "fast_bytes_per_s", "fabric_bytes_per_s")
     }
     for table in ("peak_flop_per_s", "matmul_flop_per_s"):
-        amounts |= {f"{table}.{key}": each for key, each in getattr(cluster, table).items()}
+        amounts |= {f"{table}.{key}": item for key, item in getattr(cluster, table).items()}
     for name, value in amounts.items():
         if not 0.0 < value < math.inf:
             yield f"{name} = {value:g}: give a finite number above 0"
-    for each in fields(cluster.storage):
-        rate = getattr(cluster.storage, each.name)
+    for field in fields(cluster.storage):
+        rate = getattr(cluster.storage, field.name)
         if not 0.0 <= rate < math.inf:
             yield (
-                f"storage.{each.name} = {rate:g}: give a finite number of at least 0, a tier that "
+                f"storage.{field.name} = {rate:g}: give a finite number of at least 0, a tier that "
                 "is not there has 0"
             )
     if not 0.0 <= cluster.fabric_latency_seconds < math.inf:

@@ -50,7 +50,7 @@ def figures(
         5e-6, "s", "prior", "a message over a switched network, with its software"
     )
     known |= given
-    if unknown := sorted(set(said) - set(known) - {f"storage.{each}" for each in STORAGE}):
+    if unknown := sorted(set(said) - set(known) - {f"storage.{item}" for item in STORAGE}):
         raise PlanError(f"cluster {name}: sources.{unknown[0]} names no number of the cluster")
     for precision in PRECISIONS:
         peak, matmul = f"peak_flop_per_s.{precision}", f"matmul_flop_per_s.{precision}"
@@ -81,7 +81,7 @@ def _given_numbers(tables: Mapping[str, Any]) -> list[tuple[str, float]]:
         prefix = "" if section == "cluster" else f"{section}."
         for key, value in tables.get(section, {}).items():
             if isinstance(value, dict):
-                found += [(f"{key}.{inner}", float(each)) for inner, each in value.items()]
+                found += [(f"{key}.{inner}", float(item)) for inner, item in value.items()]
             elif not isinstance(value, (str, bool)) and key not in _COUNTS:
                 found.append((f"{prefix}{key}", float(value)))
     return found
@@ -132,10 +132,12 @@ def value(known: Mapping[str, Known], field: str, name: str) -> float:
 
 def power(known: dict[str, Known], tables: Mapping[str, Any], name: str) -> Power | None:
     """What devices draw; None where neither file nor catalogue knows."""
-    fields = [f"power.{each}" for each in POWER[:3]]
-    absent = [each for each in fields if isinstance(known.get(each, Unavailable("")), Unavailable)]
+    fields = [f"power.{item}" for item in POWER[:3]]
+    absent = [
+        field for field in fields if isinstance(known.get(field, Unavailable("")), Unavailable)
+    ]
     if absent and "power" not in tables:
         return None
     for field, fallback in (("power.node_watts", 0.0), ("power.pue", 1.0)):
         known.setdefault(field, Source(fallback, "1", "prior", "nobody gave it"))
-    return Power(**{each: value(known, f"power.{each}", name) for each in POWER})
+    return Power(**{item: value(known, f"power.{item}", name) for item in POWER})

@@ -126,7 +126,7 @@ def _shorthand(part: str, count: int, text: str) -> Cluster:
     if count < 1:
         raise PlanError(f"cluster {text!r} has no device: give a count of at least 1")
     known = _part_named(part, text)
-    usual = next((each for each in nodes() if each.device == known.key), None)
+    usual = next((item for item in nodes() if item.device == known.key), None)
     per_node = RACKS.get(known.key, (usual.device_count if usual else DEVICES_PER_NODE, 0))[0]
     if count > per_node and count % per_node:
         raise PlanError(
@@ -143,13 +143,13 @@ def _shorthand(part: str, count: int, text: str) -> Cluster:
 def _part_named(text: str, where: str) -> Device:
     """A device by its key or the beginning of it, where nodes of the catalogue decide ties."""
     wanted = text.casefold()
-    found = [each for each in devices() if each.key == wanted]
-    found = found or [each for each in devices() if each.key.startswith(wanted)]
-    sold = {each.device for each in nodes()}
-    found = [each for each in found if each.key in sold] or found
+    found = [energy for energy in devices() if energy.key == wanted]
+    found = found or [energy for energy in devices() if energy.key.startswith(wanted)]
+    sold = {item.device for item in nodes()}
+    found = [energy for energy in found if energy.key in sold] or found
     if len(found) != 1:
-        keys = [each.key for each in devices()]
-        near = [each.key for each in found] or get_close_matches(wanted, keys, n=3, cutoff=0.4)
+        keys = [energy.key for energy in devices()]
+        near = [energy.key for energy in found] or get_close_matches(wanted, keys, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(keys)}"
         raise PlanError(f"cluster {where!r}: no device is named {text!r}; {hint}")
     return found[0]
@@ -169,12 +169,14 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     processor = given.get("processor", part is not None and part.category == "cpu")
     causes, causes_from = _failures(tables, key, accelerators=not processor)
     spares, spares_from = _spares(given, shape.nodes, processor=processor)
-    precisions = [each for each in PRECISIONS if f"peak_flop_per_s.{each}" in known]
+    precisions = [precision for precision in PRECISIONS if f"peak_flop_per_s.{precision}" in known]
     drawn = power(known, tables, name)
     prices = tables.get("prices", {})
-    sources = {field: each for field, each in known.items() if isinstance(each, Source)}
+    sources = {
+        field: known_item for field, known_item in known.items() if isinstance(known_item, Source)
+    }
     if drawn is None:
-        sources = {field: each for field, each in sources.items() if field[:6] != "power."}
+        sources = {field: source for field, source in sources.items() if field[:6] != "power."}
     return checked(
         Cluster(
             name=name,
@@ -183,10 +185,12 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             devices_per_node=shape.devices_per_node,
             fast_domain=shape.fast_domain,
             peak_flop_per_s={
-                each: value(known, f"peak_flop_per_s.{each}", name) for each in precisions
+                precision: value(known, f"peak_flop_per_s.{precision}", name)
+                for precision in precisions
             },
             matmul_flop_per_s={
-                each: value(known, f"matmul_flop_per_s.{each}", name) for each in precisions
+                precision: value(known, f"matmul_flop_per_s.{precision}", name)
+                for precision in precisions
             },
             memory_bytes=value(known, "memory_bytes", name),
             memory_bytes_per_s=value(known, "memory_bytes_per_s", name),
@@ -197,7 +201,7 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             spares=spares,
             power=drawn,
             prices=Prices(**prices),
-            storage=Storage(**{each: value(known, f"storage.{each}", name) for each in STORAGE}),
+            storage=Storage(**{item: value(known, f"storage.{item}", name) for item in STORAGE}),
             processor=processor,
             failures=causes,
             sources={**sources, **causes_from, **spares_from},

@@ -99,7 +99,7 @@ class StepEnergy:
     def _terms(self, row: int, devices: float) -> list[Term]:
         power = self.power
         seconds = {name: float(values[row]) for name, values in self.seconds.items()}
-        slower, weaker = (float(each[row]) for each in self.clocks)
+        slower, weaker = (float(clock[row]) for clock in self.clocks)
         share = {"devices": devices, "step seconds": math.fsum(seconds.values())}
         watts = self.draw.watts
         busy = {
@@ -196,7 +196,7 @@ def step_energy(
     ones = np.ones(1)
     slower, weaker = clocks or (ones, ones)
     names = ("busy", "blocked", "idle")
-    rows = [row_of(f"{name} seconds", each) for name, each in zip(names, seconds, strict=True)]
+    rows = [row_of(f"{name} seconds", second) for name, second in zip(names, seconds, strict=True)]
     rows[0] = rows[0] * slower
     *rows, watts, slower, weaker = np.broadcast_arrays(*rows, draw.watts, slower, weaker)
     watts = watts * weaker

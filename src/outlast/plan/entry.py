@@ -230,7 +230,7 @@ def context_of(
         cluster=cluster,
         step=known.step,
         memory=None if cluster.processor else memory,
-        memory_elsewhere=any(memory is each for each in published_memory().values()),
+        memory_elsewhere=any(memory is fit for fit in published_memory().values()),
         tokens=training.tokens,
         baseline=replace(training.run, precision="bf16")
         if training.run.precision == "fp8"

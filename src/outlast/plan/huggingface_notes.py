@@ -87,7 +87,9 @@ def refuse_experts(table: Mapping[str, Any], kind: str, name: str) -> None:
         return
     for key in _EXPERT_KEYS:
         if table.get(key) not in (None, False, 0, 1):
-            known = ", ".join(sorted(k for k, each in FAMILIES.items() if each.mixture != "none"))
+            known = ", ".join(
+                sorted(k for k, family in FAMILIES.items() if family.mixture != "none")
+            )
             raise PlanError(
                 f"{key} = {table[key]!r} of {name}: model_type = {kind!r} has no experts; remove "
                 f"it, or give the type of a mixture: {known}"

@@ -100,24 +100,26 @@ def kept_states(
         state: (candidates,) bytes, every replica counted once.
         memory_rate: Bytes per second between a node's devices and its memory.
     """
-    chosen = [each.recovery for each in block.settings]
-    if all(each.mode != "restart" for each in chosen):
+    chosen = [setting.recovery for setting in block.settings]
+    if all(recovery.mode != "restart" for recovery in chosen):
         return None
     devices, held, copies = _held(block, cluster, state)
-    wanted = block.by_setting([-1.0 if each.parity is None else each.parity for each in chosen])
-    largest = block.by_setting([each.parity_group for each in chosen])
-    used = block.by_setting([each.mode == "restart" for each in chosen]) > 0.0
+    wanted = block.by_setting(
+        [-1.0 if recovery.parity is None else recovery.parity for recovery in chosen]
+    )
+    largest = block.by_setting([recovery.parity_group for recovery in chosen])
+    used = block.by_setting([recovery.mode == "restart" for recovery in chosen]) > 0.0
     used &= devices > 1.0
     processes = np.minimum(devices, cluster.devices_per_node)
     sockets = cluster.storage.peer_bytes_per_s / cluster.devices_per_node
     link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
     keys = np.column_stack([nodes, held, copies, wanted, largest, processes])
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
-    prices = np.array([_price(each, link, memory_rate) for each in found])[inverse.ravel()]
+    prices = np.array([_price(name, link, memory_rate) for name in found])[inverse.ravel()]
     outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
     # Copying takes a processor's own time, and a device's step does not notice it.
     slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds
-    every = block.by_setting([each.every_steps for each in chosen])
+    every = block.by_setting([recovery.every_steps for recovery in chosen])
     return Kept(
         outlives=np.where(used, outlives, NOT_KEPT),
         every_seconds=every * step.seconds,
@@ -185,18 +187,20 @@ def live_replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> R
         step: Their steps.
         state: (candidates,) bytes of a group.
     """
-    chosen = [each.recovery for each in block.settings]
-    live = block.by_setting([each.mode == "live" for each in chosen]) > 0.0
+    chosen = [setting.recovery for setting in block.settings]
+    live = block.by_setting([recovery.mode == "live" for recovery in chosen]) > 0.0
     if not live.any():
         return None
     data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
     silence = [
-        detection_seconds(look_seconds=0.0, silence_seconds=SILENCE_SHARE * each.heartbeat_seconds)
-        for each in chosen
+        detection_seconds(
+            look_seconds=0.0, silence_seconds=SILENCE_SHARE * recovery.heartbeat_seconds
+        )
+        for recovery in chosen
     ]
     link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
     sizes, inverse = np.unique(state, return_inverse=True)
-    healing = np.array([transfer_seconds(float(each), link) for each in sizes])[inverse.ravel()]
+    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
     return Replicas(
         groups=np.where(live, data, 1.0),
         step_seconds=np.where(live, step.seconds, 0.0),

@@ -69,7 +69,7 @@ def _gradient_error(context: Context, block: Block, step: Step) -> Array:
     that compute lost chunks again are exact, and so is a run without a code.
     """
     error = np.zeros(len(block))
-    copies = block.by_setting([float(each.coding_copies) for each in block.settings])
+    copies = block.by_setting([float(setting.coding_copies) for setting in block.settings])
     if not context.commits_without or copies.max() == 1.0:
         return error
     layouts, count = block.layouts, len(block.layouts)
@@ -91,17 +91,17 @@ def _gradient_error(context: Context, block: Block, step: Step) -> Array:
 
 def _ranks(context: Context, block: Block, parameters: float) -> RankShare | None:
     """(candidates,) effective parameters of the forms; None where all layers are dense."""
-    if all(each.tensorize_form == "dense" for each in block.settings):
+    if all(setting.tensorize_form == "dense" for setting in block.settings):
         return None
     rows: list[Sequence[float]] = []
     source = ""
-    for each in block.settings:
-        if each.tensorize_form == "dense":
+    for setting in block.settings:
+        if setting.tensorize_form == "dense":
             rows.append((1.0, 1.0, 1.0, 1.0))
             continue
         # Layers with more parameters than dense ones are worth no more than these.
-        share = min(form_of(context.model, each).share, 1.0)
-        found = rank_share(each.tensorize_form, share, parameters)
+        share = min(form_of(context.model, setting).share, 1.0)
+        found = rank_share(setting.tensorize_form, share, parameters)
         if isinstance(found, Unavailable):
             # Nothing was observed of the form: the share of the parameters that stay, and less.
             rows.append((0.5 * share, share, 1.0, 0.0))

@@ -89,11 +89,11 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
     settings, setting = block.settings, block.setting
     whole = _sum(plain, count)
     products = _named(plain, ("matrix products",), count)
-    forms = [form_of(context.model, each) for each in settings]
+    forms = [form_of(context.model, setting) for setting in settings]
     kept = np.array([form.parameters for form in forms])[setting]
     spread = _fewer_parameters(plain, block, kept / float(context.model.parameters))
     structured = np.zeros(len(block))
-    if any(each.tensorize_form != "dense" for each in settings):
+    if any(setting.tensorize_form != "dense" for setting in settings):
         constants = context.step.constants.constants([context.whose])
         ratios = time_ratios(context.model, layouts, constants, settings)
         structured = products[block.layout] * (ratios[block.layout, setting] - 1.0)
@@ -101,7 +101,9 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
 
     checks, coverage = _guard(layouts, settings)
     checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]
-    light = block.by_setting([LIGHT_SHARE if each.guard == "light" else 0.0 for each in settings])
+    light = block.by_setting(
+        [LIGHT_SHARE if setting.guard == "light" else 0.0 for setting in settings]
+    )
     guarded = checks + light * (base + structured)
 
     computed = base + structured + guarded
@@ -211,8 +213,8 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     linear = sum(np.asarray(shape.flop) for shape in shapes)
     attention = 12.0 * tokens * layouts.sequence * layouts.query_width / layouts.tensor * blocks
     seconds, coverages = np.zeros((count, len(settings))), np.zeros((count, len(settings)))
-    for column, each in enumerate(settings):
-        level = cast("Level", each.guard)
+    for column, setting in enumerate(settings):
+        level = cast("Level", setting.guard)
         if level not in ("off", "light", "linear", "full"):
             raise PlanError(f"guard = {level!r} is none of off, light, linear, full")
         seconds[:, column] = checked.get(level, 0.0)
@@ -240,7 +242,7 @@ def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Arr
         computed: (candidates,) seconds of a step without a code.
     """
     ratio, claims = np.ones(len(block)), np.zeros(len(block))
-    copies = np.array([each.coding_copies for each in block.settings])[block.setting]
+    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
     if copies.max() == 1:
         return ratio, claims
     count = len(block.layouts)
@@ -306,7 +308,7 @@ def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds:
     keys = [np.column_stack([*counts, step]) for step in (below, below + 1.0)]
     different, inverse = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
     values = [
-        value(*(int(each) for each in row[:-1]), 10.0 ** (row[-1] / CHUNKS_PER_DECADE))
+        value(*(int(item) for item in row[:-1]), 10.0 ** (row[-1] / CHUNKS_PER_DECADE))
         for row in different
     ]
     low, high = np.array(values)[inverse.ravel()].reshape(2, -1)
@@ -318,7 +320,7 @@ def _clocks(
     context: Context, settings: Sequence[Settings], share: Array, block: Block
 ) -> tuple[Array, Array] | None:
     """(candidates,) factors of the clocks on busy seconds and watts."""
-    asked = np.array([each.clock_mhz for each in settings])[block.setting]
+    asked = np.array([setting.clock_mhz for setting in settings])[block.setting]
     if not asked.any():
         return None
     constants, power = context.clocks, context.cluster.power

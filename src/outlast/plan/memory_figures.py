@@ -31,8 +31,8 @@ def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
     if form.share == 1.0:
         return plain
     found = []
-    for parts, each in zip(plain, stages_of(layouts), strict=True):
-        held = block_state_bytes(layouts, demand(layouts, constants, each), each)
+    for parts, item in zip(plain, stages_of(layouts), strict=True):
+        held = block_state_bytes(layouts, demand(layouts, constants, item), item)
         share = np.full(1, form.share)
         spared = Part(
             "structured layers",

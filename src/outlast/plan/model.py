@@ -140,9 +140,9 @@ def memory_of(context: Context) -> MemoryConstants:
 
 def _shares(context: Context, block: Block) -> Array | None:
     """(candidates,) parameters of the blocks' layers over the dense ones'; None where all are."""
-    if all(each.tensorize_form == "dense" for each in block.settings):
+    if all(setting.tensorize_form == "dense" for setting in block.settings):
         return None
-    return block.by_setting([form_of(context.model, each).share for each in block.settings])
+    return block.by_setting([form_of(context.model, setting).share for setting in block.settings])
 
 
 def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavaila
         computed = flops * np.where(layouts.recompute == 2.0, 4.0 / 3.0, 1.0)
         share = computed / (layouts.peak_flop_per_s * layouts.devices)
         spread = np.broadcast_to(share, (len(layouts),))[block.layout]
-        kept = [operations_ratio(context.model, each, per_token) for each in block.settings]
+        kept = [operations_ratio(context.model, setting, per_token) for setting in block.settings]
         spread = spread * block.by_setting(kept)
         activity = np.minimum(spread / np.maximum(busy, 1e-12), 1.0)
         draw = busy_watts(cluster.power, activity)

@@ -225,8 +225,8 @@ def _factors(
     different, places = np.unique(settings, return_inverse=True)
     # Time is linear in the share, and power depends on the setting alone: two calls for each
     # setting say all.
-    slower = np.array([effect(constants, float(each), 1.0)[0] for each in different])
-    weaker = np.array([effect(constants, float(each), 0.0)[1] for each in different])
+    slower = np.array([effect(constants, float(item), 1.0)[0] for item in different])
+    weaker = np.array([effect(constants, float(item), 0.0)[1] for item in different])
     places = places.reshape(settings.shape)
     return 1.0 + share * (slower[places] - 1.0), weaker[places] * np.ones(share.shape)
 

@@ -260,7 +260,7 @@ def _share(total: Total) -> Total:
     """A share within [0, 1], where its terms' rounding leads out of it."""
     figure = total.figure
     low, middle, high = (
-        min(max(each, 0.0), 1.0) for each in (figure.low, figure.middle, figure.high)
+        min(max(item, 0.0), 1.0) for item in (figure.low, figure.middle, figure.high)
     )
     return Total(
         total.unit,
@@ -274,7 +274,9 @@ def _assumed(cluster: Cluster) -> tuple[str, ...]:
     sources = {
         cause.name: cluster.sources.get(f"failures.{cause.name}") for cause in cluster.failures
     }
-    return tuple(name for name, each in sources.items() if each and each.origin == "unverified")
+    return tuple(
+        name for name, source in sources.items() if source and source.origin == "unverified"
+    )
 
 
 def _rate_ends(cluster: Cluster, judged: Judged) -> tuple[Goodput, Goodput]:
@@ -307,7 +309,7 @@ def _ettr(judged: Judged, ends: tuple[Goodput, Goodput], beyond: tuple[str, ...]
     )
     whole = Term("wall time", 1.0, "1")
     share = 1.0 - sum(-term.value for term in losses)
-    shares = (share, *(_first(each.ettr) for each in ends))
+    shares = (share, *(_first(end.ettr) for end in ends))
     return Total("1", Interval(min(shares), share, max(shares), 0.9, beyond), (whole, *losses))
 
 
@@ -321,7 +323,7 @@ def _finish(
     mean = float(judged.finish.expected_seconds[0])
     early, late = (float(judged.finish.quantile_seconds(share)[0]) for share in (0.1, 0.9))
     productive = mean * max(_first(judged.survival.goodput.ettr), SMALLEST)
-    fast, slow = (float(finish(each, productive).expected_seconds[0]) for each in ends)
+    fast, slow = (float(finish(end, productive).expected_seconds[0]) for end in ends)
     # 10th and 90th percentile of the step from its 5th and 95th, as of a normal error.
     step = np.log(seconds.high / seconds.middle) * 1.2816 / 1.6449
     short = min(step, np.log(seconds.middle / seconds.low))

@@ -74,12 +74,12 @@ def operations_ratio(model: Transformer, settings: Settings, flops_per_token: fl
         flops_per_token: Of the dense model, forward and backward.
     """
     linear = sum(
-        (model.experts_per_token / model.experts if each.expert else 1.0)
+        (model.experts_per_token / model.experts if layer.expert else 1.0)
         * 6.0
-        * each.count
-        * each.inputs
-        * each.outputs
-        for each in linear_layers(model)
+        * layer.count
+        * layer.inputs
+        * layer.outputs
+        for layer in linear_layers(model)
     )
     return 1.0 - linear / flops_per_token * (1.0 - form_of(model, settings).flops_ratio)
 
@@ -123,13 +123,13 @@ def time_ratios(
     """
     found = np.ones((len(layouts), len(settings)))
     known: dict[tuple[str, float], Array] = {}
-    for column, each in enumerate(settings):
-        key = each.tensorize_form, each.tensorize_rank
-        if each.tensorize_form == "dense":
+    for column, setting in enumerate(settings):
+        key = setting.tensorize_form, setting.tensorize_rank
+        if setting.tensorize_form == "dense":
             continue
         if key not in known:
-            flops = form_of(model, each).flops_ratio
-            efficiency = product_efficiency(model, layouts, constants, each)
+            flops = form_of(model, setting).flops_ratio
+            efficiency = product_efficiency(model, layouts, constants, setting)
             # Few layouts differ in tokens and ranks, so few numbers are different.
             levels, places = np.unique(efficiency, return_inverse=True)
             ratios = [
@@ -199,9 +199,9 @@ def room(
     if (layouts.pipeline > 1.0).any():
         stages.append(stage(layouts, "last"))
     found = []
-    for each in stages:
-        need = demand(layouts, constants, each)
-        spared = 0.0 if shares is None else _spread(block_state_bytes(layouts, need, each), layout)
+    for item in stages:
+        need = demand(layouts, constants, item)
+        spared = 0.0 if shares is None else _spread(block_state_bytes(layouts, need, item), layout)
         less = 0.0 if shares is None else spared * (1.0 - shares)
         usable = _spread(need.usable * np.ones(len(layouts)), layout)
         found.append(

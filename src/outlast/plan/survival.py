@@ -116,11 +116,11 @@ def survival(context: Context, block: Block, step: Step) -> Survival:
         for setting, number, held, left in found
     ]
     at = inverse.ravel()
-    interval = np.array([each.interval for each in table])[at]
+    interval = np.array([row.interval for row in table])[at]
     base, times = interval, np.ones(1)
     if kept is not None:
-        shortest = np.array([each.shortest for each in table])[at]
-        given = block.by_setting([each.checkpoint_seconds for each in block.settings])
+        shortest = np.array([row.shortest for row in table])[at]
+        given = block.by_setting([setting.checkpoint_seconds for setting in block.settings])
         most = np.where(given > 0.0, np.inf, MOST_KEPT)
         base, times = _counted(kept, interval, np.maximum(shortest, most * kept.every_seconds))
         interval = base * times
@@ -265,11 +265,11 @@ def _tier(table: list[_Saves], at: np.ndarray, number: int, times: Array) -> Tie
     return Tier(
         name=name,
         survives_nodes=outlives,
-        every=column([float(each.every[number]) for each in table]) * times,
-        blocked_seconds=column([each.costs[number].blocked_seconds for each in table]),
-        write_seconds=column([each.costs[number].write_seconds for each in table]),
-        slowdown=column([each.costs[number].slowdown for each in table]),
-        restore_seconds=column([each.restores[number] for each in table]),
+        every=column([float(row.every[number]) for row in table]) * times,
+        blocked_seconds=column([row.costs[number].blocked_seconds for row in table]),
+        write_seconds=column([row.costs[number].write_seconds for row in table]),
+        slowdown=column([row.costs[number].slowdown for row in table]),
+        restore_seconds=column([row.restores[number] for row in table]),
     )
 
 
@@ -279,7 +279,7 @@ def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Repli
     Of workers, all but as many as hold a chunk may be lost without a restart.
     """
     live = live_replicas(cluster, block, step, state)
-    copies = np.array([each.coding_copies for each in block.settings])[block.setting]
+    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
     if copies.max() == 1:
         return live or Replicas()
     data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]

@@ -39,10 +39,12 @@ def missing_tier(cluster: Cluster, settings: Settings) -> str:
 def possible(cluster: Cluster, block: Block) -> np.ndarray:
     """(candidates,) of bool: the settings go with the cluster and with the layout."""
     count = len(block.layouts)
-    stored = np.array([not missing_tier(cluster, each) for each in block.settings])[block.setting]
-    if any(each.recovery != NO_RECOVERY for each in block.settings):
+    stored = np.array([not missing_tier(cluster, setting) for setting in block.settings])[
+        block.setting
+    ]
+    if any(setting.recovery != NO_RECOVERY for setting in block.settings):
         stored = stored & _recoverable(cluster, block)
-    copies = np.array([each.coding_copies for each in block.settings])
+    copies = np.array([setting.coding_copies for setting in block.settings])
     if copies.max() == 1:
         return stored
     held = copies[block.setting]
@@ -54,12 +56,12 @@ def possible(cluster: Cluster, block: Block) -> np.ndarray:
 
 def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
     """(candidates,) of bool: the way to go on without a checkpoint goes with the layout."""
-    chosen = [each.recovery for each in block.settings]
+    chosen = [setting.recovery for setting in block.settings]
     whole, nodes = _whole_replicas(block), _nodes(cluster, block)
-    coded = block.by_setting([each.coding_copies > 1 for each in block.settings]) > 0.0
-    live = block.by_setting([each.mode == "live" for each in chosen]) > 0.0
-    parity = block.by_setting([each.parity or 0 for each in chosen])
-    largest = block.by_setting([each.parity_group for each in chosen])
+    coded = block.by_setting([setting.coding_copies > 1 for setting in block.settings]) > 0.0
+    live = block.by_setting([recovery.mode == "live" for recovery in chosen]) > 0.0
+    parity = block.by_setting([recovery.parity or 0 for recovery in chosen])
+    largest = block.by_setting([recovery.parity_group for recovery in chosen])
     smallest = smallest_groups(nodes, largest)
     found: np.ndarray = ~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity))
     return found

@@ -60,7 +60,7 @@ class Best:
 def published_best() -> tuple[Best, ...]:
     """The table of best published utilisations."""
     text = (files("outlast.plan") / TABLE).read_text(encoding="utf-8")
-    return tuple(Best(**each) for each in tomllib.loads(text)["best"])
+    return tuple(Best(**load) for load in tomllib.loads(text)["best"])
 
 
 def best_of(chip: str, precision: str) -> tuple[float, str]:
@@ -71,9 +71,9 @@ def best_of(chip: str, precision: str) -> tuple[float, str]:
     """
     known = published_best()
     alike = _ALIKE.get(precision, (precision,))
-    own = [each for each in known if each.chip == chip]
-    exact = [each for each in own if each.precision in alike and each.dense]
-    best = max(exact or own or known, key=lambda each: each.share)
+    own = [best for best in known if best.chip == chip]
+    exact = [best for best in own if best.precision in alike and best.dense]
+    best = max(exact or own or known, key=lambda own_item: own_item.share)
     whose = f"{best.chip} in {best.precision}"
     if not own:
         whose = f"any chip, {whose}, since none is published of {chip}"
@@ -134,7 +134,7 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
         place = context.step.places.get(group)
         reached = {} if place is None else place.utilisation
     shares = {
-        name: max(best_of(whose.chip, name)[0], *(reached.get(each, 0.0) for each in _ALIKE[name]))
+        name: max(best_of(whose.chip, name)[0], *(reached.get(item, 0.0) for item in _ALIKE[name]))
         for name in ("fp8", "bf16", "fp32")
     }
     half = np.where(layouts.half > 0.0, shares["bf16"], shares["fp32"])

@@ -97,42 +97,42 @@ class CodingTotals:
     @cached_property
     def slow_steps(self) -> tuple[CodedStep, ...]:
         """Steps with a straggler."""
-        return tuple(each for each in self.steps if each.stragglers)
+        return tuple(step for step in self.steps if step.stragglers)
 
     @cached_property
     def inexact(self) -> tuple[CodedStep, ...]:
         """Steps whose gradient is not exact."""
-        return tuple(each for each in self.steps if each.lost or each.error > 0)
+        return tuple(step for step in self.steps if step.lost or step.error > 0)
 
     @property
     def claims(self) -> int:
         """Chunks computed by another replica than their owner."""
-        return sum(each.claims for each in self.steps)
+        return sum(step.claims for step in self.steps)
 
     @property
     def duplicates(self) -> int:
         """Chunks computed twice."""
-        return sum(each.duplicates for each in self.steps)
+        return sum(step.duplicates for step in self.steps)
 
     @property
     def lost(self) -> int:
         """Chunks that are in no gradient."""
-        return sum(each.lost for each in self.steps)
+        return sum(step.lost for step in self.steps)
 
     @property
     def worst_error(self) -> float:
         """Largest certified error of a step."""
-        return max(each.error for each in self.steps)
+        return max(step.error for step in self.steps)
 
     @property
     def mean_error(self) -> float:
         """Certified error, mean over all steps."""
-        return math.fsum(each.error for each in self.steps) / len(self.steps)
+        return math.fsum(step.error for step in self.steps) / len(self.steps)
 
     @property
     def coded_seconds(self) -> float:
         """Time that the gradients took."""
-        return math.fsum(each.seconds for each in self.steps)
+        return math.fsum(step.seconds for step in self.steps)
 
     @property
     def waiting_seconds(self) -> float:
@@ -154,20 +154,20 @@ class CodingTotals:
     @property
     def _difference_seconds(self) -> float:
         # Steps are chosen by who was slow, not by how they went, or noise would add up to a gain.
-        return math.fsum(each.waiting_seconds - each.seconds for each in self.slow_steps)
+        return math.fsum(step.waiting_seconds - step.seconds for step in self.slow_steps)
 
     @cached_property
     def by_replica(self) -> dict[int, Slowness]:
         """How often each replica was slow, by its number."""
         return {
             replica: self._slowness(replica)
-            for replica in range(max(each.replicas for each in self.steps))
+            for replica in range(max(step.replicas for step in self.steps))
         }
 
     def _slowness(self, replica: int) -> Slowness:
-        there = [each for each in self.steps if replica < each.replicas]
-        slow = {each.step for each in there if replica in each.stragglers}
-        followers = [each.step for each in there if each.step - 1 in slow]
+        there = [step for step in self.steps if replica < step.replicas]
+        slow = {step.step for step in there if replica in step.stragglers}
+        followers = [step.step for step in there if step.step - 1 in slow]
         again = sum(step in slow for step in followers)
         persistence = again / len(followers) if followers else None
         return Slowness(len(there), len(slow), persistence)
@@ -188,10 +188,10 @@ class CodingTotals:
                 'which guard.policy = "linear" would find and put right.'
             )
         if len(self.steps) >= _FEWEST_STEPS:
-            for replica, each in self.by_replica.items():
-                if replica < self.replicas and each.share > _MOSTLY_SLOW:
+            for replica, item in self.by_replica.items():
+                if replica < self.replicas and item.share > _MOSTLY_SLOW:
                     yield (
-                        f"replica {replica} was slow in {100 * each.share:.0f} % of the steps: "
+                        f"replica {replica} was slow in {100 * item.share:.0f} % of the steps: "
                         "give it less work or replace it, coding hides it but does not remove it."
                     )
             if not self.slow_steps:
@@ -226,13 +226,17 @@ def coding_totals(run: Run) -> CodingTotals | None:
     An attempt that was killed counts up to its last record. Steps that a later attempt has done
     again, or has still to do, count as in `Run.steps`: not as the earlier one did them.
     """
-    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
+    began = [
+        (attempt.number, attempt.first_step)
+        for attempt in run.attempts
+        if attempt.first_step is not None
+    ]
     steps: dict[int, CodedStep] = {}
     for record, event in run.of(GradientsCoded):
         until = min((step for number, step in began if number > record.attempt), default=math.inf)
-        for each in _each_step(event):
-            if each.step <= until:
-                steps[each.step] = each
+        for item in _each_step(event):
+            if item.step <= until:
+                steps[item.step] = item
     if not steps:
         return None
     disagreements = tuple(

@@ -46,7 +46,7 @@ class EnergyWindow:
     @property
     def joules(self) -> float:
         """Sum of what counts."""
-        return math.fsum(float(each["joules"]) for each in self.counted)
+        return math.fsum(float(item["joules"]) for item in self.counted)
 
     def seconds_of(self, device: dict[str, Any]) -> dict[str, float]:
         """Seconds by purpose of the rank that has read `device`, with what was redone."""
@@ -136,7 +136,7 @@ class EnergyTotals:
     @cached_property
     def read(self) -> tuple[EnergyWindow, ...]:
         """The windows with a figure."""
-        return tuple(each for each in self.windows if each.counted)
+        return tuple(window for window in self.windows if window.counted)
 
     @cached_property
     def covered(self) -> tuple[EnergyWindow, ...]:
@@ -144,12 +144,12 @@ class EnergyTotals:
 
         Meters that never had a figure are not asked for: the sum is of the others.
         """
-        metered = {_meter(row) for each in self.windows for row in each.counted}
+        metered = {_meter(row) for window in self.windows for row in window.counted}
         return tuple(
-            each
-            for each in self.windows
-            if (each.counted or each.carried)
-            and not any(_meter(row) in metered for row in each.lacking)
+            window
+            for window in self.windows
+            if (window.counted or window.carried)
+            and not any(_meter(row) in metered for row in window.lacking)
         )
 
     @property
@@ -170,8 +170,8 @@ class EnergyTotals:
     def _sum(self, name: str) -> float | None:
         found = [
             float(device.get(name, device["joules"]))
-            for each in self.read
-            for device in each.counted
+            for window in self.read
+            for device in window.counted
         ]
         return math.fsum(found) if found else None
 
@@ -183,13 +183,13 @@ class EnergyTotals:
     @property
     def seconds(self) -> float:
         """Length of the windows that figures cover."""
-        return math.fsum(each.event.seconds for each in self.covered)
+        return math.fsum(window.event.seconds for window in self.covered)
 
     @property
     def tokens(self) -> int:
         """Tokens that count, each once, of the windows that figures cover."""
         return round(
-            math.fsum(each.event.tokens * (1 - each.share_redone) for each in self.covered)
+            math.fsum(window.event.tokens * (1 - window.share_redone) for window in self.covered)
         )
 
     @property
@@ -200,10 +200,12 @@ class EnergyTotals:
         """
         if self.joules is None or not self.tokens:
             return None
-        covered = {id(each) for each in self.covered}
+        covered = {id(window) for window in self.covered}
         return (
             math.fsum(
-                each.joules for each in self.read if id(each) in covered or not each.event.tokens
+                window.joules
+                for window in self.read
+                if id(window) in covered or not window.event.tokens
             )
             / self.tokens
         )
@@ -211,22 +213,24 @@ class EnergyTotals:
     @property
     def lacking_seconds(self) -> float:
         """Length of the windows in which a meter that was there had no figure."""
-        return math.fsum(each.event.seconds for each in self.windows if each.lacking)
+        return math.fsum(window.event.seconds for window in self.windows if window.lacking)
 
     @cached_property
     def purposes(self) -> dict[str, float]:
         """Joules by purpose; the purposes sum to `joules`."""
         found: dict[str, float] = {}
-        for each in self.read:
-            for purpose, joules in each.purposes():
+        for window in self.read:
+            for purpose, joules in window.purposes():
                 found[purpose] = found.get(purpose, 0.0) + joules
         return found
 
     @property
     def kind(self) -> str:
         """The least trustworthy way in which a counted figure came about."""
-        kinds = {each.kind for each in self.devices if each.counted and each.joules is not None}
-        return next((each for each in _KINDS if each in kinds), "measured")
+        kinds = {
+            device.kind for device in self.devices if device.counted and device.joules is not None
+        }
+        return next((kind for kind in _KINDS if kind in kinds), "measured")
 
     @cached_property
     def devices(self) -> tuple[DeviceEnergy, ...]:
@@ -244,7 +248,7 @@ class EnergyTotals:
         Those of a window in which a meter that was there could not be read, or those of the end
         of an attempt that was killed.
         """
-        return self.killed > 0 or any(each.lacking for each in self.windows)
+        return self.killed > 0 or any(window.lacking for window in self.windows)
 
     def to_dict(self) -> dict[str, Any]:
         """The totals as JSON; what is not known is null, with the reason in ``unavailable``."""
@@ -262,10 +266,10 @@ class EnergyTotals:
             "killed_attempts": self.killed,
             "killed_seconds": self.killed_seconds,
             "devices": [
-                {"host": each.host, "name": each.name, "part": each.part,
-                 "counted": each.counted, "joules": each.joules, "flags": list(each.flags),
-                 "unavailable": "; ".join(each.missing)}
-                for each in self.devices
+                {"host": device.host, "name": device.name, "part": device.part,
+                 "counted": device.counted, "joules": device.joules, "flags": list(device.flags),
+                 "unavailable": "; ".join(device.missing)}
+                for device in self.devices
             ],
             "unavailable": self.unavailable,
         }  # fmt: skip
@@ -289,10 +293,10 @@ def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
     known = [(window, row) for window, row in rows if row.get("joules") is not None]
     lacking = [row for window, row in rows if _among(row, window.lacking)]
     states = [row.get("state", {}) for _, row in rows]
-    heat = [float(each["celsius"]) for each in states if "celsius" in each]
-    clocks = [int(each["sm_clock_mhz"]) for each in states if "sm_clock_mhz" in each]
+    heat = [float(state["celsius"]) for state in states if "celsius" in state]
+    clocks = [int(state["sm_clock_mhz"]) for state in states if "sm_clock_mhz" in state]
     throttled: dict[str, int] = {}
-    for reason in (reason for each in states for reason in each.get("throttle_reasons", [])):
+    for reason in (reason for state in states for reason in state.get("throttle_reasons", [])):
         throttled[reason] = throttled.get(reason, 0) + 1
     kinds = {str(row.get("kind", "measured")) for _, row in known}
     return DeviceEnergy(
@@ -302,17 +306,17 @@ def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
         counted=any(_among(row, window.counted) for window, row in known),
         joules=math.fsum(float(row["joules"]) for _, row in known) if known else None,
         seconds=math.fsum(w.event.seconds for w, r in rows if not _among(r, w.lacking)),
-        kind=next((each for each in _KINDS if each in kinds), "measured"),
+        kind=next((kind for kind in _KINDS if kind in kinds), "measured"),
         hottest_celsius=max(heat, default=None),
         clocks_mhz=(min(clocks), max(clocks)) if clocks else None,
         throttled=throttled,
-        flags=tuple(dict.fromkeys(str(each) for _, row in known for each in row.get("flags", []))),
+        flags=tuple(dict.fromkeys(str(item) for _, row in known for item in row.get("flags", []))),
         missing=tuple(dict.fromkeys(str(row.get("unavailable")) for row in lacking)),
     )
 
 
 def _among(row: _Row, rows: tuple[_Row, ...]) -> bool:
-    return any(row is each for each in rows)
+    return any(row is item for item in rows)
 
 
 def energy_totals(run: Run) -> EnergyTotals | None:
@@ -350,7 +354,11 @@ def _unread_ends(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> list[f
 
 
 def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[EnergyWindow]:
-    began = [(each.number, each.first_step) for each in run.attempts if each.first_step is not None]
+    began = [
+        (attempt.number, attempt.first_step)
+        for attempt in run.attempts
+        if attempt.first_step is not None
+    ]
     first = run.attempts[0].number
     carried = _carried([(record.attempt, event) for record, event in found])
     nodes = {

@@ -355,22 +355,25 @@ class EnergyMeasured(Event):
         that for all windows of an attempt alike.
         """
         nodes = {
-            (each.get("host"), each.get("boot"))
-            for each in self.devices
-            if each.get("part") == "node" and ("joules" in each or each.get("carried"))
+            (device.get("host"), device.get("boot"))
+            for device in self.devices
+            if device.get("part") == "node" and ("joules" in device or device.get("carried"))
         }
         return [
-            each
-            for each in self.devices
-            if each.get("joules") is not None
-            and (each.get("part") == "node" or (each.get("host"), each.get("boot")) not in nodes)
+            device
+            for device in self.devices
+            if device.get("joules") is not None
+            and (
+                device.get("part") == "node"
+                or (device.get("host"), device.get("boot")) not in nodes
+            )
         ]
 
     @property
     def joules(self) -> float | None:
         """Sum over all nodes; None where nothing could be read."""
         counted = self.counted
-        return math.fsum(float(each["joules"]) for each in counted) if counted else None
+        return math.fsum(float(name["joules"]) for name in counted) if counted else None
 
 
 @dataclass(frozen=True)
@@ -486,9 +489,9 @@ def from_fields(kind: str, fields: dict[str, Any]) -> Event | None:
     try:
         return cls(
             **{
-                each.name: _read_back(fields[each.name], str(each.type))
-                for each in dataclasses.fields(cls)
-                if each.name in fields
+                item.name: _read_back(fields[item.name], str(item.type))
+                for item in dataclasses.fields(cls)
+                if item.name in fields
             }
         )
     except (TypeError, ValueError):

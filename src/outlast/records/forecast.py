@@ -208,7 +208,7 @@ def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
 
     Steps that a later attempt did again count here: they took what they took.
     """
-    numbers = [each.number for each in run.attempts]
+    numbers = [attempt.number for attempt in run.attempts]
     number = (numbers or [0])[-1] if attempt is None else attempt
     if number not in numbers:
         return None
@@ -247,20 +247,20 @@ def _joules_per_token(run: Run, attempt: int) -> float | None:
     totals = energy_totals(run)
     if totals is None:
         return None
-    covered = {id(each) for each in totals.covered}
+    covered = {id(window) for window in totals.covered}
     joules, tokens, waiting = 0.0, 0, 0
-    for each in totals.windows:
-        if each.record.attempt != attempt or id(each) not in covered:
+    for window in totals.windows:
+        if window.record.attempt != attempt or id(window) not in covered:
             continue
-        waiting += each.event.tokens
+        waiting += window.event.tokens
         # What a counter that stood has not told is in its next figure.
-        if each.counted and waiting:
-            joules, tokens, waiting = joules + each.joules, tokens + waiting, 0
+        if window.counted and waiting:
+            joules, tokens, waiting = joules + window.joules, tokens + waiting, 0
     return joules / tokens if tokens else None
 
 
 def _run_seconds(run: Run, attempt: int) -> float | None:
-    [found] = [each for each in run.attempts if each.number == attempt]
+    [found] = [item for item in run.attempts if item.number == attempt]
     if found.outcome != "completed" or found.first_step != 0:
         return None
     ready = next(record for record, _ in run.of(Ready) if record.attempt == attempt)

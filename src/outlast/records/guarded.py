@@ -55,7 +55,7 @@ class GuardTotals:
     @property
     def checks(self) -> int:
         """Comparisons made, of all kinds."""
-        return sum(each.checks for each in self.operations.values())
+        return sum(operation.checks for operation in self.operations.values())
 
     @property
     def watched_share(self) -> float | None:
@@ -66,8 +66,8 @@ class GuardTotals:
     def outcomes(self) -> dict[str, int]:
         """How many findings ended in which way."""
         counted: dict[str, int] = {}
-        for each in self.findings:
-            counted[each.outcome] = counted.get(each.outcome, 0) + 1
+        for finding in self.findings:
+            counted[finding.outcome] = counted.get(finding.outcome, 0) + 1
         return counted
 
 
@@ -81,15 +81,15 @@ def guard_totals(run: Run) -> GuardTotals | None:
     if not last:
         return None
     newest = last[max(last)]
-    times = [each.seconds for each in last.values()]
-    names = sorted({name for each in last.values() for name in each.operations})
+    times = [value.seconds for value in last.values()]
+    names = sorted({name for value in last.values() for name in value.operations})
     return GuardTotals(
         policy=newest.policy,
         operations={
-            name: _merged([each.operations.get(name, {}) for each in last.values()])
+            name: _merged([value.operations.get(name, {}) for value in last.values()])
             for name in names
         },
-        seconds=None if None in times else math.fsum(each for each in times if each is not None),
+        seconds=None if None in times else math.fsum(time for time in times if time is not None),
         modules=newest.modules,
         uncovered=newest.uncovered,
         last=newest,

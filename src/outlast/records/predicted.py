@@ -86,10 +86,10 @@ class MemoryMeasured(Event):
         Returns:
             None where it is not recorded of every process.
         """
-        on_device = all("reserved_bytes" in each for each in self.ranks)
+        on_device = all("reserved_bytes" in rank for rank in self.ranks)
         name = memory_of or ("reserved" if on_device else "resident")
-        found = [each.get(f"{name}_bytes") for each in self.ranks]
-        known = [int(each) for each in found if isinstance(each, int | float)]
+        found = [rank.get(f"{name}_bytes") for rank in self.ranks]
+        known = [int(tensor) for tensor in found if isinstance(tensor, int | float)]
         return (name, max(known)) if known and len(known) == len(found) else None
 
 

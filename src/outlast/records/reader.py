@@ -103,7 +103,9 @@ class Run:
         return [self._attempt(number) for number in numbers]
 
     def _attempt(self, number: int) -> Attempt:
-        records = [each for each in self.records if each.attempt == number and each.rank == 0]
+        records = [
+            record for record in self.records if record.attempt == number and record.rank == 0
+        ]
         start_time, first_step, world_size, outcome = records[0].time, None, 1, "died"
         for record in records:
             match record.event:
@@ -158,7 +160,7 @@ class Run:
         it was ready counts nothing.
         """
         total = dict.fromkeys([*PURPOSES, LOST], 0.0)
-        attempt_numbers = [each.number for each in self.attempts]
+        attempt_numbers = [attempt.number for attempt in self.attempts]
         for record, event in self._rank_zero():
             match event:
                 case Ready(seconds=seconds):
@@ -187,9 +189,9 @@ class Run:
     def _kept_until(self) -> dict[int, float]:
         """For each attempt, the lowest step from which a later attempt went on."""
         lowest, found = math.inf, {}
-        for each in reversed(self.attempts):
-            found[each.number] = lowest
-            lowest = min(lowest, math.inf if each.first_step is None else each.first_step)
+        for attempt in reversed(self.attempts):
+            found[attempt.number] = lowest
+            lowest = min(lowest, math.inf if attempt.first_step is None else attempt.first_step)
         return found
 
 
@@ -209,11 +211,11 @@ def read_run(path: Path | str) -> Run:
         )
     files = [event_file(directory.path, 0), *sorted(directory.path.glob("events.rank*.jsonl"))]
     try:
-        stamped = [each for file in files if file.exists() for each in _in_order(file)]
+        stamped = [pair for file in files if file.exists() for pair in _in_order(file)]
         job_text = directory.job_file.read_text(encoding="utf-8")
     except OSError as error:
         raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
-    stamped.sort(key=lambda each: each[0])
+    stamped.sort(key=lambda item: item[0])
     return Run(directory.path, job_text, [record for _, record in stamped])
 
 

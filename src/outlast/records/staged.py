@@ -29,20 +29,20 @@ class DataStaged(Event):
     @property
     def copied_bytes(self) -> int:
         """What all nodes have read from the sources now."""
-        return sum(int(each["copied_bytes"]) for each in self.copies)
+        return sum(int(copy_["copied_bytes"]) for copy_ in self.copies)
 
     @property
     def problems(self) -> list[str]:
         """Why files are read in place, each reason once."""
-        return sorted({str(each["problem"]) for each in self.copies if each["problem"]})
+        return sorted({str(copy_["problem"]) for copy_ in self.copies if copy_["problem"]})
 
     def words(self) -> str:
         """One line for people."""
-        kept = [each for each in self.copies if not each["problem"]]
+        kept = [copy_ for copy_ in self.copies if not copy_["problem"]]
         if not kept:
             return "data: read in place, on no node from a copy"
-        nodes = len({each["host"] for each in kept})
-        total = sum(int(each["bytes"]) for each in kept)
+        nodes = len({name["host"] for name in kept})
+        total = sum(int(name["bytes"]) for name in kept)
         on = f"{nodes} node{'s' if nodes != 1 else ''}"
         if not self.copied_bytes:
             return (

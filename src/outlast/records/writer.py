@@ -125,7 +125,7 @@ class RecordWriter:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    return {each.name: finite(getattr(event, each.name)) for each in dataclasses.fields(event)}
+    return {field.name: finite(getattr(event, field.name)) for field in dataclasses.fields(event)}
 
 
 def _ends_torn(path: Path) -> bool:

@@ -236,7 +236,7 @@ def read_beacons(directory: Path) -> list[Reading]:
     for path in directory.glob("rank-*"):
         with contextlib.suppress(OSError, ValueError):
             found.append(_reading(path.read_bytes()))
-    return sorted(found, key=lambda each: each.rank)
+    return sorted(found, key=lambda found_item: found_item.rank)
 
 
 def arm(
@@ -283,10 +283,10 @@ def disarm(directory: Path, rank: int) -> None:
 def tidy(directory: Path) -> None:
     """Take away what killed processes have left, when their run ends and needs it no more."""
     with contextlib.suppress(OSError):
-        for each in read_beacons(directory):
-            if each.state == "dead":
-                (directory / f"rank-{each.rank}").unlink()
-                (directory / f"stacks-{each.rank}.txt").unlink(missing_ok=True)
+        for beacon in read_beacons(directory):
+            if beacon.state == "dead":
+                (directory / f"rank-{beacon.rank}").unlink()
+                (directory / f"stacks-{beacon.rank}.txt").unlink(missing_ok=True)
         directory.rmdir()
 
 
@@ -295,8 +295,8 @@ def clean(memory: str) -> None:
     for folder in Path(memory).glob(f"outlast-{os.getuid()}-*-beacons"):
         with contextlib.suppress(OSError):
             pages = read_beacons(folder)
-            newest = max([each.wall for each in pages], default=folder.stat().st_mtime)
-            is_used = any(each.state != "dead" for each in pages)
+            newest = max([page.wall for page in pages], default=folder.stat().st_mtime)
+            is_used = any(page.state != "dead" for page in pages)
             if not is_used and time.time() - newest > _LEFTOVER_SECONDS:
                 shutil.rmtree(folder)
 

@@ -112,8 +112,8 @@ class SlowRanks:
         self._seconds = []
         windows = self._windows or [0] * self.ranks
         self._windows = [
-            count + 1 if each > SLOWNESS * typical else 0
-            for count, each in zip(windows, total, strict=True)
+            count + 1 if item > SLOWNESS * typical else 0
+            for count, item in zip(windows, total, strict=True)
         ]
         news = [
             (rank, total[rank] / typical)

@@ -247,7 +247,7 @@ class DrilledRun:
         deadline = time.monotonic() + self._deadline_seconds
         while time.monotonic() < deadline:
             now = [self._page(rank, wait=False) for rank in armed]
-            if fired := [each for each in now if each is not None and each.fired]:
+            if fired := [reading for reading in now if reading is not None and reading.fired]:
                 for rank in armed:
                     disarm(pages, rank)
                 # Whoever takes the rank next takes the page as well.
@@ -327,7 +327,9 @@ class DrilledRun:
     def _attempt_of(self, moment: float) -> int:
         """The attempt that was at work at `moment`."""
         run = read_run(self._directory.path)
-        return max((each.attempt for each in run.records if each.monotonic <= moment), default=1)
+        return max(
+            (record.attempt for record in run.records if record.monotonic <= moment), default=1
+        )
 
     def _steps(self) -> list[tuple[Record, StepsDone]]:
         if not self._directory.exists():
@@ -351,9 +353,9 @@ class DrilledRun:
         """The page of `rank`'s living process; None where the run ends before there is one."""
         deadline = time.monotonic() + (self._deadline_seconds if wait else 0.0)
         while True:
-            for each in read_beacons(place(self._memory, self._directory)):
-                if each.rank == rank and (not wait or each.state != "dead"):
-                    return each
+            for beacon in read_beacons(place(self._memory, self._directory)):
+                if beacon.rank == rank and (not wait or beacon.state != "dead"):
+                    return beacon
             if time.monotonic() >= deadline or not self.is_running:
                 return None
             time.sleep(_LOOK_SECONDS)

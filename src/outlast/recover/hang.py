@@ -170,20 +170,20 @@ def tell_of_hang(
         return False
     except OSError as error:
         print(f"outlast: {folder} cannot be made: {error.strerror}", file=sys.stderr)
-    found = [(each, each.state) for each in read_beacons(pages)]
+    found = [(beacon, beacon.state) for beacon in read_beacons(pages)]
     _await_answers(pages, _ask(found))
     now = time.monotonic()
     with contextlib.suppress(OSError):
-        for each, state in found:
-            (folder / f"rank-{each.rank}.txt").write_text(
-                _stacks(pages, each, state, now), encoding="utf-8"
+        for item, state in found:
+            (folder / f"rank-{item.rank}.txt").write_text(
+                _stacks(pages, item, state, now), encoding="utf-8"
             )
     members, cause = _culprits(found)
     note = (
         f"{_places(found, now)}; the step may take {limit_seconds:.3g} s (recover.hang_seconds); "
         f"stacks of all threads: {folder}"
     )
-    silent = max((now - each.marked for each in members), default=0.0)
+    silent = max((now - member.marked for member in members), default=0.0)
     named = _named(members)
     print(f"outlast: {named} {cause} at step {step}: {note}", file=sys.stderr, flush=True)
     with contextlib.suppress(OutlastError):
@@ -198,23 +198,23 @@ def end_helpless(
     pages: Path, found: list[tuple[Reading, str]], now: float, limit_seconds: float
 ) -> None:
     """Kill those that are stopped, or have not been able to run Python for `limit_seconds`."""
-    for each, state in found:
-        silent = 0.0 < each.alive < now - limit_seconds
+    for item, state in found:
+        silent = 0.0 < item.alive < now - limit_seconds
         if state == "stopped" or (state == "running" and silent):
             with contextlib.suppress(OSError):
                 # It is told already: without its page, nobody finds it dead as well.
-                (pages / f"rank-{each.rank}").unlink()
-                os.kill(each.pid, signal.SIGKILL)
+                (pages / f"rank-{item.rank}").unlink()
+                os.kill(item.pid, signal.SIGKILL)
 
 
 def _ask(found: list[tuple[Reading, str]]) -> list[int]:
     """Ask for stacks; the ranks that can answer."""
     asked = []
-    for each, state in found:
-        if each.answers and state == "running":
+    for item, state in found:
+        if item.answers and state == "running":
             with contextlib.suppress(OSError):
-                os.kill(each.pid, STACKS_SIGNAL)
-                asked.append(each.rank)
+                os.kill(item.pid, STACKS_SIGNAL)
+                asked.append(item.rank)
     return asked
 
 
@@ -239,24 +239,24 @@ def _size(path: Path) -> int:
 
 def _culprits(found: list[tuple[Reading, str]]) -> tuple[list[Reading], str]:
     """Who keeps the others waiting, and how: those stopped, else those that do not wait."""
-    stopped = [each for each, state in found if state == "stopped"]
+    stopped = [item for item, state in found if state == "stopped"]
     if stopped:
         return stopped, "stopped"
-    running = [each for each, state in found if state == "running"]
-    busy = [each for each in running if each.phase in INSIDE and each.phase not in WAITING]
+    running = [item for item, state in found if state == "running"]
+    busy = [job for job in running if job.phase in INSIDE and job.phase not in WAITING]
     return busy or running, "hung"
 
 
 def _named(members: list[Reading]) -> str:
-    ranks = [str(each.rank) for each in members]
+    ranks = [str(member.rank) for member in members]
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or 'unknown'}"
 
 
 def _places(found: list[tuple[Reading, str]], now: float) -> str:
     return ", ".join(
-        f"rank {each.rank} is {'' if state == 'running' else state + ' '}in {each.phase} since "
-        f"{now - each.marked:.1f} s"
-        for each, state in found
+        f"rank {item.rank} is {'' if state == 'running' else state + ' '}in {item.phase} since "
+        f"{now - item.marked:.1f} s"
+        for item, state in found
     )
 
 

@@ -129,7 +129,7 @@ class Keeper:
         node = peers.node
         first = peers.gather(node).index(node)
         mine = scan(self._folder, self._identity, node, peers.rank) if first == peers.rank else []
-        return newest_whole(each for found in peers.gather(mine) for each in found)
+        return newest_whole(name for found in peers.gather(mine) for name in found)
 
     def restore(self, whole: Whole | None = None, part: State | None = None) -> Recovered | None:
         """Fill the live state from memory; None where there is nothing to restore.
@@ -151,9 +151,9 @@ class Keeper:
         state = self._state if part is None else part
         targets = peers.raise_together(lambda: find_targets(state, saved))
         names = peers.gather([*targets.tensors, *targets.values])
-        taken = {name for each in names for name in each}
+        taken = {name for array in names for name in array}
         problem = check_fit(targets, saved, taken, ())
-        if found := next((each for each in peers.gather(problem) if each), ""):
+        if found := next((peer for peer in peers.gather(problem) if peer), ""):
             raise RecoverError(f"the state of step {whole.step} in memory does not fit: {found}")
         moved = sum(peers.gather(fill(targets, whole, peers)))
         peers.raise_together(lambda: install(state, targets, saved))
@@ -235,10 +235,10 @@ class Keeper:
 
         self._claim, own = self._peers.raise_together(claimed)
         numbers = self._peers.gather(own)
-        older = sorted({number for each in numbers for number in each})
+        older = sorted({number for array in numbers for number in array})
         folder = generation_folder(self._folder, max(older, default=0) + 1)
         keeper = StateKeeper(self._state, folder, self._identity, self._peers, self._redundancy)
-        keeper.outdates([generation_folder(self._folder, each) for each in older])
+        keeper.outdates([generation_folder(self._folder, number) for number in older])
         return keeper
 
     def _all_well(self) -> None:

@@ -54,7 +54,7 @@ def cheapest(candidates: Iterable[Candidate], step_seconds: float) -> Candidate 
         step_seconds: Of a training step.
     """
     found = list(candidates)
-    newest = max((each.step for each in found), default=0)
+    newest = max((candidate.step for candidate in found), default=0)
 
     def seconds(each: Candidate) -> float:
         return each.seconds + (newest - each.step) * step_seconds

@@ -51,22 +51,24 @@ _LANE_STYLES = {
 
 def step_time_figure(overviews: Sequence[Overview]) -> Figure:
     """Distribution of the steps' wall times, with median, p90 and p99 marked."""
-    every = np.concatenate([each.step_seconds for each in overviews])
+    every = np.concatenate([overview.step_seconds for overview in overviews])
     edges = histogram_edges(every)
     unit, scale = ("milliseconds", 1e3) if edges[-1] < 1 else ("seconds", 1.0)
     single = len(overviews) == 1
     centres = ((edges[:-1] + edges[1:]) / 2 * scale).tolist()
     traces, sentences = [], []
-    for index, each in enumerate(overviews):
-        found = histogram(each.step_seconds, edges)
-        sentences.append(said(each, single, _step_time_words(each, found.above, found.highest)))
-        if not len(each.step_seconds):
+    for index, overview in enumerate(overviews):
+        found = histogram(overview.step_seconds, edges)
+        sentences.append(
+            said(overview, single, _step_time_words(overview, found.above, found.highest))
+        )
+        if not len(overview.step_seconds):
             continue
-        total = max(int(np.isfinite(each.step_seconds).sum()), 1)
+        total = max(int(np.isfinite(overview.step_seconds).sum()), 1)
         traces.append(
             {
                 "type": "bar",
-                "name": text.escape(each.label),
+                "name": text.escape(overview.label),
                 "x": centres,
                 "y": (100 * found.counts / total).tolist(),
                 "width": float(edges[1] - edges[0]) * scale,
@@ -110,8 +112,8 @@ def _percentile_lines(
     shapes: list[dict[str, Any]] = []
     notes: list[dict[str, Any]] = []
     single = len(overviews) == 1
-    for index, each in enumerate(overviews):
-        found = percentiles(each.step_seconds)
+    for index, overview in enumerate(overviews):
+        found = percentiles(overview.step_seconds)
         if found is None:
             continue
         values = {"median": found.median, "p90": found.p90, "p99": found.p99}
@@ -143,18 +145,20 @@ def _percentile_note(words: str, x: float, row: int) -> dict[str, Any]:
 
 def time_split_figure(overviews: Sequence[Overview]) -> Figure:
     """Wall time by purpose: one stacked bar per run, in seconds or per cent."""
-    longest_seconds = max(each.split.wall_seconds for each in overviews)
+    longest_seconds = max(overview.split.wall_seconds for overview in overviews)
     unit, unit_seconds = text.clock_unit(longest_seconds)
-    labels = [text.escape(each.label) for each in overviews]
+    labels = [text.escape(overview.label) for overview in overviews]
     traces, absolute, shares = [], [], []
     for purpose in purposes(overviews):
-        seconds = [each.split.seconds.get(purpose, 0.0) for each in overviews]
+        seconds = [overview.split.seconds.get(purpose, 0.0) for overview in overviews]
         traces.append(_purpose_trace(purpose, labels, seconds))
         absolute.append([value / unit_seconds for value in seconds])
         shares.append(
             [
-                100 * value / each.split.wall_seconds if each.split.wall_seconds > 0 else 0.0
-                for value, each in zip(seconds, overviews, strict=True)
+                100 * value / overview.split.wall_seconds
+                if overview.split.wall_seconds > 0
+                else 0.0
+                for value, overview in zip(seconds, overviews, strict=True)
             ]
         )
     titles = (f"wall time in {unit}", "share of the wall time in %")
@@ -166,9 +170,13 @@ def time_split_figure(overviews: Sequence[Overview]) -> Figure:
     figure_layout["yaxis"].update(autorange="reversed", type="category", title=None, ticksuffix=" ")
     figure_layout["yaxis"]["showticklabels"] = len(overviews) > 1
     sentences = [
-        said(each, len(overviews) == 1, f"{text.duration(each.split.wall_seconds)} of wall time")
-        for each in overviews
-        if each.run.attempts
+        said(
+            overview,
+            len(overviews) == 1,
+            f"{text.duration(overview.split.wall_seconds)} of wall time",
+        )
+        for overview in overviews
+        if overview.run.attempts
     ]
     if not sentences:
         return Figure("time-split", "No attempt is recorded.", [], figure_layout)
@@ -196,9 +204,13 @@ def _purpose_trace(purpose: str, labels: list[str], seconds: list[float]) -> dic
 
 def purposes(overviews: Sequence[Overview]) -> list[str]:
     """The purposes on which at least one run spent time, in a fixed order."""
-    order = dict.fromkeys([*PURPOSE_WORDS, *(n for each in overviews for n in each.split.seconds)])
+    order = dict.fromkeys(
+        [*PURPOSE_WORDS, *(n for overview in overviews for n in overview.split.seconds)]
+    )
     return [
-        name for name in order if any(each.split.seconds.get(name, 0.0) > 0 for each in overviews)
+        name
+        for name in order
+        if any(overview.split.seconds.get(name, 0.0) > 0 for overview in overviews)
     ]
 
 
@@ -250,7 +262,7 @@ def _attempt_traces(spans: list[timeline.Span]) -> list[dict[str, Any]]:
                     "color": palette.series_colour(index),
                     "line": {"color": "var(--text)", "width": 1},
                     "pattern": {
-                        "shape": ["/" if each else "" for each in bad],
+                        "shape": ["/" if number else "" for number in bad],
                         **HATCH,
                         "size": 8,
                     },

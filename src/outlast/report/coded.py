@@ -30,11 +30,11 @@ def coding_figure(overview: Overview) -> Figure | None:
         return None
     steps = totals.steps
     scale, unit = _unit(steps)
-    taken = scale * np.array([each.seconds for each in steps])
-    waiting = scale * np.array([_waiting_seconds(each) for each in steps])
-    number = np.array([each.step for each in steps])
+    taken = scale * np.array([step.seconds for step in steps])
+    waiting = scale * np.array([_waiting_seconds(step) for step in steps])
+    number = np.array([step.step for step in steps])
     kept = np.union1d(downsample(taken), downsample(waiting))
-    marked = thin([each for each in steps if each.stragglers], _MOST_MARKS)
+    marked = thin([step for step in steps if step.stragglers], _MOST_MARKS)
     traces = [
         _line("waiting for all, at least", number[kept], waiting[kept], 1, "dot"),
         _line("taken", number[kept], taken[kept], 0, "solid"),
@@ -47,7 +47,7 @@ def coding_figure(overview: Overview) -> Figure | None:
 
 
 def _unit(steps: tuple[CodedStep, ...]) -> tuple[float, str]:
-    longest = max(max(each.seconds, each.waiting_seconds) for each in steps)
+    longest = max(max(step.seconds, step.waiting_seconds) for step in steps)
     return (1e3, "milliseconds") if longest < 1 else (1.0, "seconds")
 
 
@@ -75,9 +75,9 @@ def _marks(steps: list[CodedStep], scale: float) -> dict[str, Any]:
         "type": "scatter",
         "mode": "markers",
         "name": "straggler",
-        "x": [each.step for each in steps],
-        "y": [float(f"{scale * each.seconds:.6g}") for each in steps],
-        "text": [_who(each) for each in steps],
+        "x": [step.step for step in steps],
+        "y": [float(f"{scale * step.seconds:.6g}") for step in steps],
+        "text": [_who(step) for step in steps],
         "marker": {
             "color": "var(--bad)",
             "symbol": "triangle-up",
@@ -117,18 +117,18 @@ def _done(totals: CodingTotals) -> str:
     )
     advice = totals.advice or ""
     said = [done, advice[:1].upper() + advice[1:]] if advice else [done]
-    return "".join(f'<p class="about">{text.escape(each)}</p>' for each in said)
+    return "".join(f'<p class="about">{text.escape(number)}</p>' for number in said)
 
 
 def _replicas(totals: CodingTotals) -> str:
     rows = [
         [
             digits(replica),
-            digits(f"{each.slow_steps:,}"),
-            digits(f"{100 * each.share:.1f}"),
-            digits("unknown" if each.persistence is None else f"{100 * each.persistence:.0f}"),
+            digits(f"{item.slow_steps:,}"),
+            digits(f"{100 * item.share:.1f}"),
+            digits("unknown" if item.persistence is None else f"{100 * item.persistence:.0f}"),
         ]
-        for replica, each in totals.by_replica.items()
+        for replica, item in totals.by_replica.items()
     ]
     heads = [digits("replica"), digits("slow steps"), digits("% of its steps")]
     heads.append(digits("slow again in the next step, %"))
@@ -141,12 +141,12 @@ def _inexact(totals: CodingTotals) -> str:
         return '<p class="about">Every gradient was exact.</p>'
     rows = [
         [
-            digits(f"{each.step:,}"),
-            digits(f"{each.lost:,}"),
-            digits(text.number(each.error)),
-            words(", ".join(map(str, each.stragglers))),
+            digits(f"{step.step:,}"),
+            digits(f"{step.lost:,}"),
+            digits(text.number(step.error)),
+            words(", ".join(map(str, step.stragglers))),
         ]
-        for each in found[:_MOST_STEPS]
+        for step in found[:_MOST_STEPS]
     ]
     heads = [digits("step"), digits("lost chunks"), digits("certified error"), words("stragglers")]
     caption = "Steps with an inexact gradient"

@@ -43,10 +43,14 @@ class Measure:
 def measures(overviews: Sequence[Overview]) -> list[Measure]:
     """Steps, tokens, time in steps and FLOPs."""
     return [
-        Measure("steps", [each.training.step.astype(float) for each in overviews], "steps"),
-        Measure("tokens", [_tokens_of(each) for each in overviews], "tokens"),
-        Measure("time in steps", [step_seconds_of(each) for each in overviews], "seconds"),
-        Measure("FLOPs", [flops_of(each, each.training.tokens) for each in overviews], "flops"),
+        Measure("steps", [overview.training.step.astype(float) for overview in overviews], "steps"),
+        Measure("tokens", [_tokens_of(overview) for overview in overviews], "tokens"),
+        Measure("time in steps", [step_seconds_of(overview) for overview in overviews], "seconds"),
+        Measure(
+            "FLOPs",
+            [flops_of(overview, overview.training.tokens) for overview in overviews],
+            "flops",
+        ),
     ]
 
 
@@ -62,7 +66,7 @@ def step_seconds_of(overview: Overview) -> Floats:
 
 def comparison(overviews: Sequence[Overview]) -> str:
     """Tables of the losses where all runs have spent as much, and of what a loss has cost."""
-    if len(overviews) < 2 or not all(len(each.training.loss) for each in overviews):
+    if len(overviews) < 2 or not all(len(overview.training.loss) for overview in overviews):
         return '<p class="missing">unavailable: not every run has recorded a loss</p>'
     return _equal(overviews) + _spent(overviews)
 
@@ -70,32 +74,32 @@ def comparison(overviews: Sequence[Overview]) -> str:
 def _equal(overviews: Sequence[Overview]) -> str:
     rows = []
     for measure in measures(overviews):
-        known = [each for each in measure.spent if each is not None and len(each)]
+        known = [floats for floats in measure.spent if floats is not None and len(floats)]
         if len(known) < len(overviews):
             continue
-        most = min(float(each[-1]) for each in known)
+        most = min(float(floats[-1]) for floats in known)
         losses = [
-            float(np.interp(most, spent, smoothed(each)))
-            for each, spent in zip(overviews, known, strict=True)
+            float(np.interp(most, spent, smoothed(overview)))
+            for overview, spent in zip(overviews, known, strict=True)
         ]
         row = [words(measure.name), digits(measure.shown(most))]
         row += [digits(text.number(loss)) for loss in losses]
         rows.append(row + [digits(f"{loss - losses[0]:+.4f}") for loss in losses[1:]])
     heads = [words("after equal"), digits("amount"), *_names(overviews)]
     heads += [
-        Cell(f"{text.escape(each.label)} - {text.escape(overviews[0].label)}", numeric=True)
-        for each in overviews[1:]
+        Cell(f"{text.escape(overview.label)} - {text.escape(overviews[0].label)}", numeric=True)
+        for overview in overviews[1:]
     ]
     return table(heads, rows, "Training loss (smoothed, nats per token) where all have spent alike")
 
 
 def _spent(overviews: Sequence[Overview]) -> str:
-    curves = [smoothed(each) for each in overviews]
+    curves = [smoothed(overview) for overview in overviews]
     finite = [curve[np.isfinite(curve)] for curve in curves]
-    if not all(len(each) for each in finite):
+    if not all(len(item) for item in finite):
         return ""
     # What every run has reached, so that all can be asked for the way there.
-    target = max(float(each.min()) for each in finite)
+    target = max(float(item.min()) for item in finite)
     rows = []
     for measure in measures(overviews):
         amounts = [
@@ -104,17 +108,18 @@ def _spent(overviews: Sequence[Overview]) -> str:
         ]
         row = [words(measure.name)]
         row += [
-            words("not known") if each is None else digits(measure.shown(each)) for each in amounts
+            words("not known") if amount is None else digits(measure.shown(amount))
+            for amount in amounts
         ]
         first = amounts[0]
-        for each in amounts[1:]:
-            known = each is not None and first is not None and first > 0
-            row.append(digits(f"{each / first:.3f}x") if known else words("not known"))  # type: ignore[operator]
+        for amount in amounts[1:]:
+            known = amount is not None and first is not None and first > 0
+            row.append(digits(f"{amount / first:.3f}x") if known else words("not known"))  # type: ignore[operator]
         rows.append(row)
     heads = [words("spent"), *_names(overviews)]
     heads += [
-        Cell(f"{text.escape(each.label)} / {text.escape(overviews[0].label)}", numeric=True)
-        for each in overviews[1:]
+        Cell(f"{text.escape(overview.label)} / {text.escape(overviews[0].label)}", numeric=True)
+        for overview in overviews[1:]
     ]
     return table(
         heads, rows, f"What it took to a smoothed training loss of {text.number(target)}, the "
@@ -123,7 +128,7 @@ def _spent(overviews: Sequence[Overview]) -> str:
 
 
 def _names(overviews: Sequence[Overview]) -> list[Cell]:
-    return [digits(each.label) for each in overviews]
+    return [digits(overview.label) for overview in overviews]
 
 
 def smoothed(overview: Overview) -> Floats:

@@ -62,7 +62,7 @@ class Figure:
 
     def payload(self) -> dict[str, Any]:
         """What the page's script needs, without NaN and infinities, which JSON lacks."""
-        views = [{"title": each.title, "x": each.x} for each in self.views]
+        views = [{"title": view.title, "x": view.x} for view in self.views]
         found: dict[str, Any] = _jsonable(
             {
                 "data": self.data,
@@ -110,17 +110,17 @@ def layout(height: int, x_title: str, y_title: str, **more: Any) -> dict[str, An
 
 def loss_figure(overviews: Sequence[Overview]) -> Figure:
     """Training loss (raw and smoothed) and validation loss of all runs."""
-    unit, unit_seconds = text.clock_unit(max(each.split.wall_seconds for each in overviews))
+    unit, unit_seconds = text.clock_unit(max(overview.split.wall_seconds for overview in overviews))
     traces: list[dict[str, Any]] = []
     x: list[list[list[Any]]] = [[], [], [], []]
     single = len(overviews) == 1
-    for index, each in enumerate(overviews):
-        for trace, curve, kept in _loss_traces(each, index, single):
+    for index, overview in enumerate(overviews):
+        for trace, curve, kept in _loss_traces(overview, index, single):
             traces.append(trace)
             x[0].append(curve.step[kept].tolist())
             x[1].append(curve.tokens[kept].tolist() if curve.tokens.any() else [None] * len(kept))
             x[2].append(_rounded(curve.seconds[kept] / unit_seconds))
-            flops = flops_of(each, curve.tokens[kept])
+            flops = flops_of(overview, curve.tokens[kept])
             x[3].append([None] * len(kept) if flops is None else _rounded(flops))
     titles = (
         "steps done",
@@ -133,7 +133,7 @@ def loss_figure(overviews: Sequence[Overview]) -> Figure:
         for label, title, positions in zip(
             ("step", "tokens", "time", "FLOPs"), titles, x, strict=True
         )
-        if any(value is not None for each in positions for value in each)
+        if any(value is not None for position in positions for value in position)
     )
     hidden = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     figure_layout = layout(430, titles[0], "loss in nats per token", yaxis2=hidden)
@@ -189,15 +189,15 @@ def _not_finite(training: Training, bad: Integers, prefix: str) -> dict[str, Any
 
 def _loss_alt(overviews: Sequence[Overview]) -> str:
     sentences = []
-    for each in overviews:
-        finite = each.training.loss[np.isfinite(each.training.loss)]
+    for overview in overviews:
+        finite = overview.training.loss[np.isfinite(overview.training.loss)]
         if len(finite):
             first, last = text.number(float(finite[0])), text.number(float(finite[-1]))
-            steps = text.plural(int(each.training.step[-1]), "step")
+            steps = text.plural(int(overview.training.step[-1]), "step")
             words = f"training loss from {first} to {last} nats per token over {steps}"
         else:
             words = "no training loss is recorded"
-        sentences.append(said(each, len(overviews) == 1, words))
+        sentences.append(said(overview, len(overviews) == 1, words))
     return "; ".join(sentences) + "."
 
 
@@ -208,7 +208,7 @@ def said(overview: Overview, single: bool, words: str) -> str:
 
 def throughput_figure(overviews: Sequence[Overview]) -> Figure:
     """Tokens per second over the steps; a single run shows where later attempts began."""
-    values = [each.training.tokens_per_second for each in overviews]
+    values = [overview.training.tokens_per_second for overview in overviews]
     figure = _over_steps(
         "throughput", "tokens per second", overviews, values, {"rangemode": "tozero"}
     )
@@ -219,45 +219,45 @@ def throughput_figure(overviews: Sequence[Overview]) -> Figure:
 
 
 def _restarts(overview: Overview) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    later = [each for each in overview.run.attempts[1:] if each.first_step is not None]
+    later = [attempt for attempt in overview.run.attempts[1:] if attempt.first_step is not None]
     line = {"color": "var(--muted)", "width": 1, "dash": "dot"}
     shapes = [
         {
             "type": "line",
-            "x0": each.first_step,
-            "x1": each.first_step,
+            "x0": attempt.first_step,
+            "x1": attempt.first_step,
             "yref": "paper",
             "y0": 0,
             "y1": 1,
             "line": line,
         }
-        for each in later
+        for attempt in later
     ]
     notes = [
         {
-            "x": each.first_step,
+            "x": item.first_step,
             "yref": "paper",
             "y": 0.02 + 0.08 * (index % 3),
             "yanchor": "bottom",
             "xanchor": "left",
-            "text": f" attempt {each.number}: world size {each.world_size}",
+            "text": f" attempt {item.number}: world size {item.world_size}",
             "showarrow": False,
             "font": {"size": 11, "color": "var(--muted)"},
         }
-        for index, each in enumerate(later)
+        for index, item in enumerate(later)
     ]
     return shapes, notes if len(notes) <= _LABELLED_RESTARTS else []
 
 
 def gradient_figure(overviews: Sequence[Overview]) -> Figure:
     """Global gradient norm before clipping, over the steps."""
-    values = [each.training.gradient_norm for each in overviews]
+    values = [overview.training.gradient_norm for overview in overviews]
     return _over_steps("gradient", "gradient norm", overviews, values, {"type": "log"})
 
 
 def learning_rate_figure(overviews: Sequence[Overview]) -> Figure:
     """Learning rate over the steps."""
-    values = [each.training.learning_rate for each in overviews]
+    values = [overview.training.learning_rate for overview in overviews]
     return _over_steps(
         "rate", "learning rate", overviews, values, {"rangemode": "tozero"}, raw=False
     )
@@ -265,15 +265,15 @@ def learning_rate_figure(overviews: Sequence[Overview]) -> Figure:
 
 def metric_figures(overviews: Sequence[Overview]) -> list[Figure]:
     """What loops told of their steps beside the loss, a figure for each name, over the steps."""
-    names = dict.fromkeys(name for each in overviews for name in each.training.metrics)
+    names = dict.fromkeys(name for overview in overviews for name in overview.training.metrics)
     return [
         _over_steps(
             f"metric-{number}",
             name,
             overviews,
             [
-                each.training.metrics.get(name, np.full(len(each.training.step), np.nan))
-                for each in overviews
+                overview.training.metrics.get(name, np.full(len(overview.training.step), np.nan))
+                for overview in overviews
             ],
             {},
         )
@@ -292,23 +292,23 @@ def _over_steps(
 ) -> Figure:
     traces, sentences = [], []
     single = len(overviews) == 1
-    for index, (each, curve) in enumerate(zip(overviews, values, strict=True)):
+    for index, (item, curve) in enumerate(zip(overviews, values, strict=True)):
         finite = curve[np.isfinite(curve)]
         if not len(finite):
-            sentences.append(said(each, single, f"no {y_title} is recorded"))
+            sentences.append(said(item, single, f"no {y_title} is recorded"))
             continue
         colour, dash = palette.series_colour(index), palette.series_dash(index)
         every, smoothed = _raw_and_smooth(curve)
-        steps = each.training.step
+        steps = item.training.step
         if raw and index < _RAW_RUNS:
-            light = _line(curve[every], text.escape(each.label), colour, "solid", 1)
+            light = _line(curve[every], text.escape(item.label), colour, "solid", 1)
             light |= {"opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
             traces.append({**light, "x": steps[every].tolist()})
         means = smooth(curve, smoothing_window(len(curve))) if raw else curve
-        line = _line(means[smoothed], text.escape(each.label), colour, dash, 2)
+        line = _line(means[smoothed], text.escape(item.label), colour, dash, 2)
         traces.append({**line, "x": steps[smoothed].tolist()})
         median = text.number(float(np.median(finite)))
-        sentences.append(said(each, single, f"median {y_title} {median}"))
+        sentences.append(said(item, single, f"median {y_title} {median}"))
     figure_layout = layout(320, "steps done", y_title, showlegend=not single)
     figure_layout["yaxis"].update(axis)
     return Figure(name, "; ".join(sentences) + ".", traces, figure_layout)

@@ -73,8 +73,8 @@ def energy_figure(overview: Overview) -> Figure | None:
     if totals is None or totals.joules is None:
         return None
     bars = _bars(overview, totals.read)
-    unit, unit_seconds = text.clock_unit(max(each.end_seconds for each in bars))
-    names = {name for each in bars for name in each.joules}
+    unit, unit_seconds = text.clock_unit(max(bar.end_seconds for bar in bars))
+    names = {name for bar in bars for name in bar.joules}
     traces = [_trace(name, bars, unit_seconds) for name in PURPOSES if name in names]
     figure_layout = layout(
         320,
@@ -121,15 +121,15 @@ def _bars(overview: Overview, windows: Sequence[EnergyWindow]) -> list[_Bar]:
 
 
 def _trace(purpose: str, bars: list[_Bar], unit_seconds: float) -> dict[str, Any]:
-    shown = [each for each in bars if each.seconds > 0]
-    watts = [each.joules.get(purpose, 0.0) / each.seconds for each in shown]
+    shown = [bar for bar in bars if bar.seconds > 0]
+    watts = [bar.joules.get(purpose, 0.0) / bar.seconds for bar in shown]
     return {
         "type": "bar",
         "name": purpose,
-        "x": [_rounded((each.end_seconds - each.seconds / 2) / unit_seconds) for each in shown],
-        "width": [_rounded(each.seconds / unit_seconds) for each in shown],
+        "x": [_rounded((bar.end_seconds - bar.seconds / 2) / unit_seconds) for bar in shown],
+        "width": [_rounded(bar.seconds / unit_seconds) for bar in shown],
         "y": [_rounded(value) for value in watts],
-        "text": [energy_amount(each.joules.get(purpose, 0.0)) for each in shown],
+        "text": [energy_amount(bar.joules.get(purpose, 0.0)) for bar in shown],
         "textposition": "none",
         "marker": {
             "color": palette.purpose_colour(_COLOURS.get(purpose, purpose)),
@@ -164,7 +164,7 @@ def _sums(run: Run, totals: EnergyTotals) -> str:
     if reasons := missing_meters(totals):
         said.append(f"Not in the sum, unavailable: {reasons}.")
     said += [*map(_sentence, gaps(totals)), *_prices(run)]
-    return "".join(f'<p class="about">{text.escape(each)}</p>' for each in said)
+    return "".join(f'<p class="about">{text.escape(number)}</p>' for number in said)
 
 
 def _prices(run: Run) -> list[str]:
@@ -208,7 +208,7 @@ def _devices(totals: EnergyTotals | None) -> str:
         return ""
     heads = [words("device"), words("host"), digits("energy"), digits("mean power")]
     heads += [digits("hottest"), digits("clock"), words("to know")]
-    return table(heads, [_row(each) for each in totals.devices], "Meters that were read")
+    return table(heads, [_row(device) for device in totals.devices], "Meters that were read")
 
 
 def _row(device: DeviceEnergy) -> list[Any]:

@@ -27,7 +27,7 @@ def forecast_figure(overview: Overview) -> Figure | None:
     found = forecast_of(overview.run)
     if found is None:
         return None
-    rows = [each for each in found.compared() if each.predicted > 0]
+    rows = [compared for compared in found.compared() if compared.predicted > 0]
     traces = [*_intervals(rows, found.prediction.coverage), *_marks(rows)]
     figure_layout = layout(
         120 + _ROW_PIXELS * len(rows), "% of the prediction", "", hovermode="closest"
@@ -38,7 +38,7 @@ def forecast_figure(overview: Overview) -> Figure | None:
     figure_layout["yaxis"].update(
         type="category",
         categoryorder="array",
-        categoryarray=[each.name for each in rows],
+        categoryarray=[row.name for row in rows],
         range=[len(rows) - 0.5, -0.5],
         fixedrange=True,
         title=None,
@@ -59,12 +59,12 @@ def _ratio_words(row: Compared) -> str:
 def _scale(rows: Sequence[Compared]) -> dict[str, Any]:
     """From a little below the least share to a little above the largest one."""
     shares = [
-        _share(each, value)
-        for each in rows
-        for value in (each.predicted, each.low, each.high, each.measured)
+        _share(row, value)
+        for row in rows
+        for value in (row.predicted, row.low, row.high, row.measured)
         if value is not None
     ]
-    shares = [each for each in shares if math.isfinite(each)]
+    shares = [share for share in shares if math.isfinite(share)]
     low, high = min(shares), max(shares)
     shown: dict[str, Any] = {"tickangle": 0}
     if low > 0 and high > _WIDE * low:
@@ -88,7 +88,7 @@ def _share(row: Compared, value: float) -> float:
 
 
 def _intervals(rows: Sequence[Compared], coverage: float) -> list[dict[str, Any]]:
-    known = [each for each in rows if each.low is not None and each.high is not None]
+    known = [row for row in rows if row.low is not None and row.high is not None]
     if not known:
         return []
     return [
@@ -96,11 +96,14 @@ def _intervals(rows: Sequence[Compared], coverage: float) -> list[dict[str, Any]
             "type": "bar",
             "orientation": "h",
             "name": f"predicted interval, {100 * coverage:.3g} %",
-            "y": [each.name for each in known],
-            "base": [_share(each, each.low or 0.0) for each in known],
-            "x": [_share(each, (each.high or 0.0) - (each.low or 0.0)) for each in known],
+            "y": [compared.name for compared in known],
+            "base": [_share(compared, compared.low or 0.0) for compared in known],
+            "x": [
+                _share(compared, (compared.high or 0.0) - (compared.low or 0.0))
+                for compared in known
+            ],
             "width": 0.5,
-            "text": [text.escape(each.interval_words()) for each in known],
+            "text": [text.escape(compared.interval_words()) for compared in known],
             "textposition": "none",
             "marker": {"color": "var(--series-6)", "opacity": 0.55, "line": {"width": 0}},
             "hovertemplate": "%{y}: %{text}<extra></extra>",
@@ -112,7 +115,7 @@ def _marks(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     traces = [
         _scatter(
             "predicted",
-            [(each, each.predicted) for each in rows],
+            [(row, row.predicted) for row in rows],
             {"symbol": "line-ns-open", "size": 24, "line": {"width": 2}},
             "var(--text)",
         )
@@ -123,9 +126,7 @@ def _marks(rows: Sequence[Compared]) -> list[dict[str, Any]]:
         (None, "measured", "diamond", "muted"),
     ):
         some = [
-            (each, each.measured)
-            for each in rows
-            if each.measured is not None and each.inside is inside
+            (row, row.measured) for row in rows if row.measured is not None and row.inside is inside
         ]
         if some:
             marker = {"symbol": symbol, "size": 12, "line": {"color": "var(--panel)", "width": 1}}
@@ -183,14 +184,16 @@ def _about(found: Forecast, overview: Overview) -> str:
 def _compared(found: Forecast) -> str:
     rows = [
         [
-            words(each.name),
-            digits(each.words(each.predicted)),
-            digits(each.interval_words() or "none"),
-            digits("unavailable" if each.measured is None else each.words(each.measured)),
-            digits("" if each.ratio is None else f"{each.ratio:.3f}"),
-            _verdict(each),
+            words(compared.name),
+            digits(compared.words(compared.predicted)),
+            digits(compared.interval_words() or "none"),
+            digits(
+                "unavailable" if compared.measured is None else compared.words(compared.measured)
+            ),
+            digits("" if compared.ratio is None else f"{compared.ratio:.3f}"),
+            _verdict(compared),
         ]
-        for each in found.compared()
+        for compared in found.compared()
     ]
     interval = f"interval, {100 * found.prediction.coverage:.3g} %"
     heads = [words("figure"), digits("predicted"), digits(interval), digits("measured")]
@@ -213,7 +216,7 @@ def _terms(found: Forecast) -> str:
         return ""
     rows = [
         [words(name), digits(text.duration(value)), digits(f"{100 * value / whole:.1f}")]
-        for name, value in sorted(terms.items(), key=lambda each: -each[1])
+        for name, value in sorted(terms.items(), key=lambda term: -term[1])
     ]
     total = math.fsum(terms.values())
     rows.append([words("sum"), digits(text.duration(total)), digits(f"{100 * total / whole:.1f}")])

@@ -31,12 +31,14 @@ def _checks(totals: GuardTotals) -> str:
     rows = [
         [
             words(name),
-            digits(text.count(each.checks)),
-            digits(f"{each.spread:.2f}"),
-            digits(f"{each.worst:.2f}"),
-            digits("exact" if each.detection_point is None else f"{each.detection_point:.2g}"),
+            digits(text.count(operation.checks)),
+            digits(f"{operation.spread:.2f}"),
+            digits(f"{operation.worst:.2f}"),
+            digits(
+                "exact" if operation.detection_point is None else f"{operation.detection_point:.2g}"
+            ),
         ]
-        for name, each in totals.operations.items()
+        for name, operation in totals.operations.items()
     ]
     heads = [words("check")] + [
         digits(name) for name in ("made", "rms / sigma", "worst / sigma", "detection point")

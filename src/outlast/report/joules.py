@@ -41,9 +41,9 @@ def _never_measured(run: Run) -> str:
 def metered(totals: EnergyTotals) -> str:
     """What the sum covers, e.g. ``2 GPUs and 1 CPU``."""
     counts: dict[str, int] = {}
-    for each in totals.devices:
-        if each.counted:
-            counts[each.part] = counts.get(each.part, 0) + 1
+    for device in totals.devices:
+        if device.counted:
+            counts[device.part] = counts.get(device.part, 0) + 1
     said = [
         f"{count} {_PARTS.get(part, part)}{'s' if count > 1 and part != 'memory' else ''}"
         for part, count in counts.items()

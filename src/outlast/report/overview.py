@@ -124,7 +124,7 @@ class Overview:
     @property
     def world_sizes(self) -> list[int]:
         """World size of each attempt, neighbours that are equal named once."""
-        sizes = (each.world_size for each in self.run.attempts)
+        sizes = (attempt.world_size for attempt in self.run.attempts)
         return [size for size, _ in itertools.groupby(sizes)]
 
 
@@ -193,7 +193,7 @@ def time_split(run: Run) -> TimeSplit:
     order = [*PURPOSES, *(name for name in found if name not in (*PURPOSES, LOST)), LOST]
     seconds = {name: found.get(name, 0.0) for name in order}
     recorded_seconds = sum(seconds.values())
-    wall_seconds = sum(max(each.end_time - each.start_time, 0.0) for each in run.attempts)
+    wall_seconds = sum(max(attempt.end_time - attempt.start_time, 0.0) for attempt in run.attempts)
     rest_seconds = wall_seconds - recorded_seconds
     if rest_seconds > max(_SHORTEST_REST_SECONDS, 1e-4 * wall_seconds):
         seconds[UNRECORDED] = rest_seconds

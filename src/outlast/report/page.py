@@ -20,7 +20,7 @@ def render(overviews: Sequence[Overview]) -> str:
     from plotly.offline import get_plotlyjs
 
     figures = sections.pictures(overviews)
-    names = ", ".join(each.label for each in overviews)
+    names = ", ".join(overview.label for overview in overviews)
     return string.Template(_asset("page.html")).substitute(
         title=text.escape(f"{names} - Outlast report"),
         heading="" if len(overviews) == 1 else f"<h1>{len(overviews)} runs side by side</h1>",

@@ -71,7 +71,7 @@ def account_of(
     settings = settings or job_settings
     losses = _losses(run, totals)
     found = account(
-        split([window for each in totals.windows for window in _windows(each)]),
+        split([window for item in totals.windows for window in _windows(item)]),
         Run(
             begin=_begin(totals.read[0]),
             seconds=max(totals.seconds, 1e-9),
@@ -80,7 +80,7 @@ def account_of(
             loss_target=(settings.loss_target or _best(losses))
             if loss_target is None
             else loss_target,
-            metered=tuple(sorted({each.part for each in totals.devices if each.counted})),
+            metered=tuple(sorted({device.part for device in totals.devices if device.counted})),
         ),
         Rates(pue=settings.pue),
     )
@@ -107,7 +107,7 @@ def _per_token(found: EnergyReport, totals: EnergyTotals) -> Amount | Unavailabl
 def missing_meters(totals: EnergyTotals) -> str:
     """What could not be read, and why."""
     found = dict(totals.unavailable)
-    found |= {each.name: each.missing[-1] for each in totals.devices if each.missing}
+    found |= {device.name: device.missing[-1] for device in totals.devices if device.missing}
     return _by_reason(found)
 
 
@@ -132,12 +132,12 @@ def _gaps(totals: EnergyTotals) -> tuple[str, ...]:
     """What the sum lacks beside windows without a figure, which the account names by itself."""
     absent = _by_reason(totals.unavailable)
     notes = (absent and f"not metered: {absent}", killed_note(totals))
-    return tuple(each for each in notes if each)
+    return tuple(note for note in notes if note)
 
 
 def _best(losses: list[LossPoint]) -> float | None:
     """The lowest loss of the record."""
-    return min((each.loss for each in losses if math.isfinite(each.loss)), default=None)
+    return min((loss.loss for loss in losses if math.isfinite(loss.loss)), default=None)
 
 
 def settings_of(run: RecordedRun) -> EnergySection:
@@ -175,7 +175,7 @@ def _window(window: EnergyWindow, device: dict[str, Any]) -> Window | None:
         high_joules=float(device.get("high_joules", joules)),
         kind=device.get("kind", "measured"),
         source=str(device.get("source", device.get("name"))),
-        flags=tuple(str(each) for each in device.get("flags", [])),
+        flags=tuple(str(item) for item in device.get("flags", [])),
     )
     return Window(energy, seconds, spent)
 
@@ -206,16 +206,16 @@ def _curves(totals: EnergyTotals) -> dict[int, tuple[list[float], list[float]]]:
     whole = 0.0
     # A window whose counter stood belongs to the next figure.
     carried: tuple[int, int] | None = None
-    for each in totals.windows:
-        event, attempt = each.event, each.record.attempt
+    for window in totals.windows:
+        event, attempt = window.event, window.record.attempt
         begin = event.step - event.steps
         if carried is not None and carried[0] == attempt:
             begin = carried[1]
-        if not each.counted:
-            carried = (attempt, begin) if each.carried else None
+        if not window.counted:
+            carried = (attempt, begin) if window.carried else None
             continue
         carried = None
-        before, whole = whole, whole + each.joules
+        before, whole = whole, whole + window.joules
         if event.step > begin:
             steps, joules = curves.setdefault(attempt, ([], []))
             steps += [begin, event.step]
@@ -256,7 +256,8 @@ def _priced(
 ) -> Amount:
     """The price of all windows, with the relative interval of the joules."""
     value = settings.pue * math.fsum(
-        price(each.joules, _begin(each), max(each.event.seconds, 0.0)) for each in totals.read
+        price(window.joules, _begin(window), max(window.event.seconds, 0.0))
+        for window in totals.read
     )
     whole = totals.joules or 1.0
     ends = [value * (end or 0.0) / whole for end in (totals.low_joules, totals.high_joules)]

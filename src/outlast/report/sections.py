@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def head(overviews: Sequence[Overview]) -> str:
     """Names, outcomes and key figures: cards for one run, a comparison table for several."""
     single = len(overviews) == 1
-    lines = "".join(_name_line(each, index, single) for index, each in enumerate(overviews))
+    lines = "".join(_name_line(overview, index, single) for index, overview in enumerate(overviews))
     figures = _cards(overviews[0]) if single else _comparison(overviews)
     return f'<section class="head" id="figures" aria-label="Key figures">{lines}{figures}</section>'
 
@@ -66,19 +66,22 @@ def _cards(overview: Overview) -> str:
 
 
 def _comparison(overviews: Sequence[Overview]) -> str:
-    columns = [{figure.label: figure for figure in key_figures(each)} for each in overviews]
+    columns = [{figure.label: figure for figure in key_figures(overview)} for overview in overviews]
     labels = dict.fromkeys(label for column in columns for label in column)
     unknown = Unavailable("not known for this run")
     rows = [
         [
             words(label),
-            *(_compared(each.get(label, KeyFigure(label, unknown))) for each in columns),
+            *(_compared(column.get(label, KeyFigure(label, unknown))) for column in columns),
         ]
         for label in labels
     ]
     heads = [
         words("figure"),
-        *(Cell(_swatch(index) + text.escape(each.label)) for index, each in enumerate(overviews)),
+        *(
+            Cell(_swatch(index) + text.escape(overview.label))
+            for index, overview in enumerate(overviews)
+        ),
     ]
     return table(heads, rows, "Key figures of the runs side by side", css_class="comparison")
 
@@ -110,13 +113,13 @@ def pictures(overviews: Sequence[Overview]) -> list[Figure]:
         charts.step_time_figure(overviews),
         charts.time_split_figure(overviews),
         *(
-            charts.timeline_figure(each, f"timeline-{each.label}")
-            for each in overviews
-            if each.run.attempts
+            charts.timeline_figure(overview, f"timeline-{overview.label}")
+            for overview in overviews
+            if overview.run.attempts
         ),
-        *(figure for each in overviews if (figure := forecast_figure(each)) is not None),
-        *(figure for each in overviews if (figure := coding_figure(each)) is not None),
-        *(figure for each in overviews if (figure := energy_figure(each)) is not None),
+        *(figure for overview in overviews if (figure := forecast_figure(overview)) is not None),
+        *(figure for overview in overviews if (figure := coding_figure(overview)) is not None),
+        *(figure for overview in overviews if (figure := energy_figure(overview)) is not None),
         curves.gradient_figure(overviews),
         curves.learning_rate_figure(overviews),
         *curves.metric_figures(overviews),
@@ -174,7 +177,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         _section("rate", "Learning rate", "", _plot(by_name["rate"])),
         "</div>",
         _section("metrics", "Other figures of the loop", _METRICS_NOTE, *map(_plot, metrics))
-        if (metrics := [each for each in figures if each.name.startswith("metric-")])
+        if (metrics := [figure for figure in figures if figure.name.startswith("metric-")])
         else "",
         _section("sample", "What the model writes", "", _each(overviews, _sample)),
         _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
@@ -286,8 +289,8 @@ def _each(overviews: Sequence[Overview], part: Callable[[Overview], str]) -> str
     if len(overviews) == 1:
         return part(overviews[0])
     return "".join(
-        f"<h3>{_swatch(index)}{text.escape(each.label)}</h3>{part(each)}"
-        for index, each in enumerate(overviews)
+        f"<h3>{_swatch(index)}{text.escape(overview.label)}</h3>{part(overview)}"
+        for index, overview in enumerate(overviews)
     )
 
 

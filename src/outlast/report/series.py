@@ -94,7 +94,7 @@ def percentiles(values: Floats) -> Percentiles | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
-    return Percentiles(*(float(each) for each in np.percentile(finite, (50, 90, 99))))
+    return Percentiles(*(float(item) for item in np.percentile(finite, (50, 90, 99))))
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,9 @@ def _time(overview: Overview) -> Iterator[KeyFigure]:
     if failed:
         note += f"; {len(failed)} failed".removeprefix("" if note else "; ")
     yield KeyFigure("Checkpoints", f"{len(saved):,}", "saved", note)
-    ended = Counter(OUTCOME_WORDS.get(each.outcome, each.outcome) for each in run.attempts[:-1])
+    ended = Counter(
+        OUTCOME_WORDS.get(attempt.outcome, attempt.outcome) for attempt in run.attempts[:-1]
+    )
     note = ", ".join(f"{number} {words}" for words, number in ended.items())
     yield KeyFigure("Attempts", f"{len(run.attempts):,}", note=note and f"before the last: {note}")
 

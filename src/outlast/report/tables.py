@@ -78,23 +78,23 @@ def _cell(tag: str, cell: Cell, scope: str = "") -> str:
 
 def time_table(overviews: Sequence[Overview]) -> str:
     """Seconds and per cent by purpose, their sum, and the wall time."""
-    if not any(each.run.attempts for each in overviews):
+    if not any(overview.run.attempts for overview in overviews):
         return ""
     heads = [words("purpose")]
-    for each in overviews:
-        name = "" if len(overviews) == 1 else f"{each.label}: "
+    for overview in overviews:
+        name = "" if len(overviews) == 1 else f"{overview.label}: "
         heads += [digits(f"{name}seconds"), digits("per cent")]
     rows = []
     for purpose in purposes(overviews):
         swatch = f'<i class="swatch" style="background: {palette.purpose_colour(purpose)}"></i>'
         row = [Cell(swatch + text.escape(PURPOSE_WORDS.get(purpose, purpose)))]
-        for each in overviews:
-            row += _share(each.split.seconds.get(purpose, 0.0), each.split.wall_seconds)
+        for overview in overviews:
+            row += _share(overview.split.seconds.get(purpose, 0.0), overview.split.wall_seconds)
         rows.append(row)
     total, wall = [words("sum")], [words("wall time of all attempts")]
-    for each in overviews:
-        total += _share(sum(each.split.seconds.values()), each.split.wall_seconds)
-        wall += _share(each.split.wall_seconds, each.split.wall_seconds)
+    for overview in overviews:
+        total += _share(sum(overview.split.seconds.values()), overview.split.wall_seconds)
+        wall += _share(overview.split.wall_seconds, overview.split.wall_seconds)
     return table(heads, [*rows, total, wall], "Wall time by purpose", css_class="totals")
 
 
@@ -112,25 +112,25 @@ def attempts_table(overview: Overview) -> str:
     starts, ends = overview.starts, overview.ends
     last_steps = _last_steps(overview)
     rows = []
-    for each in overview.run.attempts:
-        start, end = starts.get(each.number), ends.get(each.number)
+    for attempt in overview.run.attempts:
+        start, end = starts.get(attempt.number), ends.get(attempt.number)
         layout = _layout(start.parallel) if start else "unavailable: no start is recorded"
-        first = "never ready" if each.first_step is None else f"{each.first_step:,}"
-        ended = OUTCOME_WORDS.get(each.outcome, each.outcome)
-        if each.outcome == "died":
-            ended = "no end recorded" if each is overview.run.attempts[-1] else "died"
-        grade = _OUTCOME_GRADES.get(each.outcome, "caution")
+        first = "never ready" if attempt.first_step is None else f"{attempt.first_step:,}"
+        ended = OUTCOME_WORDS.get(attempt.outcome, attempt.outcome)
+        if attempt.outcome == "died":
+            ended = "no end recorded" if attempt is overview.run.attempts[-1] else "died"
+        grade = _OUTCOME_GRADES.get(attempt.outcome, "caution")
         reason = f" {text.escape(end.reason)}" if end and end.reason else ""
         rows.append(
             [
-                digits(each.number),
-                words(text.utc(each.start_time)),
-                digits(text.duration(each.end_time - each.start_time)),
-                digits(each.world_size if start else "unknown"),
+                digits(attempt.number),
+                words(text.utc(attempt.start_time)),
+                digits(text.duration(attempt.end_time - attempt.start_time)),
+                digits(attempt.world_size if start else "unknown"),
                 words(layout),
                 words(start.launch if start else ""),
                 digits(first),
-                digits(last_steps.get(each.number, "none")),
+                digits(last_steps.get(attempt.number, "none")),
                 Cell(f'<span class="outcome {grade}">{text.escape(ended)}</span>{reason}'),
             ]
         )
@@ -212,7 +212,7 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{_words(str(k))} {_value(str(k), v)}" for k, v in value.items())
     if isinstance(value, list | tuple):
-        return "; ".join(_value(name, each) for each in value) or "none"
+        return "; ".join(_value(name, item) for item in value) or "none"
     if value is None:
         return "none"
     if name.endswith("_bytes") and isinstance(value, int | float):
@@ -230,28 +230,28 @@ def job_table(overviews: Sequence[Overview]) -> str:
     if len(overviews) == 1:
         return ""
     jobs: list[Job | LoopJob] = []
-    for each in overviews:
+    for overview in overviews:
         try:
-            jobs.append(settings_from_text(each.run.job_text, f"the job of {each.label}"))
+            jobs.append(settings_from_text(overview.run.job_text, f"the job of {overview.label}"))
         except JobError as error:
             return f'<p class="missing">differences unavailable: {text.escape(error)}</p>'
     settings = [_settings(job) for job in jobs]
     deciding = {key for job in jobs for key in identity(job)}
-    keys = dict.fromkeys(key for each in settings for key in each)
+    keys = dict.fromkeys(key for setting in settings for key in setting)
     rows = [
         [
             words(key),
-            *(words(each.get(key, _NO_SETTING)) for each in settings),
+            *(words(setting.get(key, _NO_SETTING)) for setting in settings),
             words("yes" if key in deciding else "no"),
         ]
         for key in keys
-        if len({each.get(key) for each in settings}) > 1
+        if len({setting.get(key) for setting in settings}) > 1
     ]
     if not rows:
         return '<p class="about">The jobs of these runs are equal, but for their names.</p>'
     heads = [
         words("setting"),
-        *(words(each.label) for each in overviews),
+        *(words(overview.label) for overview in overviews),
         words("changes the result"),
     ]
     return table(heads, rows, "Settings in which the jobs differ")

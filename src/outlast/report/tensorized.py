@@ -48,10 +48,10 @@ def _sentence(event: Tensorized) -> str:
 
 def _layers(modules: list[dict[str, Any]]) -> str:
     kinds: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for each in modules:
-        last = str(each["name"]).rpartition(".")[2]
-        key = (last, each["form"], each["rank"], each["in_features"], each["out_features"])
-        kinds.setdefault(key, []).append(each)
+    for module in modules:
+        last = str(module["name"]).rpartition(".")[2]
+        key = (last, module["form"], module["rank"], module["in_features"], module["out_features"])
+        kinds.setdefault(key, []).append(module)
     parameters, flops = (_total(modules, name) for name in ("parameters", "flops"))
     rows = [
         [
@@ -93,7 +93,7 @@ def _share(alike: list[dict[str, Any]], what: str, whole: int) -> Iterable[Any]:
 
 
 def _total(modules: list[dict[str, Any]], what: str) -> int:
-    return sum(int(each[what]) for each in modules)
+    return sum(int(module[what]) for module in modules)
 
 
 def _kept(kept: dict[str, str]) -> str:

@@ -81,15 +81,15 @@ def attempt_spans(overview: Overview) -> list[Span]:
     """One span per attempt, oldest first."""
     return [
         Span(
-            each.start_time,
-            max(each.end_time, each.start_time),
-            each.world_size,
-            each.outcome,
-            f"attempt {each.number}: world size {each.world_size}, "
-            f"{text.duration(each.end_time - each.start_time)}, "
-            f"{OUTCOME_WORDS.get(each.outcome, each.outcome)}",
+            attempt.start_time,
+            max(attempt.end_time, attempt.start_time),
+            attempt.world_size,
+            attempt.outcome,
+            f"attempt {attempt.number}: world size {attempt.world_size}, "
+            f"{text.duration(attempt.end_time - attempt.start_time)}, "
+            f"{OUTCOME_WORDS.get(attempt.outcome, attempt.outcome)}",
         )
-        for each in overview.run.attempts
+        for attempt in overview.run.attempts
     ]
 
 
@@ -160,7 +160,7 @@ def _of_record(record: Record) -> Iterator[Mark]:
 
 def _not_finite(overview: Overview) -> Iterator[Mark]:
     """The first step record of every stretch whose loss is NaN or infinite, where any is finite."""
-    was_finite = any(math.isfinite(each) for each in overview.training.loss)
+    was_finite = any(math.isfinite(item) for item in overview.training.loss)
     for record, event in overview.run.of(StepsDone):
         finite = math.isfinite(float(event.loss))
         if was_finite and not finite:
@@ -173,10 +173,10 @@ def _not_finite(overview: Overview) -> Iterator[Mark]:
 def _ends(overview: Overview) -> Iterator[Mark]:
     last = overview.run.attempts[-1].number if overview.run.attempts else 0
     ends = overview.ends
-    for each in overview.run.attempts:
-        if each.outcome == "failed":
-            reason = ends[each.number].reason
-            yield Mark("failure", each.end_time, f"attempt {each.number} failed: {reason}")
-        elif each.outcome == "died" and each.number != last:
-            words = f"attempt {each.number} died: no end is recorded"
-            yield Mark("failure", each.end_time, words)
+    for attempt in overview.run.attempts:
+        if attempt.outcome == "failed":
+            reason = ends[attempt.number].reason
+            yield Mark("failure", attempt.end_time, f"attempt {attempt.number} failed: {reason}")
+        elif attempt.outcome == "died" and attempt.number != last:
+            words = f"attempt {attempt.number} died: no end is recorded"
+            yield Mark("failure", attempt.end_time, words)

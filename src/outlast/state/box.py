@@ -78,7 +78,7 @@ def _fills(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]
             return False
         if not overlapping:
             # Each slab has owners of its own, and is decided alone.
-            rest = tuple(each for each in dimensions if each != dimension)
+            rest = tuple(number for number in dimensions if number != dimension)
             return all(_fills(shape, slab, rest) for slab in spans.values())
     return len(dimensions) == 1 or _fills_cells(shape, boxes, dimensions)
 

@@ -129,7 +129,7 @@ def _find_optimizer(
     names: dict[int, str],
 ) -> None:
     for group in optimizer.param_groups:
-        _check_group(saved, key, [name_of(each, names, key) for each in group["params"]])
+        _check_group(saved, key, [name_of(parameter, names, key) for parameter in group["params"]])
         for parameter in group["params"]:
             name = name_of(parameter, names, key)
             for path in (f"{key}.groups.{name}", f"{key}.other.{name}"):
@@ -168,7 +168,9 @@ def _check_group(saved: _Saved, key: str, names: list[str]) -> None:
     first = next(iter(found), "")
     for name, settings in found.items():
         if settings != found[first]:
-            differ = [each for each in settings if settings[each] != found[first].get(each)]
+            differ = [
+                setting for setting in settings if settings[setting] != found[first].get(setting)
+            ]
             raise CheckpointError(
                 f"`{first}` and `{name}` are in one group of `{key}`, but were saved with "
                 f"different {', '.join(differ)}; make the groups as they were"
@@ -208,7 +210,7 @@ def check_fit(targets: Targets, saved: Saved, taken: set[str], allow: Collection
     """
     facts = saved.tensors
     everything = [*facts, *saved.names]
-    found: dict[Misfit, list[str]] = {each: [] for each in MISFITS}
+    found: dict[Misfit, list[str]] = {misfit: [] for misfit in MISFITS}
     found["missing"] = [f"`{name}`" for name in targets.missing]
     found["unexpected"] = [
         f"`{name}`"
@@ -301,7 +303,7 @@ def _install_settings(
                 optimizer.state[parameter].update(others)
         found = (decoded("groups", paths[id(parameter)]) for parameter in group["params"])
         # All parameters of a group share its settings.
-        settings: dict[str, Any] = next((each for each in found if each is not None), {})
+        settings: dict[str, Any] = next((misfit for misfit in found if misfit is not None), {})
         for name, value in settings.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
                 group[name].copy_(value)

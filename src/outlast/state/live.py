@@ -123,7 +123,7 @@ def reshard(state: State) -> None:
 def _collect_optimizer(
     live: Live, key: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> None:
-    parameters = {each for group in optimizer.param_groups for each in group["params"]}
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for owner in optimizer.state:
         if owner not in parameters:
             raise CheckpointError(
@@ -136,7 +136,7 @@ def _collect_optimizer(
             name = name_of(parameter, names, key)
             path = f"{key}.groups.{name}"
             if settings is None:
-                settings = {name: each for name, each in group.items() if name != "params"}
+                settings = {name: member for name, member in group.items() if name != "params"}
                 settings = values.encode(settings, path, put_into(live))
             live.values[path] = settings
             others = {}
@@ -152,13 +152,13 @@ def _collect_optimizer(
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers of `module` with their plain names."""
-    for name, each in plain_modules(module):
+    for name, item in plain_modules(module):
         prefix = f"{name}." if name else ""
-        for own, parameter in each._parameters.items():
+        for own, parameter in item._parameters.items():
             if parameter is not None:
                 yield f"{prefix}{own}", parameter
-        for own, buffer in each._buffers.items():
-            if buffer is not None and own not in each._non_persistent_buffers_set:
+        for own, buffer in item._buffers.items():
+            if buffer is not None and own not in item._non_persistent_buffers_set:
                 yield f"{prefix}{own}", buffer
 
 
@@ -167,13 +167,13 @@ def plain_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     plain = {"": ""}
     wrappers = {"": isinstance(module, _WRAPPERS)}
     yield "", module
-    for path, each in module.named_modules(remove_duplicate=False):
+    for path, item in module.named_modules(remove_duplicate=False):
         if path:
             parent, _, own = path.rpartition(".")
             inside = (wrappers[parent] and own == "module") or own in _WRAPPED
             plain[path] = plain[parent] if inside else f"{plain[parent]}.{own}".lstrip(".")
-            wrappers[path] = isinstance(each, _WRAPPERS)
-            yield plain[path], each
+            wrappers[path] = isinstance(item, _WRAPPERS)
+            yield plain[path], item
 
 
 def has_extra_state(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ _TIMES = (datetime.datetime, datetime.date, datetime.time)
 # Attributes of the module torch that are no classes, and that JSON can name.
 _TORCH = ("dtype", "layout", "memory_format", "device")
 _FACTORIES = (None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
-_FACTORY_NAMES = {None if each is None else each.__name__: each for each in _FACTORIES}
+_FACTORY_NAMES = {None if factory is None else factory.__name__: factory for factory in _FACTORIES}
 _MUTABLE = (list, dict, set, bytearray, deque, OrderedDict, defaultdict, Counter)
 _PLAIN_INTEGERS = 2**63
 
@@ -137,7 +137,7 @@ class _Encoding:
             kind is range and max(map(abs, (value.start, value.stop))) < _PLAIN_INTEGERS
         ):
             bounds = [value.start, value.stop, value.step]
-            return {f"!{kind.__name__}": [self._encode(each, path) for each in bounds]}
+            return {f"!{kind.__name__}": [self._encode(bound, path) for bound in bounds]}
         if kind in _PATHS:
             return {f"!{kind.__name__}": str(value)}
         if kind is datetime.timedelta:
@@ -157,14 +157,14 @@ class _Encoding:
         kind = type(value)
         plain = kind is dict and all(type(key) is str and not key.startswith("!") for key in value)
         if plain:
-            return {key: self.encode(each, f"{path}.{key}") for key, each in value.items()}
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
         pairs: Json = [
-            [self.encode(key, f"{path}.key"), self.encode(each, f"{path}.{key}")]
-            for key, each in value.items()
+            [self.encode(key, f"{path}.key"), self.encode(item, f"{path}.{key}")]
+            for key, item in value.items()
         ]
         if isinstance(value, defaultdict):
             factory: Any = value.default_factory
-            if not any(factory is each for each in _FACTORIES):
+            if not any(factory is item for item in _FACTORIES):
                 raise CheckpointError(
                     f"`{path}` is a defaultdict of {factory!r}, which a checkpoint cannot hold "
                     "without pickle; give a dict in state_dict()"
@@ -251,12 +251,12 @@ class _Decoding:
 
     def decode(self, value: Json) -> Any:
         if isinstance(value, list):
-            return [self.decode(each) for each in value]
+            return [self.decode(item) for item in value]
         if not isinstance(value, dict):
             return value
         tag = next(iter(value), "")
         if not tag.startswith("!"):
-            return {key: self.decode(each) for key, each in value.items()}
+            return {key: self.decode(item) for key, item in value.items()}
         content = value[tag]
         kind = tag[1:]
         if kind == "tensor":
@@ -267,7 +267,7 @@ class _Decoding:
         if kind == "same":
             return self._shared[content]
         if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.decode(each) for each in content)
+            return _SEQUENCES[kind](self.decode(name) for name in content)
         if kind in _MAPPINGS:
             found = _MAPPINGS[kind](self._pairs(content))
             if "attributes" in value:
@@ -283,7 +283,7 @@ class _Decoding:
         return _decode_leaf(kind, content)
 
     def _pairs(self, pairs: Json) -> list[tuple[Any, Any]]:
-        return [(self.decode(key), self.decode(each)) for key, each in pairs]
+        return [(self.decode(key), self.decode(item)) for key, item in pairs]
 
     def _tensor(self, value: Json) -> Any:
         tensor = self._get_tensor(value["!tensor"], value["kind"])
@@ -342,7 +342,7 @@ def _is_hashable(content: Json) -> bool:
     tag = next(iter(content), "")
     if tag in ("!tuple", "!frozenset"):
         return type(content[tag]) is list and all(map(_is_hashable, content[tag]))
-    mutable = {"!shared", "!same", "!slice", *(f"!{each.__name__}" for each in _MUTABLE)}
+    mutable = {"!shared", "!same", "!slice", *(f"!{item.__name__}" for item in _MUTABLE)}
     return tag.startswith("!") and tag not in mutable
 
 
@@ -365,7 +365,7 @@ def _is_number(content: Json) -> bool:
 
 
 def _is_numbers(content: Json) -> bool:
-    return type(content) is list and all(type(each) is int for each in content)
+    return type(content) is list and all(type(item) is int for item in content)
 
 
 def _works(make: Callable[[Any], Any]) -> Callable[[Json], bool]:
@@ -410,10 +410,10 @@ _CONTENTS: dict[str, Callable[[Json], bool]] = {
         kind: _works(lambda content, kind=kind: _decode_leaf(kind, content))  # type: ignore[misc]
         for kind in (
             *("bytes", "bytearray", "float", "int", "complex", "timedelta"),
-            *(each.__name__ for each in _TIMES),
+            *(time.__name__ for time in _TIMES),
         )
     },
-    **{each.__name__: _is_text for each in _PATHS},
+    **{path.__name__: _is_text for path in _PATHS},
 }
 
 

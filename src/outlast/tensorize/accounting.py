@@ -343,6 +343,8 @@ def factor_numbers(model: nn.Module) -> int:
     from outlast.tensorize.rules.layers import structured_layers
 
     factors = {
-        id(each): each.numel() for part in structured_layers(model) for each in part.parameters
+        id(parameter): parameter.numel()
+        for part in structured_layers(model)
+        for parameter in part.parameters
     }
     return sum(factors.values())

@@ -118,11 +118,11 @@ def through_activation(
 
 def _pays(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: str) -> bool:
     """Whether the kernel can read these, and is predicted to be faster than two products."""
-    given = [each for each in (x, down, up, bias) if each is not None]
+    given = [item for item in (x, down, up, bias) if item is not None]
     # A subclass may have no memory that a kernel could read.
-    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in given):
+    if any(type(number) not in (torch.Tensor, torch.nn.Parameter) for number in given):
         return False
-    return all(each.dtype == x.dtype for each in given) and bottleneck_pays(
+    return all(number.dtype == x.dtype for number in given) and bottleneck_pays(
         x.shape[1],
         *up.shape[::-1],
         activation=activation,

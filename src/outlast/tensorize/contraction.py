@@ -135,10 +135,10 @@ class Product:
 def product(left: Groups, right: Groups, wanted: str, sizes: Mapping[str, int]) -> Product:
     """The product of two tensors with these dimensions that leaves the wanted indices."""
     first, second = "".join(left), "".join(right)
-    shared = "".join(each for each in first if each in second and each in wanted)
-    summed = "".join(each for each in first if each in second and each not in wanted)
-    rows = "".join(each for each in first if each not in second)
-    columns = "".join(each for each in second if each not in first)
+    shared = "".join(item for item in first if item in second and item in wanted)
+    summed = "".join(item for item in first if item in second and item not in wanted)
+    rows = "".join(item for item in first if item not in second)
+    columns = "".join(item for item in second if item not in first)
 
     def size(letters: str) -> int:
         return math.prod(sizes[letter] for letter in letters)
@@ -220,7 +220,7 @@ def merging(network: Network, stage: Stage) -> Merging:
         matrix = (stage.batch, *matrix)
     left = list(range(len(groups)))
     ahead: list[Making] = []
-    terms = tuple("".join(each) for each in groups)
+    terms = tuple("".join(group) for group in groups)
     order = steps(terms, stage.batch + stage.new + stage.contracted, network.sizes)
     for step in order if len(terms) > 1 else ():
         first, second = (left.pop(place) for place in step.places)

@@ -59,7 +59,7 @@ class Path:
     @property
     def matrices(self) -> list[Tensor]:
         """The matrix of every stage, (b, m, k)."""
-        return [each if each.dim() == 3 else each.unsqueeze(0) for each in self._matrices]
+        return [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in self._matrices]
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (tokens, in_features) -> (tokens, out_features); differentiable."""

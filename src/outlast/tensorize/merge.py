@@ -36,13 +36,13 @@ def contract(terms: tuple[str, ...], result: str, sizes: Sizes, operands: list[T
 
 def widest(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype that products of these tensors are made in."""
-    return functools.reduce(torch.promote_types, (each.dtype for each in tensors))
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _alike(cores: Sequence[Tensor], members: Sequence[int]) -> list[Tensor]:
     """Some cores in the dtype that products of all are made in."""
     first = cores[0].dtype
-    if all(each.dtype is first for each in cores):
+    if all(core.dtype is first for core in cores):
         return [cores[core] for core in members]
     dtype = widest(cores)
     return [cores[core].to(dtype) for core in members]
@@ -87,7 +87,9 @@ def unmerge(
     _make(merging.ahead[:-1], tensors)
     gradients = {len(merging.cores) + len(merging.ahead) - 1: gradient}
     if back:
-        gradients = {number: each.to(tensors[0].dtype) for number, each in gradients.items()}
+        gradients = {
+            number: gradient.to(tensors[0].dtype) for number, gradient in gradients.items()
+        }
     for making in back:
         if making.of == 0:
             left, right = gradients[making.first], tensors[making.second]

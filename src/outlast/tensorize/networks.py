@@ -42,7 +42,7 @@ def some_ranks(rank: object, form: str) -> Ranks:
         TensorizeError: It is neither, or one is below 1.
     """
     if isinstance(rank, tuple | list):
-        return tuple(one_rank(each, form) for each in rank)
+        return tuple(one_rank(item, form) for item in rank)
     return one_rank(rank, form)
 
 

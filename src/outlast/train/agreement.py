@@ -35,4 +35,4 @@ class Agreement:
             own = torch.zeros_like(own)
         shared = torch.cat([own, torch.tensor(flags, device=self.device)])
         dist.all_reduce(shared)
-        return [float(each) for each in shared.tolist()]
+        return [float(item) for item in shared.tolist()]

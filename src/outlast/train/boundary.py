@@ -44,7 +44,7 @@ class Interval:
             gradient_norm=gradient_norm,
             learning_rate=learning_rate,
             tokens=tokens,
-            step_seconds=[round(each, 6) for each in self.step_seconds],
+            step_seconds=[round(second, 6) for second in self.step_seconds],
             seconds=seconds,
         )
 

@@ -223,7 +223,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
             setup.directory,
             setup.turns,
             # Weights and both moments of Adam, in fp32.
-            state_bytes=12.0 * sum(each.numel() for each in model.parameters()),
+            state_bytes=12.0 * sum(parameter.numel() for parameter in model.parameters()),
         ),
         stop=setup.stop,
         records=records,

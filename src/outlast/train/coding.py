@@ -113,16 +113,16 @@ class CodingNotes:
             seconds=outcome.seconds,
             own_seconds=outcome.own_seconds,
         )
-        for each in outcome.disagreements:
+        for disagreement in outcome.disagreements:
             self._wrong.append(
                 WrongNumbers(
                     step=step,
-                    module=f"chunk {each.chunk}",
+                    module=f"chunk {disagreement.chunk}",
                     operation=DUPLICATE,
-                    device=f"ranks {each.ranks[0]} and {each.ranks[1]}",
-                    found_on=each.ranks[1],
+                    device=f"ranks {disagreement.ranks[0]} and {disagreement.ranks[1]}",
+                    found_on=disagreement.ranks[1],
                     rows=1,
-                    magnitude=each.difference,
+                    magnitude=disagreement.difference,
                     outcome="detected",
                 )
             )
@@ -172,12 +172,12 @@ class CodingNotes:
             scheme=self.scheme,
             replicas=self.replicas,
             stragglers=[_stragglers(names, row) for row in rows],
-            claims=[sum(each.claims for each in row) for row in rows],
-            duplicates=[sum(each.duplicates for each in row) for row in rows],
-            lost=[max(each.lost for each in row) for row in rows],
-            errors=[max(each.error for each in row) for row in rows],
-            coded_seconds=[round(max(each.seconds for each in row), 6) for row in rows],
-            waiting_seconds=[round(max(each.own_seconds for each in row), 6) for row in rows],
+            claims=[sum(item.claims for item in row) for row in rows],
+            duplicates=[sum(item.duplicates for item in row) for row in rows],
+            lost=[max(item.lost for item in row) for row in rows],
+            errors=[max(item.error for item in row) for row in rows],
+            coded_seconds=[round(max(item.seconds for item in row), 6) for row in rows],
+            waiting_seconds=[round(max(item.own_seconds for item in row), 6) for row in rows],
         )
 
 
@@ -186,13 +186,13 @@ def _stragglers(names: Sequence[int], row: Sequence[_Step]) -> list[int]:
 
     Somebody is always last, and done without where the others happen to suffice.
     """
-    spared = {name for name, each in zip(names, row, strict=True) if each.yielded}
-    spared.update(*(each.late for each in row))
-    typical = statistics.median_low(each.own_seconds for each in row)
+    spared = {name for name, item in zip(names, row, strict=True) if item.yielded}
+    spared.update(*(step.late for step in row))
+    typical = statistics.median_low(step.own_seconds for step in row)
     slow = (
         name
-        for name, each in zip(names, row, strict=True)
-        if each.own_seconds > _SLOWNESS * typical
+        for name, item in zip(names, row, strict=True)
+        if item.own_seconds > _SLOWNESS * typical
     )
     return sorted(spared.intersection(slow))
 

@@ -105,7 +105,7 @@ class _Copies:
     @classmethod
     def build(cls, setup: SetUp, data: Prepared, drill: Drill) -> _Copies:
         """Three trainers of equal state, two of them with the faults."""
-        faults = tuple(each for each in parse_faults(drill.faults) if isinstance(each, Fault))
+        faults = tuple(fault for fault in parse_faults(drill.faults) if isinstance(fault, Fault))
         clean, guarded = _trainer(setup, data), _trainer(setup, data)
         bare = _trainer(setup, data, correct=False)
         copies = cls(clean, bare, guarded, faults, _weights(clean))
@@ -178,15 +178,15 @@ class _Copies:
             "seed": drill.seed,
             "policy": guard.policy.level,
             "rows": [_row(row) for row in found.rows],
-            "idle": _joined([str(each) for each in seam.idle]),
+            "idle": _joined([str(fault) for fault in seam.idle]),
             "false_alarms": _rate(alarm_rate) | {"at_most": alarm_rate.at_most()},
             "bits_equal": self.equal(),
             "stops": self.stops,
             "noise": max(self.noises, default=0.0),
-            "alarms": [dataclasses.asdict(each) for each in alarms],
+            "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
             "distance": _distance(_weights(self.guarded), _weights(self.clean), self.start),
-            "injections": [dataclasses.asdict(each) for each in injections],
-            "findings": [dataclasses.asdict(each) for each in findings],
+            "injections": [dataclasses.asdict(injection) for injection in injections],
+            "findings": [dataclasses.asdict(finding) for finding in findings],
         }
 
     def close(self) -> None:
@@ -226,12 +226,12 @@ def _crash_of(trainer: Trainer, step: int, parts: list[MicroBatch]) -> str:
         error = f"step {step + 1}: {type(problem).__name__}: {problem}"
         for optimizer in trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
-    return next((each for each in gather_objects(error) if each), "")
+    return next((object_ for object_ in gather_objects(error) if object_), "")
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of this rank's parts of the parameters."""
-    return [_local(each).detach().clone() for each in trainer.model.parameters()]
+    return [_local(parameter).detach().clone() for parameter in trainer.model.parameters()]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _distance(
     for weight, end, start in zip(weights, after, before, strict=True):
         squares[0] += (weight.double() - end.double()).square().sum().cpu()
         squares[1] += (end.double() - start.double()).square().sum().cpu()
-    change, step = (math.fsum(each) for each in zip(*gather_objects(squares.tolist()), strict=True))
+    change, step = (math.fsum(item) for item in zip(*gather_objects(squares.tolist()), strict=True))
     if not math.isfinite(change):
         return math.inf
     return math.sqrt(change / step) if step else float(change > 0)

@@ -172,7 +172,7 @@ class PipelineEngine:
 
     def _run(self, batches: Sequence[MicroBatch], *, training: bool) -> torch.Tensor:
         parts = [tensors(batch, self.device) for batch in batches]
-        inputs, targets, sample_ids = (torch.cat(each) for each in zip(*parts, strict=True))
+        inputs, targets, sample_ids = (torch.cat(item) for item in zip(*parts, strict=True))
         first = (inputs,) if any(stage.first for stage in self.stages) else ()
         is_last = any(stage.last for stage in self.stages)
         losses: list[torch.Tensor] = []

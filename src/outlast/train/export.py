@@ -111,7 +111,7 @@ def _save_tokenizer(job: Job, target: Path) -> None:
     if file.is_dir():
         # In the order in which the data package looks for them.
         found = [file / name for name in ("tokenizer.json", "tokenizer.model")]
-        file = next(each for each in found if each.is_file())
+        file = next(name for name in found if name.is_file())
     companions = [file.with_name(name) for name in _TOKENIZER_COMPANIONS]
     if file.suffix == ".json" and companions[0].is_file():
         shutil.copy(file, target / "tokenizer.json")
@@ -149,7 +149,7 @@ def continue_text(
     """
     generator = torch.Generator().manual_seed(seed)
     encoded = tokenizer.encode(prompt.encode())
-    ids = [int(each) for each in encoded] or [0]
+    ids = [int(name) for name in encoded] or [0]
     begun = len(ids)
     with torch.no_grad():
         for _ in range(tokens):

@@ -54,7 +54,7 @@ def average_over(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> Non
     For pipeline stages: DDP's reducer cannot follow their several backward passes per step (torch
     2.13: "params_.size() == rebuilt_param_indices_.size()").
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=group)
@@ -85,7 +85,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
     No branch on the norm's value, so no rank waits for the device; a norm that is not finite makes
     the gradients not finite, as torch's own clipping does.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    plain = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    plain = [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients
+    ]
     torch._foreach_mul_(plain, factor.to(plain[0].device))

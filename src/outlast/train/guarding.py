@@ -56,7 +56,7 @@ class RunGuard:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.guard: Guard = guard(model, optimizers, policy)
-        self.warnings = [str(each.message) for each in caught]
+        self.warnings = [str(item.message) for item in caught]
 
     def attempts(self) -> Iterator[int]:
         """See `Guard.attempts`."""
@@ -103,13 +103,13 @@ class RunGuard:
         events = [_event(finding) for findings in gather_on_first(mine) for finding in findings]
         if not self._gave_up:
             return [*events]
-        corrupt = {each.found_on: each for each in events if each.outcome in HARMFUL}
-        return [*events, *(_lost(each) for each in corrupt.values())]
+        corrupt = {event.found_on: event for event in events if event.outcome in HARMFUL}
+        return [*events, *(_lost(value) for value in corrupt.values())]
 
     def summary(self, step: int) -> Guarded:
         """What has been checked in this attempt so far."""
         coverage = self.guard.coverage()
-        kinds = Counter(each.kind for each in coverage if not each.operations)
+        kinds = Counter(item.kind for item in coverage if not item.operations)
         uncovered = self.guard.uncovered()
         calls = {name: f"{count}x" for name, count in sorted(uncovered.operations.items())}
         gaps = [*collapsed(uncovered.parameters).items(), *collapsed(calls).items()]
@@ -119,7 +119,7 @@ class RunGuard:
             policy=self.guard.policy.level,
             checks=self.guard.ledger.checks,
             seconds=self.guard.seconds,
-            operations={name: asdict(each) for name, each in self.guard.certificate().items()},
+            operations={name: asdict(item) for name, item in self.guard.certificate().items()},
             modules=len(coverage),
             uncovered=dict(kinds),
             parameters=parameters,

@@ -164,7 +164,7 @@ def _await_siblings(count: int) -> None:
             return
         deadline = time.monotonic() + _FORKED_SECONDS
         while time.monotonic() < deadline:
-            if sum(_command(each) == command for each in launcher.children()) >= count:
+            if sum(_command(child) == command for child in launcher.children()) >= count:
                 return
             time.sleep(_LOOK_SECONDS)
 

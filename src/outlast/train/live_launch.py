@@ -241,7 +241,7 @@ class Crew:
         """
         if not self._workers:
             return False
-        sentinels = [each.process.sentinel for each in self._workers.values()]
+        sentinels = [worker.process.sentinel for worker in self._workers.values()]
         connection.wait(sentinels, timeout=_LOOK_SECONDS)
         dead = []
         for worker in list(self._workers.values()):
@@ -264,7 +264,7 @@ class Crew:
         return bool(self._workers)
 
     def _is_ending(self) -> bool:
-        return any(each.said is not None and each.said[1] is None for each in self._ended)
+        return any(worker.said is not None and worker.said[1] is None for worker in self._ended)
 
     def left_unfinished(self, attempt: int) -> bool:
         """Whether a run whose steps are done has to go on, because who was to save it has died.
@@ -272,7 +272,7 @@ class Crew:
         Raises:
             OutlastError: When it has to, and groups were started again often enough.
         """
-        done = [each for each in self._ended if each.said == (EXIT_DONE, None)]
+        done = [worker for worker in self._ended if worker.said == (EXIT_DONE, None)]
         if not done or has_ended(run_directory(self.launched.job), attempt):
             return False
         if self._restarts >= self.launched.job.launch.restarts:
@@ -292,10 +292,10 @@ class Crew:
         Raises:
             OutlastError: When there are none.
         """
-        well = [each.said[0] for each in self._ended if each.said and each.said[1] is None]
+        well = [worker.said[0] for worker in self._ended if worker.said and worker.said[1] is None]
         if well:
             return EXIT_DONE if EXIT_DONE in well else well[0]
-        problems = [each.said[1] for each in self._ended if each.said and each.said[1]]
+        problems = [worker.said[1] for worker in self._ended if worker.said and worker.said[1]]
         if problems:
             raise OutlastError(str(problems[0]))
         raise OutlastError(

@@ -93,8 +93,8 @@ class GroupRecords(RecordWriter):
             return
         if self._other_places is not None:
             self._sinks, self._other_places = self._other_places(), None
-        for each in (*waiting, *self._missing(), event):
-            super().write(each)
+        for item in (*waiting, *self._missing(), event):
+            super().write(item)
 
     def _missing(self) -> list[StepsDone]:
         """What the group that wrote before this one has done and not recorded."""
@@ -103,7 +103,7 @@ class GroupRecords(RecordWriter):
         kept, found = list(self._kept), read_run(self._directory.path).of(StepsDone)
         known = max((e.step for record, e in found if record.attempt == self.attempt), default=0)
         self._kept.clear()
-        return [each for each in kept if each.step > known]
+        return [name for name in kept if name.step > known]
 
     def tell(self, event: Event) -> None:
         """Write what concerns this group alone, whoever writes the run's events."""
@@ -118,8 +118,8 @@ class GroupRecords(RecordWriter):
         """Close the files."""
         if self.groups is None and self._post.speaks_first:
             # There was no step to do, so that the groups never met.
-            for each in self._waiting:
-                super().write(each)
+            for event in self._waiting:
+                super().write(event)
         super().close()
         if self._own is not None:
             self._own.close()

@@ -105,13 +105,15 @@ def find_sources(
     parts = [part for part in ("cpu", "memory", "node") if everything or part in wanted]
     if parts:
         counters, missing = rapl.rapl_sources(rapl.POWERCAP)
-        found += [each for each in counters if each.part in parts]
-        there = {each.part for each in found}
+        found += [counter for counter in counters if counter.part in parts]
+        there = {source.part for source in found}
         # Few machines have meters of their memory or of the whole node: only who asks is told.
         asked = [part for part in parts if part in wanted or (everything and part == "cpu")]
-        reason = "; ".join(each.reason for each in missing) or "RAPL has no counter of it"
+        reason = "; ".join(name.reason for name in missing) or "RAPL has no counter of it"
         absent |= {part: reason for part in asked if part not in there}
-    paths = [each.removeprefix("file:") for each in settings.sources if each.startswith("file:")]
+    paths = [
+        source.removeprefix("file:") for source in settings.sources if source.startswith("file:")
+    ]
     return [*found, *map(FileSource, dict.fromkeys(paths))], absent
 
 
@@ -119,7 +121,7 @@ def _own_gpu(device: torch.device) -> tuple[list[Source], str]:
     """This rank's GPU, or why it has no meter."""
     own = [device.index or 0] if device.type == "cuda" else []
     sources, missing = available_sources(gpus=own, cpus=False)
-    reasons = "; ".join(each.reason for each in missing)
+    reasons = "; ".join(name.reason for name in missing)
     return sources, reasons or "the run computes on the CPU"
 
 
@@ -231,7 +233,7 @@ class RunMeter:
             self._read(spent), self.unavailable, spent, socket.gethostname(), self._trouble
         )
         everyone = gather_objects(mine)
-        self.warnings, self._trouble = [each for one in everyone for each in one.trouble], []
+        self.warnings, self._trouble = [name for one in everyone for name in one.trouble], []
         if self.in_step:
             _tell_stragglers(everyone)
         event = EnergyMeasured(
@@ -332,8 +334,8 @@ def _unavailable(everyone: list[_Said]) -> dict[str, str]:
 def _once(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each meter once, although several ranks of a host may have read it (a shared GPU)."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for each in devices:
-        found.setdefault((each["host"], each["boot"], each["part"], each["name"]), each)
+    for device in devices:
+        found.setdefault((device["host"], device["boot"], device["part"], device["name"]), device)
     return list(found.values())
 
 

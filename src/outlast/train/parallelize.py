@@ -171,7 +171,7 @@ def settle_order(replicas: DistributedDataParallel) -> None:
     as the same step of a run that was never stopped.
     """
     model = replicas.module
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     result = torch.zeros((), device=parameters[0].device, requires_grad=True)
     for parameter in parameters:
         result = _Arriving.apply(result, parameter)  # type: ignore[no-untyped-call]

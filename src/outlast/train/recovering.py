@@ -123,8 +123,8 @@ def from_disk(
         return 0, [Warned(store.unfinished)] if store.unfinished else []
     skipped = [*passed_over, *restored.skipped]
     events: list[Event] = [
-        Warned(f"{each}; the run goes on from the version of step {restored.step}")
-        for each in skipped
+        Warned(f"{name}; the run goes on from the version of step {restored.step}")
+        for name in skipped
     ]
     seconds = time.perf_counter() - begun
     return restored.step, [*events, CheckpointRestored(restored.step, seconds, skipped)]
@@ -218,7 +218,7 @@ class RunMemory:
         self.unsaved = recovered.step > self.saved
         # What was done may not be on record yet.
         done = max(_recorded(history or self._history()), self._steps_before)
-        lost = max(0, *(each - recovered.step for each in self._peers.gather(done)))
+        lost = max(0, *(peer - recovered.step for peer in self._peers.gather(done)))
         return StateRecovered(
             recovered.step, recovered.source, recovered.seconds, lost, recovered.size
         )
@@ -287,9 +287,9 @@ def _steps(history: Run | None) -> list[StepsDone]:
 
 def _recorded(history: Run | None) -> int:
     """The last step that is on record; 0 on other ranks, which record nothing."""
-    return max((each.step for each in _steps(history)), default=0)
+    return max((step.step for step in _steps(history)), default=0)
 
 
 def _step_seconds(history: Run | None) -> float:
-    recent = [each for event in _steps(history) for each in event.step_seconds][-_RECENT_STEPS:]
+    recent = [second for event in _steps(history) for second in event.step_seconds][-_RECENT_STEPS:]
     return sorted(recent)[len(recent) // 2] if recent else 0.0

@@ -68,7 +68,7 @@ class NodeFiles:
         everyone = gather_on_first((self._seconds, mine))
         if records is None or not everyone:
             return
-        copies = [each for _, listed in everyone for each in listed]
+        copies = [entry for _, listed in everyone for entry in listed]
         if not copies:
             return
         event = DataStaged(max(seconds for seconds, _ in everyone), by_node(copies))
@@ -80,16 +80,16 @@ class NodeFiles:
 def by_node(copies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry per file and host: of the process that has copied, with all processes' waits."""
     nodes: dict[tuple[str, str], dict[str, Any]] = {}
-    for each in copies:
-        key = (each["host"], each["source"])
+    for copy_ in copies:
+        key = (copy_["host"], copy_["source"])
         kept = nodes.get(key)
         if kept is None:
-            nodes[key] = {**each, "processes": 1}
+            nodes[key] = {**copy_, "processes": 1}
             continue
-        leading = max(kept, each, key=lambda one: (one["copied_bytes"], one["seconds"]))
+        leading = max(kept, copy_, key=lambda one: (one["copied_bytes"], one["seconds"]))
         nodes[key] = {
             **leading,
             "processes": kept["processes"] + 1,
-            "waited_seconds": max(kept["waited_seconds"], each["waited_seconds"]),
+            "waited_seconds": max(kept["waited_seconds"], copy_["waited_seconds"]),
         }
     return list(nodes.values())

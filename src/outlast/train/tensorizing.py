@@ -216,10 +216,10 @@ def _activations(job: Job) -> torch.dtype:
 
 def slow_layers(event: Tensorized) -> Warned | None:
     """A warning of layers that the planner predicts to be slower than dense on this machine."""
-    slow = [each for each in event.modules if (each["predicted_speed"] or 1.0) < _SLOW]
+    slow = [module for module in event.modules if (module["predicted_speed"] or 1.0) < _SLOW]
     if not slow:
         return None
-    worst = min(slow, key=lambda each: float(each["predicted_speed"]))
+    worst = min(slow, key=lambda name: float(name["predicted_speed"]))
     return Warned(
         f"{len(slow)} of {len(event.modules)} {event.form} layers are predicted to be slower than "
         f"dense ones on this machine, {worst['name']} by {1 / worst['predicted_speed']:.2f}x; "
@@ -247,8 +247,10 @@ class FactorRules:
 def factor_rules(model: nn.Module, settings: TensorizeSection) -> FactorRules:
     """The rules of [tensorize] for the factors of `model`, after it was made parallel."""
     layers = list(structured_layers(model))
-    matrices = {id(each) for layer in layers if layer.is_two_factor for each in layer.parameters}
-    everything = frozenset(id(each) for layer in layers for each in layer.parameters)
+    matrices = {
+        id(parameter) for layer in layers if layer.is_two_factor for parameter in layer.parameters
+    }
+    everything = frozenset(id(parameter) for layer in layers for parameter in layer.parameters)
     return FactorRules(
         multipliers=factor_multipliers(model) if settings.mup else {},
         unfoldings={
@@ -257,7 +259,7 @@ def factor_rules(model: nn.Module, settings: TensorizeSection) -> FactorRules:
             if id(factor) not in matrices
         },
         looked_up=frozenset(
-            id(each) for layer in layers if layer.looks_up for each in layer.parameters
+            id(parameter) for layer in layers if layer.looks_up for parameter in layer.parameters
         ),
         decayed_elsewhere=everything if settings.product_weight_decay else frozenset(),
     )
@@ -277,8 +279,12 @@ def add_update_rules(
         return
     layers = list(structured_layers(model))
     for optimizer in optimizers:
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        trained = [layer for layer in layers if any(id(each) in held for each in layer.parameters)]
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [
+            layer
+            for layer in layers
+            if any(id(parameter) in held for parameter in layer.parameters)
+        ]
         if settings.product_weight_decay and trained:
             ProductDecay(optimizer, model, optimizer_settings.weight_decay)
         if settings.spectral_limit and any(layer.is_two_factor for layer in trained):

@@ -47,7 +47,7 @@ class CopyNotes:
                 break
             new.append(result)
         self._last = results[-1] if results else self._last
-        return [_event_of(each) for each in reversed(new) if not each.skipped]
+        return [_event_of(result) for result in reversed(new) if not result.skipped]
 
 
 def _event_of(result: DrainResult) -> Event:

@@ -58,7 +58,7 @@ def steps_before(job: Job, ranks: Ranks, directory: RunDirectory) -> int:
     Asked before `under_watch`, which takes the page over.
     """
     pages = read_beacons(place(job.recover.memory, directory))
-    return next((each.done for each in pages if each.rank == ranks.rank), 0)
+    return next((page.done for page in pages if page.rank == ranks.rank), 0)
 
 
 def _deadline(job: Job) -> StepDeadline:
@@ -118,21 +118,21 @@ class Watcher:
     def look(self) -> None:
         """Judge all pages once."""
         pages = place(self._memory, self._directory)
-        found = [(each, each.state) for each in read_beacons(pages)]
+        found = [(beacon, beacon.state) for beacon in read_beacons(pages)]
         fallen = []
-        for each, state in found:
-            key = (each.pid, each.started)
+        for item, state in found:
+            key = (item.pid, item.started)
             if key not in self._judged:
                 # What was dead at first sight is of an earlier run.
                 self._judged[key] = state == "dead"
             if state == "dead" and not self._judged[key]:
-                fallen.append(each)
-            self._look_at(each, state)
+                fallen.append(item)
+            self._look_at(item, state)
         if fallen:
             # The others of this group end for the same reason.
             self._judged = dict.fromkeys(self._judged, True)
             self._note(fallen)
-        if helpless := [each for each, state in found if self._is_helpless(each, state)]:
+        if helpless := [item for item, state in found if self._is_helpless(item, state)]:
             limit = helpless[0].deadline_seconds
             tell_of_hang(self._directory, pages, 0, helpless[0].step, limit)
             end_helpless(pages, found, time.monotonic(), limit)
@@ -157,9 +157,9 @@ class Watcher:
     def _note(self, fallen: list[Reading]) -> None:
         records = RecordWriter(self._directory.path, 0, max(self._directory.attempts, 1))
         now = time.monotonic()
-        for each in fallen:
-            note = f"killed in phase {each.phase}"
+        for reading in fallen:
+            note = f"killed in phase {reading.phase}"
             records.write(
-                MemberLost(each.step, f"rank {each.rank}", "dead", now - each.marked, note)
+                MemberLost(reading.step, f"rank {reading.rank}", "dead", now - reading.marked, note)
             )
         records.close()

@@ -29,5 +29,5 @@ def _put(value: Any, state: Any) -> None:
         state, slots = state
     if state:
         object.__getattribute__(value, "__dict__").update(state)
-    for name, each in (slots or {}).items():
-        object.__setattr__(value, name, each)
+    for name, slot in (slots or {}).items():
+        object.__setattr__(value, name, slot)

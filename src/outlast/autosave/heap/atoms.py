@@ -66,7 +66,7 @@ def is_of_process(value: Any) -> bool:
 
 def in_closed_module(name: Any) -> bool:
     """Whether a module of this name is one whose objects are not looked into."""
-    return f"{name}.".startswith(tuple(f"{each}." for each in _CLOSED))
+    return f"{name}.".startswith(tuple(f"{item}." for item in _CLOSED))
 
 
 def is_builtin_iterator(kind: type) -> bool:

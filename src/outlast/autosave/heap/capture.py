@@ -300,7 +300,7 @@ class _Capture:
         except Exception:
             # Whatever the pickling of a class of somebody else's raises.
             return True
-        later = sum(each.nbytes for name, each in tensors.items() if name.startswith("+"))
+        later = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("+"))
         return file.tell() + later > LARGEST_BYTES
 
     def _dead_gradient(self, value: Any) -> torch.Tensor | None:

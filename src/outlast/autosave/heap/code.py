@@ -24,9 +24,9 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 def of_attributes(value: Any) -> Children:
     """What the attributes of an object lead to."""
-    for name, each in attributes(value).items():
-        if type(each) not in PLAIN_ATOMS:
-            yield ".%s", name, each
+    for name, attribute in attributes(value).items():
+        if type(attribute) not in PLAIN_ATOMS:
+            yield ".%s", name, attribute
 
 
 def of_function(value: Any) -> Children:
@@ -106,11 +106,11 @@ def cell_put(value: Any, seen: Content) -> None:
 
 def of_class(value: Any) -> Children:
     """What a class leads to."""
-    for name, each in vars(value).items():
-        if type(each) not in PLAIN_ATOMS and (
-            isinstance(each, types.FunctionType) or not _is_of_python(name, each)
+    for name, variable in vars(value).items():
+        if type(variable) not in PLAIN_ATOMS and (
+            isinstance(variable, types.FunctionType) or not _is_of_python(name, variable)
         ):
-            yield ".%s", name, each
+            yield ".%s", name, variable
 
 
 def class_content(value: Any) -> Content:
@@ -120,9 +120,9 @@ def class_content(value: Any) -> Content:
 
 def _class_variables(value: Any) -> dict[str, Any]:
     return {
-        name: each
-        for name, each in vars(value).items()
-        if not _is_of_python(name, each) and not isinstance(each, _DESCRIPTORS)
+        name: variable
+        for name, variable in vars(value).items()
+        if not _is_of_python(name, variable) and not isinstance(variable, _DESCRIPTORS)
     }
 
 
@@ -144,9 +144,9 @@ def class_put(value: Any, seen: Content) -> None:
     for name in now:
         if name not in others:
             type.__delattr__(value, name)
-    for name, each in others.items():
-        if now.get(name) is not each:
-            type.__setattr__(value, name, each)
+    for name, other in others.items():
+        if now.get(name) is not other:
+            type.__setattr__(value, name, other)
 
 
 def of_wrapper(value: Any) -> Children:

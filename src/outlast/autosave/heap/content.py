@@ -95,14 +95,14 @@ def vars_of(value: Any) -> dict[str, Any]:
 def own_attributes(value: Any) -> dict[str, Any]:
     """The attributes in an object's own dictionary that are not torch.compile's."""
     return {
-        name: each for name, each in vars_of(value).items() if not str(name).startswith(_COMPILERS)
+        name: item for name, item in vars_of(value).items() if not str(name).startswith(_COMPILERS)
     }
 
 
 def put_own_attributes(value: Any, others: dict[str, Any]) -> None:
     """Give an object these attributes in its own dictionary, and no others."""
     own = vars_of(value)
-    others |= {name: each for name, each in own.items() if str(name).startswith(_COMPILERS)}
+    others |= {name: own_item for name, own_item in own.items() if str(name).startswith(_COMPILERS)}
     if list(own) != list(others):
         own.clear()
     own.update(others)

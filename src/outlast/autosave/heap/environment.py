@@ -115,7 +115,7 @@ def has_marks(seen: Content) -> bool:
 
 
 def _has_marks(parts: tuple[Any, ...]) -> bool:
-    return any(type(each) is FromEnvironment for each in parts)
+    return any(type(part) is FromEnvironment for part in parts)
 
 
 def _texts(keys: tuple[Any, ...]) -> Iterable[str]:

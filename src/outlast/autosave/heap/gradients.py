@@ -180,17 +180,17 @@ class GradientUse:
             return zero_grad
 
         owners: tuple[Any, ...] = (torch.optim.Optimizer, torch.nn.Module)
-        plain = [each.zero_grad for each in owners]
+        plain = [owner.zero_grad for owner in owners]
         torch.Tensor.grad = property(  # type: ignore[assignment]
             get, put, lambda owner: put(owner, None)
         )
-        for owner, each in zip(owners, plain, strict=True):
-            owner.zero_grad = zeroing(each)
+        for owner, item in zip(owners, plain, strict=True):
+            owner.zero_grad = zeroing(item)
 
         def remove() -> None:
             del torch.Tensor.grad
-            for owner, each in zip(owners, plain, strict=True):
-                owner.zero_grad = each
+            for owner, item in zip(owners, plain, strict=True):
+                owner.zero_grad = item
 
         return remove
 

@@ -60,29 +60,29 @@ _HAS_LIST = sys.version_info < (3, 13)
 
 def of_beside(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What the attributes lead to that a class of the program has added."""
-    for name, each in _beside(value).items():
-        if type(each) not in PLAIN_ATOMS:
-            yield ".%s", name, each
+    for name, item in _beside(value).items():
+        if type(item) not in PLAIN_ATOMS:
+            yield ".%s", name, item
 
 
 def _beside(value: Any) -> dict[str, Any]:
     if is_closed(type(value)):
         return {}
     own = attributes(value)
-    return {name: each for name, each in own.items() if name not in _PLAIN_ATTRIBUTES}
+    return {name: own_item for name, own_item in own.items() if name not in _PLAIN_ATTRIBUTES}
 
 
 def _put_beside(value: Any, seen: Content) -> None:
     if is_closed(type(value)):
         return
     own = attributes(value)
-    plain = {name: each for name, each in own.items() if name in _PLAIN_ATTRIBUTES}
+    plain = {name: own_item for name, own_item in own.items() if name in _PLAIN_ATTRIBUTES}
     put_attributes(value, flat(plain | dict(pairs(seen.attributes))))
 
 
 def of_queue(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What a queue leads to."""
-    yield from (("[%d]", place, each) for place, each in enumerate(_waiting(value)))
+    yield from (("[%d]", place, item) for place, item in enumerate(_waiting(value)))
     yield from of_beside(value)
 
 
@@ -98,8 +98,8 @@ def queue_put(value: Any, seen: Content) -> None:
     unfinished, *waiting = seen.items
     if isinstance(value, queue.SimpleQueue):
         _drain(value)
-        for each in waiting:
-            queue.SimpleQueue.put(value, each)
+        for node in waiting:
+            queue.SimpleQueue.put(value, node)
         return
     with value.mutex:
         value.queue.clear()
@@ -115,7 +115,7 @@ def _waiting(value: Any) -> tuple[Any, ...]:
         found = gc.get_referents(value)
         if not _HAS_LIST:
             return tuple(found[: value.qsize()])
-        items = next(each for each in found if type(each) is list)
+        items = next(name for name in found if type(name) is list)
         return tuple(items[len(items) - value.qsize() :])
     with value.mutex:
         return tuple(value.queue)
@@ -170,7 +170,7 @@ def stream_put(value: Any, seen: Content) -> None:
 
 
 def _kind_of_stream(value: Any) -> Any:
-    return next(each for each in STREAMS if isinstance(value, each))
+    return next(stream for stream in STREAMS if isinstance(value, stream))
 
 
 def of_shared(value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -199,7 +199,7 @@ def has_addresses(value: Any) -> bool:
 def _has_addresses(kind: Any) -> bool:
     fields = getattr(kind, "_fields_", None)
     if fields is not None:
-        return any(_has_addresses(each[1]) for each in fields)
+        return any(_has_addresses(field[1]) for field in fields)
     inner = getattr(kind, "_type_", None)
     if isinstance(inner, str):
         return inner in _POINTERS
@@ -208,7 +208,7 @@ def _has_addresses(kind: Any) -> bool:
 
 def of_context_variable(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What a context variable is set to."""
-    yield from ((".%s()", "get", each) for each in context_variable_content(value).items)
+    yield from ((".%s()", "get", item) for item in context_variable_content(value).items)
 
 
 def context_variable_content(value: Any) -> Content:
@@ -265,11 +265,11 @@ def database_put(value: Any, seen: Content) -> None:
             # Put in directly, it would pull away the pages of a statement that set-up has begun.
             other.deserialize(data["main"])
             other.backup(value)
-    for name, each in data.items():
+    for name, datum in data.items():
         if name != "main":
-            value.deserialize(each, name=name)
-    for name, each in zip(_FACTORIES, factories, strict=True):
-        setattr(value, name, each)
+            value.deserialize(datum, name=name)
+    for name, factory in zip(_FACTORIES, factories, strict=True):
+        setattr(value, name, factory)
     value.isolation_level = level
     if in_transaction:
         value.execute("BEGIN")
@@ -283,7 +283,7 @@ def cursor_content(value: Any) -> Content | None:
         AutosaveError: When there are more.
     """
     # It lets its statement go behind the last row.
-    if any(type(each).__name__ == "Statement" for each in gc.get_referents(value)):
+    if any(type(referent).__name__ == "Statement" for referent in gc.get_referents(value)):
         raise AutosaveError(
             "an SQLite cursor of the program has rows that have not been read, and cannot be "
             "saved; read them all at once, with fetchall()"

@@ -161,17 +161,17 @@ class Kinds:
         """The reducer given for objects like `value`."""
         kind = type(value)
         if kind not in self._reduced:
-            found = (put for each, put in self._reducers.items() if issubclass(kind, each))
+            found = (put for key, put in self._reducers.items() if issubclass(kind, key))
             self._reduced[kind] = next(found, None)
         return self._reduced[kind]
 
     def _kind(self, kind: type) -> Kind:
-        for each, (get, put) in self._states.items():
-            if issubclass(kind, each):
+        for key, (get, put) in self._states.items():
+            if issubclass(kind, key):
                 return _state_kind(get, put)
-        for each, reduce in self._reducers.items():
-            if issubclass(kind, each):
-                if is_closed(each):
+        for key, reduce in self._reducers.items():
+            if issubclass(kind, key):
+                if is_closed(key):
                     # What set-up makes stays; only what comes later is made again.
                     return Kind(Role.CLOSED)
                 return Kind(Role.VALUE, functools.partial(_of_reduction, reduce))
@@ -204,12 +204,12 @@ def _of_dict(value: Any) -> Children:
     if type(value) is dict and not value:
         return
     if not PLAIN_ATOMS.issuperset(map(type, dict.values(value))):
-        for place, (key, each) in enumerate(dict.items(value)):
-            if type(each) not in PLAIN_ATOMS:
+        for place, (key, item) in enumerate(dict.items(value)):
+            if type(item) not in PLAIN_ATOMS:
                 if isinstance(key, _KEYS):
-                    yield "[%r]", key, each
+                    yield "[%r]", key, item
                 else:
-                    yield "[value %d]", place, each
+                    yield "[value %d]", place, item
     if not PLAIN_ATOMS.issuperset(map(type, dict.keys(value))):
         for place, key in enumerate(dict.keys(value)):
             if not isinstance(key, _KEYS):
@@ -233,8 +233,8 @@ def _dict_put(value: Any, seen: Content) -> None:
     # Past what a class of the program may have made of these methods.
     plain: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     plain.clear(value)
-    for key, each in pairs(seen.items):
-        plain.__setitem__(value, key, each)
+    for key, item in pairs(seen.items):
+        plain.__setitem__(value, key, item)
     beside = dict(pairs(seen.attributes))
     if isinstance(value, defaultdict):
         value.default_factory = beside.pop("default_factory")
@@ -243,9 +243,9 @@ def _dict_put(value: Any, seen: Content) -> None:
 
 def _of_items(value: Any) -> Children:
     if not PLAIN_ATOMS.issuperset(map(type, value)):
-        for place, each in enumerate(value):
-            if type(each) not in PLAIN_ATOMS:
-                yield "[%d]", place, each
+        for place, item in enumerate(value):
+            if type(item) not in PLAIN_ATOMS:
+                yield "[%d]", place, item
     if type(value) not in (list, tuple, deque):
         yield from code.of_attributes(value)
 
@@ -274,8 +274,8 @@ def _set_put(value: Any, seen: Content) -> None:
 
 
 def _of_weak_mapping(value: Any) -> Children:
-    for place, (key, each) in enumerate(list(value.items())):
-        yield from (("[key %d]", place, key), ("[value %d]", place, each))
+    for place, (key, item) in enumerate(list(value.items())):
+        yield from (("[key %d]", place, key), ("[value %d]", place, item))
 
 
 def _weak_mapping_content(value: Any) -> Content:
@@ -327,7 +327,7 @@ def _of_reduction(reduce: Reducer, value: Any) -> Children:
     except (TypeError, AutosaveError):
         # Whoever wants to write it down is told; it may be that nobody does.
         return
-    yield from (("<%d>", place, each) for place, each in enumerate(parts[1:3]))
+    yield from (("<%d>", place, part) for place, part in enumerate(parts[1:3]))
 
 
 def _object_content(value: Any) -> Content | None:

@@ -116,7 +116,7 @@ class Names:
             self._walk(foreign or {}, own=False)
             self._foreign.update(list(self.objects)[own:])
             self._look()
-        self.weights = [each for each in self.objects.values() if _is_weight(each)]
+        self.weights = [object_ for object_ in self.objects.values() if _is_weight(object_)]
 
     def path_of(self, value: Any) -> str | None:
         """The name of an object; None for one that came later."""
@@ -241,33 +241,33 @@ class Names:
         The wrappers of sharded models do; they do it again in the next process.
         """
         kept = {
-            key: each
-            for key, each in pairs(seen.items)
-            if id(each) in self._paths or not is_of_process(each)
+            key: item
+            for key, item in pairs(seen.items)
+            if id(item) in self._paths or not is_of_process(item)
         }
         return seen._replace(items=flat(kept)) if 2 * len(kept) < len(seen.items) else seen
 
     def _named(self, value: Any) -> Iterator[str]:
-        for _, _, each in self.kinds.of(value).children(value):
-            path = self._paths.get(id(each))
+        for _, _, item in self.kinds.of(value).children(value):
+            path = self._paths.get(id(item))
             if path is not None:
                 yield path
-            elif self.kinds.of(each).role is Role.VALUE:
-                yield from self._named(each)
+            elif self.kinds.of(item).role is Role.VALUE:
+                yield from self._named(item)
 
     def _look(self) -> None:
         """Keep what the named objects hold now."""
-        for path, each in self.objects.items():
-            self.types[path] = type(each)
+        for path, object_ in self.objects.items():
+            self.types[path] = type(object_)
             left = path in self._digests or self._is_of_library(path)
-            self._before[path] = None if left else self.kinds.of(each).content(each)
-            opaque = self.kinds.is_opaque(each) or (path in self._own and has_addresses(each))
-            if opaque and (digest := hidden_digest(each)) is not None:
+            self._before[path] = None if left else self.kinds.of(object_).content(object_)
+            opaque = self.kinds.is_opaque(object_) or (path in self._own and has_addresses(object_))
+            if opaque and (digest := hidden_digest(object_)) is not None:
                 self._hidden[path] = digest
-            if lies_in_block(each):
-                self.geometry[path] = geometry(each)
+            if lies_in_block(object_):
+                self.geometry[path] = geometry(object_)
                 self.blocks.setdefault(self.geometry[path].block, f"={path}")
-                self._versions[path] = _version(each)
+                self._versions[path] = _version(object_)
         self._counting = {
             path
             for path in self._foreign
@@ -277,10 +277,12 @@ class Names:
         self._always = {path for path in self.objects if self._counts_always(path)}
 
     def _walk(self, roots: Mapping[str, Any], *, own: bool) -> None:
-        waiting = deque((name, each, own) for name, each in roots.items())
+        waiting = deque((name, root, own) for name, root in roots.items())
         foreign = not own
         # Those of modules are looked at name by name.
-        spaces = {id(vars(each)) for each in sys.modules.values() if type(each) is types.ModuleType}
+        spaces = {
+            id(vars(module)) for module in sys.modules.values() if type(module) is types.ModuleType
+        }
         # Held while the walk lasts, so that no other object gets its address.
         passed: dict[int, Any] = {}
         while waiting:
@@ -317,8 +319,8 @@ class Names:
             internals = _MODULE_INTERNALS
         elif isinstance(value, torch.Tensor):
             internals = HOOKS
-        for form, key, each in kind.children(value):
-            yield path + form % (key,), each, own and key not in internals
+        for form, key, item in kind.children(value):
+            yield path + form % (key,), item, own and key not in internals
         if type(value).__module__ in self._modules:
             yield f"{path}.__class__", type(value), True
 

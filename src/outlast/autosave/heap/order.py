@@ -91,14 +91,14 @@ def fill(value: Any, members: tuple[Any, ...], wanted: Layout) -> bool:
     """
     fillers = [_Filler(slot) for slot in wanted.gaps]
     following = [*fillers, *_in_turn(members, wanted)]
-    ways = [0, *(len(following) >> each for each in range(len(following).bit_length()))]
+    ways = [0, *(len(following) >> index for index in range(len(following).bit_length()))]
     for first in ways if wanted.size else ():
         set.clear(value)
         # Python makes room for as many as a dictionary has before it takes the first.
         set.update(value, dict.fromkeys(following[:first]))
         set.update(value, following[first:])
-        for each in fillers:
-            set.discard(value, each)
+        for filler in fillers:
+            set.discard(value, filler)
         if layout(value) == wanted and all(map(is_, set.__iter__(value), members)):
             return True
     set.clear(value)
@@ -132,10 +132,10 @@ def _in_turn(members: tuple[Any, ...], wanted: Layout) -> list[Any]:
     done: list[Any] = []
     grown = True
     while waiting and grown:
-        now = [each for each in waiting if _finds(*each, wanted.size, taken)]
+        now = [node for node in waiting if _finds(*node, wanted.size, taken)]
         done += [member for member, _ in now]
         taken |= {slot for _, slot in now}
-        waiting = [each for each in waiting if each[1] not in taken]
+        waiting = [node for node in waiting if node[1] not in taken]
         grown = bool(now)
     return [*done, *(member for member, _ in waiting)]
 
@@ -147,9 +147,9 @@ def _finds(member: Any, slot: int, size: int, taken: set[int]) -> bool:
     start = perturbed & mask
     for _ in range(size):
         near = _PROBES if start + _PROBES <= mask else 0
-        for each in range(start, start + near + 1):
-            if each not in taken:
-                return each == slot
+        for index in range(start, start + near + 1):
+            if index not in taken:
+                return index == slot
         perturbed >>= _SHIFT
         start = (start * 5 + 1 + perturbed) & mask
     return False
@@ -179,7 +179,7 @@ def _is_readable() -> bool:
     """Whether sets lie in memory as those of CPython 3.11 to 3.13 do."""
     probe = {1, 2, 3}
     probe.discard(2)
-    return [_word(probe, each) for each in (_FILL, _FILL + 1, _MASK)] == [3, 2, 7]
+    return [_word(probe, item) for item in (_FILL, _FILL + 1, _MASK)] == [3, 2, 7]
 
 
 _READABLE = _is_readable()

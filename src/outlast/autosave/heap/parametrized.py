@@ -27,8 +27,8 @@ class ParametrizedClass(NamedTuple):
         """A class of this kind."""
         blank: Any = object.__new__(self.base)
         parametrize._inject_new_class(blank)
-        for each in self.tensors:
-            parametrize._inject_property(blank, each)
+        for tensor in self.tensors:
+            parametrize._inject_property(blank, tensor)
         made: type = type(blank)
         return made
 

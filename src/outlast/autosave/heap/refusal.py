@@ -98,11 +98,11 @@ def locate(
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
-        for step, each in _parts(kinds, value):
-            error = None if id(each) in seen else error_of(each)
+        for step, item in _parts(kinds, value):
+            error = None if id(item) in seen else error_of(item)
             if error is not None:
                 steps.append(step)
-                value = each
+                value = item
                 break
         else:
             break
@@ -113,13 +113,13 @@ def locate(
 
 def _parts(kinds: Kinds, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, (set, frozenset)):
-        yield from (("{...}", each) for each in value)
+        yield from (("{...}", item) for item in value)
     elif isinstance(value, (list, tuple)) and hasattr(value, "_fields"):
         names = value._fields
-        yield from ((f".{name}", each) for name, each in zip(names, value, strict=True))
+        yield from ((f".{name}", item) for name, item in zip(names, value, strict=True))
     else:
-        for form, key, each in kinds.of(value).children(value):
-            yield form % (key,), each
+        for form, key, item in kinds.of(value).children(value):
+            yield form % (key,), item
 
 
 def name_of(kind: type) -> str:

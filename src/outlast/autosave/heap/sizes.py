@@ -26,8 +26,8 @@ def sizes_of(
     """Bytes of the blocks by what lies in them: parameters, buffers, optimizer, gradients, ..."""
     roles: dict[str, str] = {}
     for role, value in _roles(names.objects[path] for path in reached):
-        for each in _in_blocks(value):
-            roles.setdefault(geometry(each).block, role)
+        for block in _in_blocks(value):
+            roles.setdefault(geometry(block).block, role)
     found: Counter[str] = Counter()
     for row in tensors.values():
         found[roles.get(geometry(row).block, "tensors")] += row.nbytes
@@ -43,18 +43,18 @@ def _roles(values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
             case np.ndarray():
                 yield "arrays", value
             case nn.Module():
-                yield from (("buffers", each) for each in value._buffers.values())
+                yield from (("buffers", buffer) for buffer in value._buffers.values())
             case torch.optim.Optimizer():
                 for state in value.state.values():
-                    yield from (("optimizer", each) for each in _tensors_in(state))
+                    yield from (("optimizer", item) for item in _tensors_in(state))
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
+        for item in value:
+            yield from _tensors_in(item)
     elif isinstance(value, torch.Tensor):
         yield value
 

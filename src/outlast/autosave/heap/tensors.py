@@ -56,14 +56,14 @@ def set_gradient(value: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 def hooks_of(value: Any) -> tuple[Any, ...]:
     """The dictionaries of a leaf's hooks, None for each that there is not; nothing of others."""
-    return tuple(getattr(value, each) for each in HOOKS) if value.is_leaf else ()
+    return tuple(getattr(value, hook) for hook in HOOKS) if value.is_leaf else ()
 
 
 def set_hooks(value: Any, hooks: tuple[Any, ...]) -> None:
     """Give a leaf the dictionaries of hooks that `hooks_of` gave."""
-    for name, each in zip(HOOKS, hooks, strict=False):
-        if getattr(value, name) is not each:
-            setattr(value, name, each)
+    for name, hook in zip(HOOKS, hooks, strict=False):
+        if getattr(value, name) is not hook:
+            setattr(value, name, hook)
 
 
 def is_composed(value: torch.Tensor) -> bool:
@@ -89,7 +89,7 @@ def of_tensor(value: Any) -> Iterator[tuple[str, Any, Any]]:
         names, context = value.__tensor_flatten__()
         yield from ((".%s", name, getattr(value, name)) for name in names)
         yield ".%s", "__context__", context
-    yield from ((".%s", name, each) for name, each in own_attributes(value).items())
+    yield from ((".%s", name, attribute) for name, attribute in own_attributes(value).items())
 
 
 def tensor_content(value: Any) -> Content:
@@ -121,8 +121,8 @@ def tensor_put(value: Any, seen: Content) -> None:
 def of_array(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """What an array leads to: objects, if it holds objects."""
     if value.dtype.hasobject:
-        yield from (("[%d]", place, each) for place, each in enumerate(value.flat))
-    yield from ((".%s", name, each) for name, each in own_attributes(value).items())
+        yield from (("[%d]", place, item) for place, item in enumerate(value.flat))
+    yield from ((".%s", name, attribute) for name, attribute in own_attributes(value).items())
 
 
 def array_content(value: Any) -> Content:
@@ -139,8 +139,8 @@ def array_put(value: Any, seen: Content) -> None:
     """Put back what an array held."""
     if seen.items and value.flags.writeable:
         if value.dtype.hasobject:
-            for place, each in enumerate(seen.items):
-                value.flat[place] = each
+            for place, item in enumerate(seen.items):
+                value.flat[place] = item
         else:
             np.copyto(value, seen.items[0])
     put_own_attributes(value, dict(pairs(seen.attributes)))

@@ -91,7 +91,7 @@ class Writer(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._ask = ask
         self._names = names
-        self._known = {id(each): name for name, each in known.items()}
+        self._known = {id(known_item): name for name, known_item in known.items()}
         self._blocks = blocks
         self._reach = reach
         self._stand_in = _TheBlocks()
@@ -343,8 +343,8 @@ def _function(
 
 
 def _set_function(value: types.FunctionType, state: dict[str, Any]) -> None:
-    for name, each in state.items():
-        setattr(value, name, each)
+    for name, item in state.items():
+        setattr(value, name, item)
 
 
 def _code(text: bytes) -> types.CodeType:

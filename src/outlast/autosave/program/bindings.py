@@ -45,8 +45,8 @@ def bindings_of(body: Body, name: str) -> Iterator[int]:
     if not isinstance(body, ast.Module):
         arguments = body.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        others = [each for each in (arguments.vararg, arguments.kwarg) if each]
-        yield from (each.lineno for each in (*named, *others) if each.arg == name)
+        others = [item for item in (arguments.vararg, arguments.kwarg) if item]
+        yield from (other.lineno for other in (*named, *others) if other.arg == name)
     for node in nodes_outside_scopes(body.body):
         match node:
             case ast.Name(id=found, ctx=ast.Store()) if found == name:
@@ -54,7 +54,7 @@ def bindings_of(body: Body, name: str) -> Iterator[int]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
                 yield node.lineno
             case ast.Import() | ast.ImportFrom():
-                bound = ((each.asname or each.name).split(".")[0] for each in node.names)
-                yield from (node.lineno for each in bound if each == name)
+                bound = ((name.asname or name.name).split(".")[0] for name in node.names)
+                yield from (node.lineno for item in bound if item == name)
             case ast.MatchAs(name=found) | ast.MatchStar(name=found) if found == name:
                 yield node.lineno

@@ -55,7 +55,7 @@ class Calls:
         self._items: dict[str, set[Function]] = defaultdict(set)
         self._applied: dict[ast.Call, set[Function]] = defaultdict(set)
         self._around: dict[ast.AST, ast.ClassDef] = {}
-        trees = [each.tree for each in files]
+        trees = [file.tree for file in files]
         for tree in trees:
             self._define(tree, None)
         # Twice, for names that are given to others before they are known themselves.
@@ -71,38 +71,40 @@ class Calls:
                 # It makes a function of its arguments, and calls none of them.
                 self._known[call] = frozenset(found)
                 return self._known[call]
-            for each in [*call.args, *(word.value for word in call.keywords)]:
-                found |= self.named(each)
+            for argument in [*call.args, *(word.value for word in call.keywords)]:
+                found |= self.named(argument)
             self._known[call] = frozenset(found)
         return self._known[call]
 
     def named(self, node: ast.expr) -> set[Function]:
         """Functions that an expression without a call names."""
         if isinstance(node, ast.Name):
-            found = {each for name in self._names(node.id) for each in self._functions[name]}
-            return found | {each for each in self._values[node.id] if isinstance(each, Function)}
+            found = {
+                function for name in self._names(node.id) for function in self._functions[name]
+            }
+            return found | {value for value in self._values[node.id] if isinstance(value, Function)}
         if isinstance(node, ast.Attribute) and node.attr not in _OF_TORCH:
             return set(self._of_receiver(node, None))
         return set()
 
     def _define(self, node: ast.AST, around: ast.ClassDef | None) -> None:
-        for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.ClassDef):
-                self._classes[each.name].append(each)
-                self._define(each, each)
-            elif isinstance(each, Function):
+        for item in ast.iter_child_nodes(node):
+            if isinstance(item, ast.ClassDef):
+                self._classes[item.name].append(item)
+                self._define(item, item)
+            elif isinstance(item, Function):
                 if isinstance(node, ast.ClassDef):
-                    self._methods[each.name].append(each)
+                    self._methods[item.name].append(item)
                 else:
-                    self._functions[each.name].append(each)
-                self._define(each, around)
+                    self._functions[item.name].append(item)
+                self._define(item, around)
             else:
-                if isinstance(each, ast.ImportFrom):
-                    for alias in each.names:
+                if isinstance(item, ast.ImportFrom):
+                    for alias in item.names:
                         self._aliases[alias.asname or alias.name].add(alias.name)
-                if isinstance(each, ast.Attribute) and around is not None:
-                    self._around[each] = around
-                self._define(each, around)
+                if isinstance(item, ast.Attribute) and around is not None:
+                    self._around[item] = around
+                self._define(item, around)
 
     def _assign(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -126,9 +128,11 @@ class Calls:
 
     def _pass_on(self, call: ast.Call) -> None:
         """Give the parameters of the program's functions what a call passes them."""
-        words = {each.arg: each.value for each in call.keywords if each.arg}
+        words = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         for function in set(self._called(call)):
-            names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            names = [
+                posonlyarg.arg for posonlyarg in (*function.args.posonlyargs, *function.args.args)
+            ]
             if names and function in self._methods[function.name]:
                 del names[0]
             for name, value in (*zip(names, call.args, strict=False), *words.items()):
@@ -139,16 +143,20 @@ class Calls:
         """Let the calls within a function's decorators lead to that function."""
         for decorator in function.decorator_list:
             if isinstance(decorator, ast.Call):
-                made = [each for one in self._called(decorator) for each in _returned_inner(one)]
+                made = [
+                    function for one in self._called(decorator) for function in _returned_inner(one)
+                ]
             else:
-                made = [each for each in self.named(decorator) if isinstance(each, Function)]
-            for each in made:
-                names = [one.arg for one in (*each.args.posonlyargs, *each.args.args)][:1]
-                self._apply(each, frozenset(names), {function})
+                made = [
+                    function for function in self.named(decorator) if isinstance(function, Function)
+                ]
+            for item in made:
+                names = [one.arg for one in (*item.args.posonlyargs, *item.args.args)][:1]
+                self._apply(item, frozenset(names), {function})
             for owner in self._class_named(last_name(decorator)):
-                for each in self._method(owner, "__init__"):
-                    names = [one.arg for one in each.args.args][1:2]
-                    self._apply(owner, _attributes_from(each, names), {function})
+                for item in self._method(owner, "__init__"):
+                    names = [one.arg for one in item.args.args][1:2]
+                    self._apply(owner, _attributes_from(item, names), {function})
 
     def _apply(self, place: ast.AST, names: frozenset[str], functions: set[Function]) -> None:
         """Let calls of `names` within `place` lead to `functions`."""
@@ -172,9 +180,9 @@ class Calls:
             return set()
         parts = node.values if isinstance(node, ast.Dict) else node.elts
         found: set[Target | Function] = set()
-        for each in parts:
-            found |= {*self._value(each), *self._functions_in(each)} if each is not None else set()
-        return {each for each in found if isinstance(each, Function)}
+        for part in parts:
+            found |= {*self._value(part), *self._functions_in(part)} if part is not None else set()
+        return {target for target in found if isinstance(target, Function)}
 
     def _give(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -189,41 +197,41 @@ class Calls:
         if not isinstance(node, ast.Call):
             return {*self.named(node), *(self._values[last_name(node)] if last_name(node) else ())}
         found: set[Target] = {
-            each for name in self._names(called_name(node)) for each in self._class_named(name)
+            def_ for name in self._names(called_name(node)) for def_ in self._class_named(name)
         }
         if not found:
-            for each in (node, *node.args):
-                if isinstance(each, ast.Call):
-                    for function in self._called(each):
+            for argument in (node, *node.args):
+                if isinstance(argument, ast.Call):
+                    for function in self._called(argument):
                         found |= self._returned(function)
             # Of `partial(f, ...)`, `torch.compile(f)`, `DDP(Net())`.
-            for each in node.args:
-                if isinstance(each, ast.Call):
-                    found |= set(self._class_named(called_name(each)))
-                elif last_name(each):
-                    found |= {*self.named(each), *self._values[last_name(each)]}
+            for argument in node.args:
+                if isinstance(argument, ast.Call):
+                    found |= set(self._class_named(called_name(argument)))
+                elif last_name(argument):
+                    found |= {*self.named(argument), *self._values[last_name(argument)]}
         return found
 
     def _returned(self, function: Function) -> set[Target]:
         return {
             target
-            for each in nodes_here(function)
-            if isinstance(each, ast.Return) and isinstance(each.value, ast.Call)
-            for target in self._class_named(called_name(each.value))
+            for node in nodes_here(function)
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
+            for target in self._class_named(called_name(node.value))
         }
 
     def _names(self, name: str) -> set[str]:
         return {name, *self._aliases.get(name, ())}
 
     def _class_named(self, name: str) -> list[ast.ClassDef]:
-        return [each for other in self._names(name) for each in self._classes.get(other, ())]
+        return [klass for other in self._names(name) for klass in self._classes.get(other, ())]
 
     def _called(self, call: ast.Call) -> Iterator[Function]:
         if isinstance(call.func, ast.Name):
             name = call.func.id
             yield from self.named(call.func)
-            for each in self._class_named(name):
-                yield from self._method(each, "__init__")
+            for def_ in self._class_named(name):
+                yield from self._method(def_, "__init__")
             for value in self._values[name]:
                 if isinstance(value, ast.ClassDef):
                     for special in _CALLED:
@@ -238,29 +246,29 @@ class Calls:
         receiver, name = node.value, node.attr
         here = self._around.get(node)
         if here is not None and isinstance(receiver, ast.Name) and receiver.id in ("self", "cls"):
-            found = [each for kin in self._family(here) for each in self._method(kin, name)]
+            found = [function for kin in self._family(here) for function in self._method(kin, name)]
             yield from found
-            yield from (each for each in self._values[name] if isinstance(each, Function))
+            yield from (value for value in self._values[name] if isinstance(value, Function))
             if found:
                 return
         elif isinstance(receiver, ast.Call):
             classes = self._class_named(called_name(receiver))
             if here is not None and called_name(receiver) == "super":
                 classes = [
-                    each for base in here.bases for each in self._class_named(last_name(base))
+                    def_ for base in here.bases for def_ in self._class_named(last_name(base))
                 ]
             if classes:
-                for each in classes:
-                    yield from self._method(each, name)
+                for klass in classes:
+                    yield from self._method(klass, name)
                 return
         known = [
-            each for each in self._values[last_name(receiver)] if isinstance(each, ast.ClassDef)
+            value for value in self._values[last_name(receiver)] if isinstance(value, ast.ClassDef)
         ]
         if known or self._class_named(last_name(receiver)):
-            for each in [*known, *self._class_named(last_name(receiver))]:
-                yield from self._method(each, name)
+            for def_ in [*known, *self._class_named(last_name(receiver))]:
+                yield from self._method(def_, name)
             return
-        yield from (each for each in self._functions[name])
+        yield from (function for function in self._functions[name])
         for method in self._methods[name]:
             if name not in _OF_TORCH or (call is not None and call.args and _required(method)):
                 yield method
@@ -268,44 +276,52 @@ class Calls:
     def _family(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         """A class and those that are derived from it."""
         derived = [
-            each
+            other
             for others in self._classes.values()
-            for each in others
-            if any(last_name(base) == node.name for base in each.bases)
+            for other in others
+            if any(last_name(base) == node.name for base in other.bases)
         ]
         return [node, *derived]
 
     def _method(
         self, node: ast.ClassDef, name: str, seen: frozenset[str] = frozenset()
     ) -> list[Function]:
-        own = [each for each in node.body if isinstance(each, Function) and each.name == name]
+        own = [
+            statement
+            for statement in node.body
+            if isinstance(statement, Function) and statement.name == name
+        ]
         if own or node.name in seen:
             return own
         return [
-            each
+            function
             for base in node.bases
             for other in self._class_named(last_name(base))
-            for each in self._method(other, name, seen | {node.name})
+            for function in self._method(other, name, seen | {node.name})
         ]
 
 
 def _returned_inner(function: Function) -> list[Function]:
     """The functions defined in a function that it returns."""
     names = {
-        each.value.id
-        for each in nodes_here(function)
-        if isinstance(each, ast.Return) and isinstance(each.value, ast.Name)
+        node.value.id
+        for node in nodes_here(function)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
     }
-    return [each for each in function.body if isinstance(each, Function) and each.name in names]
+    return [
+        statement
+        for statement in function.body
+        if isinstance(statement, Function) and statement.name in names
+    ]
 
 
 def _attributes_from(method: Function, names: list[str]) -> frozenset[str]:
     """The attributes that a method sets to the values of `names`."""
     return frozenset(
         last_name(target)
-        for each in nodes_here(method)
-        if isinstance(each, ast.Assign) and last_name(each.value) in names
-        for target in each.targets
+        for node in nodes_here(method)
+        if isinstance(node, ast.Assign) and last_name(node.value) in names
+        for target in node.targets
         if isinstance(target, ast.Attribute)
     )
 

@@ -35,10 +35,10 @@ class Contents:
         grown = True
         while grown:
             grown = False
-            for each in functions:
-                found = self.of(each)
-                grown = grown or not found <= self._functions[each]
-                self._functions[each] |= found
+            for function in functions:
+                found = self.of(function)
+                grown = grown or not found <= self._functions[function]
+                self._functions[function] |= found
 
     def of(self, node: ast.AST, without: frozenset[ast.AST] = frozenset()) -> set[str]:
         """What happens in `node`, apart from what is in nodes or called functions `without`."""
@@ -55,7 +55,7 @@ class Contents:
 
     def _call(self, call: ast.Call) -> set[str]:
         name = called_name(call)
-        found = {what for each in self._calls.of(call) for what in self._functions[each]}
+        found = {what for name in self._calls.of(call) for what in self._functions[name]}
         if name in _BACKWARD or (name == "grad" and "autograd" in ast.unparse(call.func)):
             found.add(BACKWARD)
         if name == "step" and isinstance(call.func, ast.Attribute):

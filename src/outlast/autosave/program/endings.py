@@ -26,7 +26,7 @@ def tell_endings(loop: Loop) -> None:
     if loop.orelse:
         loop.orelse[:0] = told(loop)
     teller = _Teller()
-    loop.body = [each for statement in loop.body for each in teller.told(statement)]
+    loop.body = [item for statement in loop.body for item in teller.told(statement)]
 
 
 class _Teller(ast.NodeTransformer):

@@ -68,8 +68,8 @@ def _given(node: ast.AST, names: set[str], functions: dict[str, ast.FunctionDef]
                     yield str(key.value)
         case ast.FunctionDef(name=name, args=arguments):
             if any(
-                isinstance(each, ast.Return) and _reads(each.value, names)
-                for each in ast.walk(node)
+                isinstance(item, ast.Return) and _reads(item.value, names)
+                for item in ast.walk(node)
             ):
                 yield name
             places = [*arguments.posonlyargs, *arguments.args]
@@ -87,15 +87,17 @@ def _given(node: ast.AST, names: set[str], functions: dict[str, ast.FunctionDef]
 def _passed(
     call: ast.Call, names: set[str], functions: dict[str, ast.FunctionDef]
 ) -> Iterator[str]:
-    given = [each.arg for each in call.keywords if each.arg and _reads(each.value, names)]
+    given = [
+        keyword.arg for keyword in call.keywords if keyword.arg and _reads(keyword.value, names)
+    ]
     yield from given
     name = call.func.attr if isinstance(call.func, ast.Attribute) else None
     if isinstance(call.func, ast.Name):
         name = call.func.id
     if name == "add_argument" and "default" in given:
-        for each in call.args:
-            if isinstance(each, ast.Constant):
-                yield str(each.value).lstrip("-").replace("-", "_")
+        for argument in call.args:
+            if isinstance(argument, ast.Constant):
+                yield str(argument.value).lstrip("-").replace("-", "_")
     if name in ("setattr", "setdefault", "add") and len(call.args) > 1:
         key = call.args[-2]
         if isinstance(key, ast.Constant) and _reads(call.args[-1], names):
@@ -105,8 +107,8 @@ def _passed(
         places = [*function.args.posonlyargs, *function.args.args]
         if places and places[0].arg in ("self", "cls"):
             places = places[1:]
-        for place, each in zip(places, call.args, strict=False):
-            if _reads(each, names):
+        for place, argument in zip(places, call.args, strict=False):
+            if _reads(argument, names):
                 yield place.arg
 
 

@@ -56,12 +56,12 @@ class Explanation:
     def head(self) -> str:
         """All but the differences, in lines."""
         lines = [f"files: {', '.join(self.files)}", "loops:"]
-        for each in self.loops:
-            kind = "step loop" if each.is_step else "loop"
-            lines.append(f"  {each.file}:{each.line}  {kind}  `{each.header}`  ({each.reason})")
+        for loop in self.loops:
+            kind = "step loop" if loop.is_step else "loop"
+            lines.append(f"  {loop.file}:{loop.line}  {kind}  `{loop.header}`  ({loop.reason})")
         if self.not_resumable:
             lines.append("generators that cannot be saved while they are under way:")
-            lines += [f"  {each}" for each in self.not_resumable]
+            lines += [f"  {name}" for name in self.not_resumable]
         return "\n".join(lines)
 
 
@@ -78,10 +78,10 @@ def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritt
         if isinstance(loop, ast.For | ast.While) and loop in training.loops
     ]
     return Explanation(
-        tuple(each.name() for each in files),
-        tuple(sorted(loops, key=lambda each: (each.file, each.line))),
-        tuple(why for each in rewritten for why in each.plain.values()),
-        tuple(_difference(each) for each in rewritten if each.sites),
+        tuple(file.name() for file in files),
+        tuple(sorted(loops, key=lambda loop: (loop.file, loop.line))),
+        tuple(why for item in rewritten for why in item.plain.values()),
+        tuple(_difference(item) for item in rewritten if item.sites),
     )
 
 
@@ -98,7 +98,7 @@ def _found(source: SourceFile, loop: Loop, training: Training) -> FoundLoop:
 def _difference(rewritten: Rewritten) -> str:
     name = rewritten.source.name()
     tree = _WithoutRestorations().visit(copy.deepcopy(rewritten.tree))
-    before, after = (_lines(each) for each in (rewritten.source.tree, tree))
+    before, after = (_lines(item) for item in (rewritten.source.tree, tree))
     return "".join(difflib.unified_diff(before, after, name, f"{name} (rewritten)"))
 
 
@@ -110,11 +110,11 @@ class _WithoutRestorations(ast.NodeTransformer):
     """Takes the long lists of local names out."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        parts = {each.attr for each in ast.walk(node.test) if isinstance(each, ast.Attribute)}
+        parts = {item.attr for item in ast.walk(node.test) if isinstance(item, ast.Attribute)}
         if parts & {"restoring", "late"} and RUNTIME in _names(ast.walk(node.test)):
             node.body = [ast.Expr(ast.Constant(...))]
         return self.generic_visit(node)
 
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    return {each.id for each in nodes if isinstance(each, ast.Name)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)}

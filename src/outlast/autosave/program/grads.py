@@ -57,9 +57,9 @@ def _by_condition(node: ast.AST, training: Training) -> bool:
     if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
         return False
     inner = list(ast.walk(node))
-    if any(each in training.step_loops for each in inner):
+    if any(name in training.step_loops for name in inner):
         return False
-    return any(_reads(each) or _uses(each) for each in inner)
+    return any(_reads(name) or _uses(name) for name in inner)
 
 
 def _uses(node: ast.AST) -> bool:

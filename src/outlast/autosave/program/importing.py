@@ -39,7 +39,7 @@ class _Finder:
     """Finds modules as Python does, and gives those of the program a loader of their own."""
 
     def __init__(self, files: Iterable[Rewritten], runtime: Any) -> None:
-        self._files = {str(each.source.path): each for each in files if each.sites}
+        self._files = {str(file.source.path): file for file in files if file.sites}
         self._runtime = runtime
 
     def find_spec(

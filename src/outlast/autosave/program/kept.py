@@ -58,7 +58,7 @@ def keep(
         None when `target` is in a comprehension, which cannot be entered again.
     """
     nodes = _nodes_to(statement, target)
-    if any(isinstance(each, _COMPREHENSIONS) for each in nodes):
+    if any(isinstance(node, _COMPREHENSIONS) for node in nodes):
         return None
     keeper = _Keeper(statement, number, way.runtime, others)
     keeper.along(nodes, inside=way.trains)
@@ -72,8 +72,8 @@ def _nodes_to(node: ast.AST, target: ast.AST) -> list[ast.AST]:
     """The nodes from `node` down to `target`."""
     if node is target:
         return [node]
-    for each in ast.iter_child_nodes(node):
-        if found := _nodes_to(each, target):
+    for item in ast.iter_child_nodes(node):
+        if found := _nodes_to(item, target):
             return [node, *found]
     return []
 
@@ -84,8 +84,8 @@ class _Keeper:
         self._statement = statement
         self._number = number
         self._runtime = runtime
-        own = (each for each in ast.walk(statement) if isinstance(each, ast.NamedExpr))
-        self._rebound = others.rebound.union(each.target.id for each in own)
+        own = (node for node in ast.walk(statement) if isinstance(node, ast.NamedExpr))
+        self._rebound = others.rebound.union(job.target.id for job in own)
         self._imported = others.imported
 
     def along(self, nodes: list[ast.AST], *, inside: bool) -> None:
@@ -100,9 +100,9 @@ class _Keeper:
                     continue
                 beside = following is not None
                 if isinstance(value, list):
-                    for place, each in enumerate(value):
-                        if each is not following:
-                            value[place] = self._instead(each, beside)
+                    for place, item in enumerate(value):
+                        if item is not following:
+                            value[place] = self._instead(item, beside)
                 elif value is following:
                     continue
                 elif field == "func" and isinstance(value, ast.Attribute):
@@ -118,7 +118,7 @@ class _Keeper:
             case ast.BoolOp(op=op, values=values) if following in values[1:]:
                 place = values.index(following)
                 leads = isinstance(op, ast.And)
-                values[:place] = [self._leading(each, leads) for each in values[:place]]
+                values[:place] = [self._leading(name, leads) for name in values[:place]]
             case ast.IfExp(test=test, body=body) if following is not test and following is not None:
                 node.test = self._leading(test, following is body)
             case _:
@@ -160,7 +160,7 @@ class _Keeper:
     def _as_value(self, index: ast.expr) -> ast.expr:
         """An index with calls of `slice` for its slices: Python has those in brackets only."""
         if isinstance(index, ast.Tuple):
-            index.elts = [self._as_value(each) for each in index.elts]
+            index.elts = [self._as_value(elt) for elt in index.elts]
         if not isinstance(index, ast.Slice):
             return index
         made = made_expression(
@@ -200,7 +200,7 @@ class _Keeper:
                 return all(map(self._stays, (*node.args.defaults, *node.args.kw_defaults)))
             case None:
                 return True
-        named = any(isinstance(each, ast.Name) for each in ast.walk(node))
+        named = any(isinstance(item, ast.Name) for item in ast.walk(node))
         return not named and not _does_things(node)
 
     def _part(self, node: ast.Starred | ast.keyword | ast.FormattedValue, beside: bool) -> ast.AST:

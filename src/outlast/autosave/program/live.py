@@ -54,9 +54,9 @@ def liveness(body: Body) -> Liveness:
     inner: set[str] = set()
     for node in nodes_outside_scopes(body.body):
         if isinstance(node, SCOPES):
-            inner |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            inner |= {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
     if any(_reads_all(node, body) for node in ast.walk(body)):
-        inner |= {each.id for each in ast.walk(body) if isinstance(each, ast.Name)}
+        inner |= {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
     found.always = frozenset(inner)
     _block(body.body, _NOTHING, _Jumps(), found)
     return found
@@ -91,15 +91,15 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
             inside |= _block(node.orelse, after, jumps, found)
             return read_names(node.test) | (inside - _surely_bound(node.test))
         case ast.With() | ast.AsyncWith():
-            targets = [each.optional_vars for each in node.items if each.optional_vars]
+            targets = [item.optional_vars for item in node.items if item.optional_vars]
             # What was entered is used at the end, where it is left.
             held = bound_names(targets)
-            leaving = _Jumps(*(each | held for each in jumps))
+            leaving = _Jumps(*(jump | held for jump in jumps))
             # It may hide an error, and the program goes on behind it.
             leaving = leaving._replace(on_error=leaving.on_error | after)
             inside = _block(node.body, after | held, leaving, found)
             inside = (inside - bound_names(targets)) | read_names(*targets)
-            return inside | read_names(*(each.context_expr for each in node.items))
+            return inside | read_names(*(item.context_expr for item in node.items))
         case ast.Try() | ast.TryStar():
             return _try(node, after, jumps, found)
         case ast.Match():
@@ -124,10 +124,10 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return (after - {node.name}) | read_names(node)
         case ast.Import() | ast.ImportFrom():
-            names = {(each.asname or each.name).split(".")[0] for each in node.names}
+            names = {(name.asname or name.name).split(".")[0] for name in node.names}
             return after - names
         case ast.Delete():
-            return after | {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            return after | {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
     return after | read_names(node)
 
 
@@ -160,7 +160,10 @@ def _try(node: ast.Try | ast.TryStar, after: Names, jumps: _Jumps, found: Livene
         jumps.on_error | final,
     )
     handlers = _NOTHING.union(
-        *(read_names(each.type) | _block(each.body, last, through, found) for each in node.handlers)
+        *(
+            read_names(handler.type) | _block(handler.body, last, through, found)
+            for handler in node.handlers
+        )
     )
     inside = _Jumps(
         through.on_break, through.on_continue, through.on_return, through.on_error | handlers
@@ -174,7 +177,7 @@ def read_names(*nodes: ast.AST | None) -> Names:
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, SCOPES):
-            found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            found |= {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
         elif node is not None:
             _reads(node, _NOTHING, found)
     return frozenset(found)
@@ -188,9 +191,9 @@ def _reads(node: ast.AST, hidden: Names, found: set[str]) -> None:
         return
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         _reads(node.generators[0].iter, hidden, found)
-        hidden |= bound_names(each.target for each in node.generators)
-    for each in ast.iter_child_nodes(node):
-        _reads(each, hidden, found)
+        hidden |= bound_names(generator.target for generator in node.generators)
+    for item in ast.iter_child_nodes(node):
+        _reads(item, hidden, found)
 
 
 def _surely_bound(test: ast.expr) -> Names:
@@ -209,15 +212,15 @@ def _surely_bound(test: ast.expr) -> Names:
         elif isinstance(node, ast.UnaryOp):
             waiting.append(node.operand)
         elif isinstance(node, ast.Call):
-            waiting += [node.func, *node.args, *(each.value for each in node.keywords)]
+            waiting += [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
     return frozenset(found)
 
 
 def bound_names(targets: Iterable[ast.expr]) -> Names:
     """Names that an assignment binds."""
     return frozenset(
-        each.id
+        node.id
         for target in targets
-        for each in ast.walk(target)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )

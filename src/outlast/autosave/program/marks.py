@@ -26,8 +26,8 @@ def marked_loops(files: Sequence[SourceFile]) -> list[Loop]:
             for node in ast.walk(source.tree)
             if isinstance(node, ast.For)
             and any(
-                isinstance(each, ast.Call) and ast.unparse(each.func) in names
-                for each in ast.walk(node.iter)
+                isinstance(item, ast.Call) and ast.unparse(item.func) in names
+                for item in ast.walk(node.iter)
             )
         ]
     return found
@@ -68,15 +68,15 @@ def _names_of_loop(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {
-                f"{each.asname}.loop"
-                for each in node.names
-                if each.name == _PACKAGE and each.asname
+                f"{name.asname}.loop"
+                for name in node.names
+                if name.name == _PACKAGE and name.asname
             }
         elif isinstance(node, ast.ImportFrom):
-            for each in node.names:
-                written = each.asname or each.name
-                if f"{node.module}.{each.name}" == _PACKAGE:
+            for name in node.names:
+                written = name.asname or name.name
+                if f"{node.module}.{name.name}" == _PACKAGE:
                     names.add(f"{written}.loop")
-                elif (node.module, each.name) == (_PACKAGE, "loop"):
+                elif (node.module, name.name) == (_PACKAGE, "loop"):
                     names.add(written)
     return names

@@ -60,11 +60,11 @@ def set_in_modules(files: Iterable[SourceFile]) -> frozenset[str]:
     for source in files:
         imported = _imported(source.tree)
         found |= {
-            each.attr
-            for each in ast.walk(source.tree)
-            if isinstance(each, ast.Attribute)
-            and isinstance(each.ctx, ast.Store)
-            and root_name(each) in imported
+            node.attr
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and root_name(node) in imported
         }
     return frozenset(found)
 
@@ -79,13 +79,13 @@ def root_name(node: ast.expr) -> str:
 def _imported(node: ast.AST) -> frozenset[str]:
     return frozenset(
         name
-        for each in ast.walk(node)
-        if isinstance(each, ast.Import | ast.ImportFrom)
-        for name in names_of(each)
+        for item in ast.walk(node)
+        if isinstance(item, ast.Import | ast.ImportFrom)
+        for name in names_of(item)
     )
 
 
 def _declared(node: ast.AST, kinds: tuple[type[_Declaration], ...]) -> frozenset[str]:
     return frozenset(
-        name for each in ast.walk(node) if isinstance(each, kinds) for name in each.names
+        name for item in ast.walk(node) if isinstance(item, kinds) for name in item.names
     )

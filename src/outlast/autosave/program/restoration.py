@@ -37,9 +37,9 @@ class Restorations:
             live: Names at its site; what the statement itself binds stays.
         """
         targets = [
-            each
-            for each in nodes_here(node)
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            item
+            for item in nodes_here(node)
+            if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
         ]
         text = f"if {self._runtime}.late and {self._runtime}.returns(): pass"
         return self._made(text, node, live - bound_names(targets))
@@ -67,7 +67,7 @@ def _fill(
 ) -> None:
     text = f"[{', '.join(names)}] = {runtime}.values({list(names)!r})\n"
     text += "".join(
-        f"if {each} is {runtime}.unset:\n del {each}\n" for each in names if each not in defined
+        f"if {name} is {runtime}.unset:\n del {name}\n" for name in names if name not in defined
     )
     statement.body = made_statements(text, statement)
     # What is defined may need what was defined before it.

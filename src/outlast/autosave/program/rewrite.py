@@ -59,7 +59,7 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
         originals = dict(zip(ast.walk(rewritten.tree), ast.walk(source.tree), strict=True))
         way, rebound = ToTraining(training, originals), Rebound(source.tree, elsewhere)
         bodies: list[Body] = [
-            each for each in ast.walk(rewritten.tree) if isinstance(each, ast.Module | Function)
+            node for node in ast.walk(rewritten.tree) if isinstance(node, ast.Module | Function)
         ]
         # Inner functions first: their definitions are copied when the outer one is rewritten.
         for body in reversed(bodies):
@@ -78,7 +78,7 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
 
 
 def _yields(function: Function) -> bool:
-    return any(isinstance(each, ast.Yield | ast.YieldFrom) for each in nodes_here(function))
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes_here(function))
 
 
 def _refuse_suspended(rewritten: Rewritten, body: Body) -> None:

@@ -73,15 +73,15 @@ def defined_names(body: Body) -> dict[str, ast.stmt]:
 def names_of(node: ast.stmt) -> list[str]:
     """Names that a definition or import binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(each.asname or each.name).split(".")[0] for each in node.names]
+        return [(name.asname or name.name).split(".")[0] for name in node.names]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     return []
 
 
 def _in_order(body: Body) -> list[ast.stmt]:
-    found = [each for each in nodes_here(body) if isinstance(each, DEFINITIONS)]
-    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+    found = [node for node in nodes_here(body) if isinstance(node, DEFINITIONS)]
+    return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
 
 def _bindings(body: Body) -> Counter[str]:
@@ -89,14 +89,14 @@ def _bindings(body: Body) -> Counter[str]:
     bound: Counter[str] = Counter()
     outer: set[str] = set()
     if not isinstance(body, ast.Module):
-        bound.update(each.arg for each in _arguments(body.args))
+        bound.update(argument.arg for argument in _arguments(body.args))
     nodes = nodes_here(body)
     # Variables of a comprehension are those of a frame of its own.
     others = {
         name
-        for each in nodes
-        if isinstance(each, ast.comprehension)
-        for name in ast.walk(each.target)
+        for node in nodes
+        if isinstance(node, ast.comprehension)
+        for name in ast.walk(node.target)
     }
     for node in nodes:
         match node:
@@ -111,15 +111,15 @@ def _bindings(body: Body) -> Counter[str]:
             case ast.stmt():
                 bound.update(names_of(node))
     # Python deletes the name of a handled error at the end of its handler.
-    handled = {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
-    for name in outer | {each for each in handled if not bound[each]}:
+    handled = {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    for name in outer | {name for name in handled if not bound[name]}:
         bound.pop(name, None)
     bound.pop("*", None)
     return bound
 
 
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    others = [each for each in (arguments.vararg, arguments.kwarg) if each]
+    others = [item for item in (arguments.vararg, arguments.kwarg) if item]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *others]
 
 

@@ -8,10 +8,10 @@ import ast
 def made_statements(text: str, near: ast.stmt, **parts: ast.expr) -> list[ast.stmt]:
     """Statements from a template, on the line of `near`; names in capitals stand for `parts`."""
     tree = ast.parse(text)
-    for each in ast.walk(tree):
-        if isinstance(each, ast.stmt | ast.expr | ast.excepthandler):
-            each.lineno, each.col_offset = near.lineno, near.col_offset
-            each.end_lineno, each.end_col_offset = near.lineno, near.col_offset
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr | ast.excepthandler):
+            node.lineno, node.col_offset = near.lineno, near.col_offset
+            node.end_lineno, node.end_col_offset = near.lineno, near.col_offset
     _Filled(parts).visit(tree)
     return tree.body
 

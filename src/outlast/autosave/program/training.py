@@ -76,7 +76,7 @@ class _Search:
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self._bodies = [body for source in files for body in source.bodies()]
-        self._functions = [each for each in self._bodies if not isinstance(each, ast.Module)]
+        self._functions = [body for body in self._bodies if not isinstance(body, ast.Module)]
         self._calls = Calls(files)
         self._contents = Contents(self._functions, self._calls)
         self._where = {
@@ -98,15 +98,15 @@ class _Search:
         self._refuse_elsewhere(carriers)
         inside = {inner for loop in steps for inner in ast.walk(loop) if inner is not loop}
         around = {
-            each
-            for each in self._loops()
-            if each in steps or (self._leads_to(each, frozenset(steps), carriers))
+            loop
+            for loop in self._loops()
+            if loop in steps or (self._leads_to(loop, frozenset(steps), carriers))
         }
         return Training(frozenset(steps), frozenset(around - inside), carriers, steps, self._calls)
 
     def _step_loops(self) -> dict[Loop, str]:
         script = self._files[0].name()
-        everything = set[str]().union(*(self._contents.of(each.tree) for each in self._files))
+        everything = set[str]().union(*(self._contents.of(file.tree) for file in self._files))
         if BACKWARD not in everything:
             raise NoTrainingLoopError(
                 f"no training loop was found in {script}: nothing in it or in the modules beside "
@@ -114,12 +114,12 @@ class _Search:
                 "outlast.autosave.loop(...), which marks it"
             )
         wanted = frozenset({BACKWARD, STEP}) & everything
-        training = frozenset(each for each in self._loops() if wanted <= self._contents.of(each))
+        training = frozenset(loop for loop in self._loops() if wanted <= self._contents.of(loop))
         carriers = self._carriers(training)
         steps = {
-            each
+            loop
             for body in self._bodies
-            for each in self._outermost(body, training, carriers, wanted)
+            for loop in self._outermost(body, training, carriers, wanted)
         }
         if not steps:
             raise NoTrainingLoopError(
@@ -135,15 +135,15 @@ class _Search:
         return (str(self._where[loop].path), loop.lineno)
 
     def _loops(self) -> list[Loop]:
-        return [each for body in self._bodies for each in walk_here(body) if isinstance(each, Loop)]
+        return [node for body in self._bodies for node in walk_here(body) if isinstance(node, Loop)]
 
     def _leads_to(
         self, node: ast.AST, loops: frozenset[Loop], carriers: frozenset[Function]
     ) -> bool:
         return any(
-            each in loops
-            or (isinstance(each, ast.Call) and not carriers.isdisjoint(self._calls.of(each)))
-            for each in walk_here(node)
+            item in loops
+            or (isinstance(item, ast.Call) and not carriers.isdisjoint(self._calls.of(item)))
+            for item in walk_here(node)
         )
 
     def _carriers(self, loops: Iterable[Loop]) -> frozenset[Function]:
@@ -152,9 +152,9 @@ class _Search:
         carriers: frozenset[Function] = frozenset()
         while True:
             more = {
-                each
-                for each in self._functions
-                if each not in carriers and self._leads_to(each, chosen, carriers)
+                function
+                for function in self._functions
+                if function not in carriers and self._leads_to(function, chosen, carriers)
             }
             if not more:
                 return carriers
@@ -173,14 +173,14 @@ class _Search:
                 continue
             if isinstance(child, Loop) and child in training:
                 elsewhere = frozenset(
-                    each
-                    for each in ast.walk(child)
-                    if each is not child
+                    node
+                    for node in ast.walk(child)
+                    if node is not child
                     and (
-                        each in training
+                        node in training
                         or (
-                            isinstance(each, ast.Call)
-                            and not carriers.isdisjoint(self._calls.of(each))
+                            isinstance(node, ast.Call)
+                            and not carriers.isdisjoint(self._calls.of(node))
                         )
                     )
                 )
@@ -195,26 +195,26 @@ class _Search:
         Raises:
             AutosaveError: When such a function is called elsewhere, too.
         """
-        inner = {each for loop in steps for each in ast.walk(loop) if each is not loop}
+        inner = {node for loop in steps for node in ast.walk(loop) if node is not loop}
         within: dict[Function, ast.Call] = {}
         outside: dict[Function, ast.AST] = {}
         waiting: list[tuple[Body, bool]] = [
-            (each, False) for each in self._bodies if not self._is_called(each)
+            (body, False) for body in self._bodies if not self._is_called(body)
         ]
         while waiting:
             body, in_step = waiting.pop()
             for call in walk_here(body):
                 if not isinstance(call, ast.Call):
                     continue
-                for each in self._calls.of(call):
+                for pair in self._calls.of(call):
                     now = in_step or call in inner
                     known: dict[Function, ast.AST] = within if now else outside  # type: ignore[assignment]
-                    if each not in known:
-                        known[each] = call
-                        waiting.append((each, now))
+                    if pair not in known:
+                        known[pair] = call
+                        waiting.append((pair, now))
         parts: set[Loop] = set()
         for function, call in within.items():
-            loops = {each for each in walk_here(function) if each in steps}
+            loops = {node for node in walk_here(function) if node in steps}
             if loops and function in outside:
                 other = next(iter(loops))
                 raise AutosaveError(
@@ -231,11 +231,11 @@ class _Search:
             return False
         if not hasattr(self, "_reached"):
             self._reached = {
-                each
+                call
                 for other in self._bodies
                 for node in walk_here(other)
                 if isinstance(node, ast.Call)
-                for each in self._calls.of(node)
+                for call in self._calls.of(node)
             }
         return body in self._reached
 

@@ -59,10 +59,10 @@ class ToTraining:
     def leading(self, node: ast.AST) -> list[ast.expr]:
         """The calls that lead to training."""
         return [
-            each
-            for each in walk_here(node)
-            if isinstance(each, ast.Call)
-            and isinstance(original := self._originals.get(each), ast.Call)
+            item
+            for item in walk_here(node)
+            if isinstance(item, ast.Call)
+            and isinstance(original := self._originals.get(item), ast.Call)
             and self._training.leads(original)
         ]
 
@@ -82,4 +82,4 @@ class ToYield:
 
     def leading(self, node: ast.AST) -> list[ast.expr]:
         """The `yield` and `yield from` expressions."""
-        return [each for each in walk_here(node) if isinstance(each, ast.Yield | ast.YieldFrom)]
+        return [item for item in walk_here(node) if isinstance(item, ast.Yield | ast.YieldFrom)]

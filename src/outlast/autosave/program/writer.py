@@ -69,7 +69,7 @@ class Writer:
 
     def leads(self) -> bool:
         """Whether the way leads through this body."""
-        return any(self._is_site(each) for each in self._body.body)
+        return any(self._is_site(statement) for statement in self._body.body)
 
     def write(self) -> None:
         """Put sites and guards into the body.
@@ -86,7 +86,7 @@ class Writer:
         if self._way.trains and not isinstance(self._body, ast.Module):
             begun = made_statements(f"{self._runtime}.enter()", first)
             self._body.body[is_text(first) : is_text(first)] = begun
-        known = frozenset[str]().union(*(each.names for each in self._sites))
+        known = frozenset[str]().union(*(site.names for site in self._sites))
         self._restorations.fill(known, self._defined)
         self._rewritten.sites += self._sites
 
@@ -96,8 +96,8 @@ class Writer:
         if self._way.kind(node) is not None:
             return True
         return any(
-            isinstance(each, ast.stmt) and self._way.kind(each) is not None
-            for each in nodes_here(node)
+            isinstance(item, ast.stmt) and self._way.kind(item) is not None
+            for item in nodes_here(node)
         )
 
     def _block(self, statements: list[ast.stmt], around: tuple[int, ...]) -> list[ast.stmt]:
@@ -132,7 +132,7 @@ class Writer:
         kind: Kind = self._way.kind(node) or "branch"
         keeps = kind in ("call", "yield")
         statement, hidden = self._keep(node, number) if keeps else Kept(node, [])
-        delegates = any(isinstance(each, ast.YieldFrom) for each in self._way.leading(node))
+        delegates = any(isinstance(item, ast.YieldFrom) for item in self._way.leading(node))
         if isinstance(node, ast.For) or (kind == "yield" and delegates):
             self._iterators.add(number)
         self._sites.append(self._made_site(node, number, kind, around, hidden))
@@ -146,8 +146,8 @@ class Writer:
         self, node: ast.stmt, number: int, kind: Kind, around: tuple[int, ...], hidden: list[str]
     ) -> Site:
         live = self._live_at(node, kind) | self._live.always
-        iterators = {iterator_name(each) for each in (*around, number) if each in self._iterators}
-        contexts = {name for each in around for name in self._contexts.get(each, ())}
+        iterators = {iterator_name(item) for item in (*around, number) if item in self._iterators}
+        contexts = {name for number in around for name in self._contexts.get(number, ())}
         names = (live & self._locals) | iterators | contexts | frozenset(hidden)
         return Site(
             number,
@@ -250,9 +250,9 @@ class Writer:
     def _with(self, node: ast.With, inside: tuple[int, ...]) -> list[ast.stmt]:
         number = inside[-1]
         contexts = []
-        for place, each in enumerate(node.items):
-            self._refuse_leading(each.context_expr)
-            target = each.optional_vars
+        for place, item in enumerate(node.items):
+            self._refuse_leading(item.context_expr)
+            target = item.optional_vars
             name = target.id if isinstance(target, ast.Name) else ""
             template = f"{self._runtime}.entered({name!r}) or EXPRESSION"
             if self._way.trains:
@@ -262,7 +262,7 @@ class Writer:
                     f"{self._runtime}.entered({name!r}, {context!r}) "
                     f"or ({context} := {self._runtime}.held(EXPRESSION))"
                 )
-            each.context_expr = made_expression(template, node, EXPRESSION=each.context_expr)
+            item.context_expr = made_expression(template, node, EXPRESSION=item.context_expr)
         self._contexts[number] = contexts
         node.body = self._block(node.body, inside)
         if not self._way.trains:
@@ -272,7 +272,11 @@ class Writer:
         return [node, *self._cleared(contexts, node)]
 
     def _try(self, node: ast.Try | ast.TryStar, inside: tuple[int, ...]) -> list[ast.stmt]:
-        for statements in (*(each.body for each in node.handlers), node.orelse, node.finalbody):
+        for statements in (
+            *(handler.body for handler in node.handlers),
+            node.orelse,
+            node.finalbody,
+        ):
             self._refuse_sites(statements)
         node.body = self._block(node.body, inside)
         if self._way.trains and node.finalbody:
@@ -296,7 +300,7 @@ class Writer:
     def _if(self, node: ast.If, number: int, around: tuple[int, ...]) -> ast.stmt:
         self._refuse_leading(node.test)
         node.body = [*self._restored(node), *self._block(node.body, (*around, number))]
-        if any(self._is_site(each) for each in node.orelse):
+        if any(self._is_site(item) for item in node.orelse):
             # Of an `else` or `elif` the sites within say themselves whether the way leads there.
             node.orelse = self._block(node.orelse, around)
         elif node.orelse:
@@ -351,7 +355,7 @@ class Writer:
         """Let go of what hidden variables hold."""
         if not hidden or isinstance(near, ast.Return | ast.Raise):
             return []
-        text = "".join(f" {each} = None\n" for each in hidden)
+        text = "".join(f" {name} = None\n" for name in hidden)
         return made_statements(f"if {self._runtime}.live:\n{text}", near)
 
     def _ended(self, kind: Kind, hidden: Sequence[str], near: ast.stmt) -> list[ast.stmt]:
@@ -372,10 +376,10 @@ class Writer:
         return [self._restorations.returned(node, self._sites[-1].names)]
 
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
-        for each in statements:
-            if self._is_site(each):
+        for statement in statements:
+            if self._is_site(statement):
                 raise self._error(
-                    each,
+                    statement,
                     f"{self._way.what} in an `else` of a loop or in an `except`, `else` or "
                     "`finally` cannot be entered again; move it out of there",
                 )
@@ -383,10 +387,10 @@ class Writer:
     def _refuse_leading(self, node: ast.AST) -> None:
         if isinstance(node, DEFINITIONS):
             return
-        for each in self._way.leading(node):
-            text = ast.unparse(each.func) + "(...)" if isinstance(each, ast.Call) else "yield"
+        for item in self._way.leading(node):
+            text = ast.unparse(item.func) + "(...)" if isinstance(item, ast.Call) else "yield"
             raise self._error(
-                each,
+                item,
                 f"`{text}` stands where the program cannot be entered again; put it into a "
                 "statement of its own",
             )

@@ -53,7 +53,7 @@ def digest(
     most = _TENSORS if steps <= _FIRST else _LATER_TENSORS
     chosen = paths[:: -(-len(paths) // most)] if paths else []
     exact = torch.are_deterministic_algorithms_enabled() or all(
-        each.device.type == "cpu" for each in tensors.values()
+        tensor.device.type == "cpu" for tensor in tensors.values()
     )
     found = {
         "random": hashlib.sha256(pickle.dumps(random_states, protocol=5)).hexdigest()[:16],
@@ -77,8 +77,8 @@ def difference(before: str, now: str) -> str:
     exact = old["exact"] and new["exact"]
     different = [
         path
-        for path, each in new["tensors"].items()
-        if path in old["tensors"] and not _same(old["tensors"][path], each, exact)
+        for path, tensor in new["tensors"].items()
+        if path in old["tensors"] and not _same(old["tensors"][path], tensor, exact)
     ]
     if not different:
         return ""
@@ -95,9 +95,9 @@ def _tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         elif isinstance(value, torch.optim.Optimizer):
             states = list(value.state.values())
             for place, state in enumerate(states):
-                for name, each in state.items() if isinstance(state, dict) else ():
-                    if isinstance(each, torch.Tensor) and _readable(each):
-                        yield f"{path}.state[{place}].{name}", each
+                for name, item in state.items() if isinstance(state, dict) else ():
+                    if isinstance(item, torch.Tensor) and _readable(item):
+                        yield f"{path}.state[{place}].{name}", item
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -75,7 +75,7 @@ class Draws:
     @classmethod
     def begin(cls, roots: Iterable[Any], passed: Iterable[Any], at_once: bool = False) -> Draws:
         """A new series from what `roots` lead to; objects `passed` are not looked into."""
-        begun = {name: each.read() for name, each in host_sources().items()}
+        begun = {name: source.read() for name, source in host_sources().items()}
         draws = cls(Series(begun, held_by(roots, passed)), at_once)
         draws._left = draws._read()
         return draws
@@ -83,8 +83,8 @@ class Draws:
     def rewind(self) -> None:
         """Set all sources, and all that the sampler holds, to the beginning."""
         put_back(self.series.held)
-        for name, each in host_sources().items():
-            each.write(self.series.begun[name])
+        for name, source in host_sources().items():
+            source.write(self.series.begun[name])
 
     def take(self, draw: Callable[[], _T]) -> _T:
         """Draw; within the series, with the random numbers that were drawn then.
@@ -125,8 +125,8 @@ class Draws:
         assert self._left is not None
         before = self._read()
         value = draw()
-        for name, each in self._sources.items():
-            after = each.read()
+        for name, source in self._sources.items():
+            after = source.read()
             if after != before[name]:
                 if before[name] != self._left[name]:
                     self.series.jumps.setdefault(self._drawn, {})[name] = before[name]
@@ -134,7 +134,7 @@ class Draws:
         return value
 
     def _read(self) -> dict[str, bytes]:
-        return {name: each.read() for name, each in self._sources.items()}
+        return {name: source.read() for name, source in self._sources.items()}
 
 
 class Indices:

@@ -53,8 +53,8 @@ class EnteredStack(Entered):
         ]
 
     def __enter__(self) -> Any:
-        for each in self._contexts:
-            each.__enter__()
+        for context in self._contexts:
+            context.__enter__()
         return super().__enter__()
 
 

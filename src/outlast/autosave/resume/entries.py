@@ -60,7 +60,7 @@ class Entries:
         before = self._entries.get(depth)
         times = before.times + 1 if before is not None and before.by == by else 1
         wrapped = None if in_setup or not depth else self._between(frames[-2], frames[-1])
-        self._entries = {place: each for place, each in self._entries.items() if place < depth}
+        self._entries = {place: entry for place, entry in self._entries.items() if place < depth}
         unseen = depth > 0 and site is None and not in_setup
         self._entries[depth] = _Entry(by, times, wrapped, unseen)
 
@@ -71,11 +71,11 @@ class Entries:
             AutosaveError: For a function that was called more than once by one statement, or
                 after set-up in a way that is not seen.
         """
-        for depth, each in enumerate(frames):
+        for depth, frame in enumerate(frames):
             entry = self._entries.get(depth)
             if entry is None:
                 continue
-            code = each.f_code
+            code = frame.f_code
             if entry.wrapped is not None:
                 raise AutosaveError(entry.wrapped)
             if entry.times > 1 or entry.unseen:

@@ -54,7 +54,7 @@ class FirstSizes:
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self._folder = folder
         self._file = None if folder is None else folder / _SIZES / f"rank{rank}.json"
-        self._known = {} if self._file is None else {each.path: each for each in _read(self._file)}
+        self._known = {} if self._file is None else {size.path: size for size in _read(self._file)}
 
     def note(self, path: str, size: int | None) -> None:
         """Write down what a log was, durably if the disk can, unless that is known."""
@@ -63,7 +63,7 @@ class FirstSizes:
         self._known[path] = FirstSize(path, size, socket.gethostname())
         if self._file is None:
             return
-        noted = [asdict(each) for each in self._known.values()]
+        noted = [asdict(flag) for flag in self._known.values()]
         # The program must not fail where only a death before the first save would be untidy.
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class FirstSizes:
 
     def appended(self) -> dict[str, int | None]:
         """Path, as it is written down, to size of each log that the run has appended to."""
-        return {path: each.size for path, each in self._known.items()}
+        return {path: known_item.size for path, known_item in self._known.items()}
 
     def put_back(self, path: str, file: Path) -> str:
         """Make a log what it was before the run, if this rank alone has written it.
@@ -86,8 +86,8 @@ class FirstSizes:
         first = self._known[path]
         if self._file is None or self._folder is None or first.host != socket.gethostname():
             return ""
-        others = (each for each in _files(self._folder) if each != self._file)
-        if any(first.path == path for each in others for first in _read(each)):
+        others = (file for file in _files(self._folder) if file != self._file)
+        if any(first.path == path for other in others for first in _read(other)):
             # Who comes later must not cut off what another rank has written meanwhile.
             return ""
         return _put_back(file, first.size, self._folder / _ENDS)
@@ -109,11 +109,11 @@ def begin_logs(folder: Path, root: Path, *, alive_until: float | None) -> list[s
     files, told = _files(folder), []
     if alive_until is not None:
         sizes: dict[Path, int] = {}
-        for each in (first for file in files for first in _read(file)):
-            if each.host == socket.gethostname():
+        for item in (first for file in files for first in _read(file)):
+            if item.host == socket.gethostname():
                 # What one rank found there, another may have written: the smallest size counts.
-                size = -1 if each.size is None else each.size
-                path = root / each.path
+                size = -1 if item.size is None else item.size
+                path = root / item.path
                 sizes[path] = min(size, sizes.get(path, size))
         for path, size in sizes.items():
             try:
@@ -128,7 +128,7 @@ def begin_logs(folder: Path, root: Path, *, alive_until: float | None) -> list[s
                 told.append(f"what the killed run appended to {path} stays there: {error.strerror}")
     for file in files:
         file.unlink(missing_ok=True)
-    return [each for each in told if each]
+    return [number for number in told if number]
 
 
 def _put_back(log: Path, size: int | None, ends: Path) -> str:
@@ -155,10 +155,10 @@ def _put_back(log: Path, size: int | None, ends: Path) -> str:
 
 def _files(folder: Path) -> list[Path]:
     found = (folder / _SIZES).glob("*.json")
-    return sorted(each for each in found if _OF_A_RANK.fullmatch(each.name))
+    return sorted(name for name in found if _OF_A_RANK.fullmatch(name.name))
 
 
 def _read(file: Path) -> Iterable[FirstSize]:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return [FirstSize(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+        return [FirstSize(**load) for load in json.loads(file.read_text(encoding="utf-8"))]
     return []

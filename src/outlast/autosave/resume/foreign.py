@@ -58,7 +58,7 @@ class ForeignModules:
         self, sources: Iterable[SourceFile], is_own: Callable[[str, types.ModuleType], bool]
     ) -> None:
         self._is_own = is_own
-        self._trees = [each.tree for each in sources]
+        self._trees = [source.tree for source in sources]
         self._written = frozenset(name for tree in self._trees for name in _written(tree))
         # Names alone, in tuples: there are hundreds of thousands.
         self._before = {
@@ -159,11 +159,11 @@ class ForeignModules:
             for part in name.split(".") if name else ():
                 owner = getattr(owner, part)
             place = type if isinstance(owner, type) else object
-            for each, value in values.items():
-                place.__setattr__(owner, each, value)
-            for each in lost:
-                if each in vars(owner):
-                    place.__delattr__(owner, each)
+            for key, value in values.items():
+                place.__setattr__(owner, key, value)
+            for number in lost:
+                if number in vars(owner):
+                    place.__delattr__(owner, number)
 
     def leave(self, owner: Owner, name: str) -> bool:
         """Save a name of a package no more; gives whether that may be."""
@@ -275,7 +275,7 @@ def _modules_of(value: Any) -> Iterator[str]:
             names += (getattr(value, "__module__", None),)
         if isinstance(value, types.MethodType):
             names += (type(value.__self__).__module__,)
-    yield from (each for each in names if isinstance(each, str))
+    yield from (name for name in names if isinstance(name, str))
 
 
 def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -286,11 +286,11 @@ def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if not isinstance(logger, logging.Logger):
             continue
         inner = [*logger.handlers, *logger.filters]
-        inner += [one for each in logger.handlers for one in each.filters]
+        inner += [one for handler in logger.handlers for one in handler.filters]
         found |= {
-            f"logging.{name}.handlers[{place}]": each
-            for place, each in enumerate(inner)
-            if type(each).__module__ in own
+            f"logging.{name}.handlers[{place}]": item
+            for place, item in enumerate(inner)
+            if type(item).__module__ in own
         }
         found |= {
             f"logging.{name}.{key}": value

@@ -40,14 +40,14 @@ class Frames:
 
     def __init__(self, files: Iterable[Rewritten]) -> None:
         files = list(files)
-        self.sites: dict[int, Site] = {site.number: site for each in files for site in each.sites}
+        self.sites: dict[int, Site] = {site.number: site for file in files for site in file.sites}
         self._leading: dict[str, list[Site]] = {}
         for site in self.sites.values():
             if site.kind in ("call", "yield"):
                 self._leading.setdefault(site.body, []).append(site)
         self._numbers: dict[str, int] = {}
-        for each in files:
-            for body in _in_order(each):
+        for file in files:
+            for body in _in_order(file):
                 self._numbers[body] = len(self._numbers)
 
     def of(self, frame: FrameType | None) -> list[FrameType]:
@@ -70,11 +70,11 @@ class Frames:
             kept: Gives what is kept of a local name at a site, for its value.
         """
         found = []
-        for each in self.of(frame):
-            site = self.sites[number] if each is frame else self.leading(each)
-            names = {} if each.f_code.co_name == MODULE else self.names_at(each, site, kept)
+        for type_ in self.of(frame):
+            site = self.sites[number] if type_ is frame else self.leading(type_)
+            names = {} if type_.f_code.co_name == MODULE else self.names_at(type_, site, kept)
             where = None if site is None else site.number
-            found.append(Place(self._numbers[name_of(each.f_code)], where, names))
+            found.append(Place(self._numbers[name_of(type_.f_code)], where, names))
         return found
 
     def names_at(
@@ -83,7 +83,7 @@ class Frames:
         """The live local names of a frame at a site."""
         if site is None:
             return {}
-        values = {_as_written(name): each for name, each in frame.f_locals.items()}
+        values = {_as_written(name): f_name for name, f_name in frame.f_locals.items()}
         return {
             name: kept(site, name, values[name]) for name in sorted(site.names) if name in values
         }
@@ -110,9 +110,9 @@ class Frames:
     def _on_way(self, frames: list[FrameType], target: list[Place]) -> bool:
         """Whether the way to `target` leads through these frames."""
         return len(frames) <= len(target) and all(
-            self._numbers[name_of(each.f_code)] == place.body
-            and (each is frames[-1] or self.number_of(self.leading(each)) == place.site)
-            for each, place in zip(frames, target, strict=False)
+            self._numbers[name_of(frame.f_code)] == place.body
+            and (frame is frames[-1] or self.number_of(self.leading(frame)) == place.site)
+            for frame, place in zip(frames, target, strict=False)
         )
 
     def body_of(self, frame: FrameType) -> int:
@@ -123,7 +123,7 @@ class Frames:
         """The call, or the `yield`, that a frame is in."""
         line, column = _position(frame)
         sites = self._leading.get(name_of(frame.f_code), ())
-        return next((each for each in sites if each.covers(line, column)), None)
+        return next((site for site in sites if site.covers(line, column)), None)
 
     @staticmethod
     def number_of(site: Site | None) -> int | None:

@@ -52,9 +52,9 @@ class Generators:
         self.anew = session.anew
         self._session = session
         self._frames = frames
-        self._known = {body for each in files for body in each.generators}
-        self._plain = {body: why for each in files for body, why in each.plain.items()}
-        self._files = frozenset(str(each.source.path) for each in files)
+        self._known = {body for file in files for body in file.generators}
+        self._plain = {body: why for file in files for body, why in file.plain.items()}
+        self._files = frozenset(str(file.source.path) for file in files)
         self._aim: Site | None = None
         self._names: dict[str, Any] = {}
         self._reached = False
@@ -219,9 +219,9 @@ def _function_of(generator: Any) -> types.FunctionType | None:
     """The function that a generator is of: the generator itself holds it."""
     return next(
         (
-            each
-            for each in gc.get_referents(generator)
-            if isinstance(each, types.FunctionType) and each.__code__ is generator.gi_code
+            referent
+            for referent in gc.get_referents(generator)
+            if isinstance(referent, types.FunctionType) and referent.__code__ is generator.gi_code
         ),
         None,
     )

@@ -21,31 +21,31 @@ def file_handlers() -> Handlers:
     """Name of each logger that writes to files, and its handlers that do."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = {
-        each.name: [one for one in each.handlers if isinstance(one, logging.FileHandler)]
-        for each in loggers
-        if isinstance(each, logging.Logger)
+        logger.name: [one for one in logger.handlers if isinstance(one, logging.FileHandler)]
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
     }
-    return {name: each for name, each in found.items() if each}
+    return {name: found_item for name, found_item in found.items() if found_item}
 
 
 def later_handlers(before: Handlers) -> Handlers:
     """Those that loggers have and had not `before`."""
     return {
-        name: [one for one in each if not any(one is old for old in before.get(name, ()))]
-        for name, each in file_handlers().items()
+        name: [one for one in handler if not any(one is old for old in before.get(name, ()))]
+        for name, handler in file_handlers().items()
     }
 
 
 def add_handlers(handlers: Handlers) -> None:
     """Give loggers their later handlers again."""
-    for name, each in handlers.items():
-        for one in each:
+    for name, handler in handlers.items():
+        for one in handler:
             logging.getLogger(name).addHandler(one)
 
 
 def reduced_handler(handler: logging.FileHandler) -> Any:
     """How a handler that set-up has not made is made again, as `object.__reduce__` gives it."""
-    state = {name: each for name, each in vars(handler).items() if name not in _OF_PROCESS}
+    state = {name: variable for name, variable in vars(handler).items() if name not in _OF_PROCESS}
     return _made, (type(handler), state, handler.stream is not None)
 
 

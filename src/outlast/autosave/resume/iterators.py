@@ -292,7 +292,11 @@ if _RICH is not None:
 
 REDUCERS: Mapping[type, Callable[[Any], Any]] = {
     types.GeneratorType: _refuse_generator,
-    **{each: _reduced_itertool for each in vars(itertools).values() if isinstance(each, type)},
+    **{
+        variable: _reduced_itertool
+        for variable in vars(itertools).values()
+        if isinstance(variable, type)
+    },
     **({} if _TQDM is None else {_TQDM: _reduced_bar}),
 }
 """How objects of these types, and of types derived from them, are pickled."""

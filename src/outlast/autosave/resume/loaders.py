@@ -223,7 +223,7 @@ class LoaderIterator:
         held = [Held(owner, content(owner)) for owner, _ in self._draws.series.held]
         if self._reads:
             # What the dataset holds belongs to the samples that it reads again.
-            held = [each for each in held if source_of(each.owner) is not None]
+            held = [item for item in held if source_of(item.owner) is not None]
         try:
             again = self._drawn_again()
         finally:

@@ -61,7 +61,7 @@ def _binding(
         depth, name = int(path[1][1:-1]), ast.literal_eval(path[3][1:-1])
         return _in_frame(frames[depth], name, path[4:], files)
     if len(path) > 2 and path[0] == f"[{MODULES}]":
-        module, name = (ast.literal_eval(each[1:-1]) for each in path[1:3])
+        module, name = (ast.literal_eval(part[1:-1]) for part in path[1:3])
         return _in_module(module, name, path[3:], files)
     return None
 

@@ -235,7 +235,7 @@ class Logs:
 
     def _writable(self) -> list[tuple[Any, str]]:
         # A file may go away meanwhile, with a thread; one call copies the list at one moment.
-        files = [(each.reference(), each.path) for each in list(self._open.values())]
+        files = [(opened.reference(), opened.path) for opened in list(self._open.values())]
         return [
             (file, path)
             for file, path in files

@@ -33,7 +33,7 @@ class ProgramModules:
         self._files = frozenset(map(str, files))
         self._folder = f"{files[0].parent}{os.sep}"
         self._search = frozenset(map(os.path.realpath, sys.path))
-        self._editable = [each for each in _editable() if each.startswith(self._folder)]
+        self._editable = [name for name in _editable() if name.startswith(self._folder)]
         self._known: dict[str, bool] = {}
 
     def globals(self) -> dict[str, dict[str, Any]]:
@@ -42,7 +42,7 @@ class ProgramModules:
         for name, module in list(sys.modules.items()):
             if self.is_own(name, module):
                 own = vars(module)
-                found[name] = {each: own[each] for each in own_names(own)}
+                found[name] = {name: own[name] for name in own_names(own)}
         return found
 
     def is_own(self, name: str, module: Any) -> bool:
@@ -54,7 +54,7 @@ class ProgramModules:
             # Of thousands of modules, the file system is asked only of those not installed.
             self._known[file] = file in self._files or (
                 not file.startswith(_LIBRARY)
-                and not any(each in file for each in _INSTALLED)
+                and not any(item in file for item in _INSTALLED)
                 and name.partition(".")[0] != _ITSELF
                 and file.endswith(".py")
                 and self._is_found(os.path.realpath(file))
@@ -65,33 +65,33 @@ class ProgramModules:
         """Whether a file belongs to the program: it lies beside it, or where it has searched."""
         if file in self._files:
             return True
-        if any(file == each or file.startswith(f"{each}{os.sep}") for each in self._editable):
+        if any(file == item or file.startswith(f"{item}{os.sep}") for item in self._editable):
             return False
         if file.startswith(self._folder):
             return True
         added = frozenset(map(os.path.realpath, sys.path)) - self._search
-        return any(file.startswith(f"{each}{os.sep}") for each in added)
+        return any(file.startswith(f"{item}{os.sep}") for item in added)
 
 
 def _editable() -> list[str]:
     """Folders and files where installed packages lie that are being worked on."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = [each for each in sys.path if each and each not in own]
+    found = [part for part in sys.path if part and part not in own]
     for name, module in list(sys.modules.items()):
         # What setuptools installs to find them.
         if name.startswith("__editable__"):
             found += map(str, getattr(module, "MAPPING", {}).values())
-    return [os.path.realpath(each) for each in found]
+    return [os.path.realpath(name) for name in found]
 
 
 def own_names(values: dict[str, Any]) -> list[str]:
     """The global names of a module that are the program's."""
     return [
-        each
-        for each in values
-        if not (each.startswith("__") and each.endswith("__")) or each[:10] == "__outlast_"
-        if each != "__outlast__"
-        if not each.startswith(_COMPILED)
+        name
+        for name in values
+        if not (name.startswith("__") and name.endswith("__")) or name[:10] == "__outlast_"
+        if name != "__outlast__"
+        if not name.startswith(_COMPILED)
     ]
 
 

@@ -29,25 +29,25 @@ def remember(roots: Mapping[str, Any], names: Names) -> None:
         names: What they lead to.
     """
     found = dict(roots)
-    for name, each in names.objects.items():
+    for name, object_ in names.objects.items():
         if names.is_own(name):
-            found |= {f"{name}.{key}": value for key, value in vars_of(each).items()}
+            found |= {f"{name}.{key}": value for key, value in vars_of(object_).items()}
     _of_setup.clear()
     _names_of_setup.clear()
-    for name, each in found.items():
-        if isinstance(each, PurePath) and each.is_absolute():
-            _of_setup[name] = each
-            _names_of_setup.setdefault(each, name)
+    for name, found_item in found.items():
+        if isinstance(found_item, PurePath) and found_item.is_absolute():
+            _of_setup[name] = found_item
+            _names_of_setup.setdefault(found_item, name)
 
 
 def _reduced(path: PurePath) -> Any:
     folder = program_folder()
     if folder is not None and path.is_absolute() and path.is_relative_to(folder):
         return _below, (type(path), str(path.relative_to(folder)))
-    above = [each for each in (path, *path.parents) if each in _names_of_setup]
+    above = [parent for parent in (path, *path.parents) if parent in _names_of_setup]
     if not above:
         return type(path), (str(path),)
-    return _at_setup, (type(path), str(path), {_names_of_setup[each]: str(each) for each in above})
+    return _at_setup, (type(path), str(path), {_names_of_setup[item]: str(item) for item in above})
 
 
 def _at_setup(kind: type[PurePath], path: str, above: dict[str, str]) -> PurePath:

@@ -38,11 +38,11 @@ def random_states() -> dict[str, Any]:
 
     What torch.compile draws for dropout comes from these, too.
     """
-    states: dict[str, Any] = {name: each.read() for name, each in host_sources().items()}
+    states: dict[str, Any] = {name: source.read() for name, source in host_sources().items()}
     for device in _DEVICES:
         if _in_use(device):
             states[device] = [
-                _bytes_of(each) for each in _states_of(device, getattr(torch, device))
+                _bytes_of(tensor) for tensor in _states_of(device, getattr(torch, device))
             ]
     return states
 
@@ -53,11 +53,11 @@ def set_random_states(states: dict[str, Any]) -> None:
     Raises:
         AutosaveError: When a kind of device is not here that the states are of.
     """
-    for name, each in host_sources().items():
-        each.write(states[name])
+    for name, source in host_sources().items():
+        source.write(states[name])
     for device in _DEVICES:
         if device in states:
-            _set_device(device, [_tensor_of(each) for each in states[device]])
+            _set_device(device, [_tensor_of(state) for state in states[device]])
 
 
 def host_sources() -> dict[str, Source]:

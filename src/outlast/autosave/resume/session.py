@@ -118,9 +118,9 @@ class Session:
         self.abandoned: list[Any] = []
         self._frames = Frames(files)
         self.generators = Generators(self, self._frames, files)
-        self._files = frozenset(str(each.source.path) for each in files)
-        self._modules = ProgramModules([each.source.path for each in files])
-        self._sources = [each.source for each in files]
+        self._files = frozenset(str(file.source.path) for file in files)
+        self._modules = ProgramModules([file.source.path for file in files])
+        self._sources = [file.source for file in files]
         self._environment = environment_names(self._sources)
         self._setup_values: dict[str, dict[str, Any]] = {}
         self._foreign = ForeignModules(self._sources, self._modules.is_own)
@@ -142,7 +142,7 @@ class Session:
         self._visits: Counter[int] = Counter()
         self._entries = Entries(self._frames, self._files)
         # Elsewhere than in its steps, the program may read what its next step would drop.
-        learns = not any(each.reads_gradients for each in files)
+        learns = not any(file.reads_gradients for file in files)
         self._gradients = (gradients or GradientUse()) if learns else None
         self._known = {"session": self, "anew": self.anew, "builtins": vars(builtins)}
 
@@ -241,12 +241,12 @@ class Session:
         self._random = None
         self.late = {
             place
-            for place, each in enumerate(self._frames.of(frame))
-            if place not in self._reached and each.f_code.co_name != MODULE
+            for place, item in enumerate(self._frames.of(frame))
+            if place not in self._reached and item.f_code.co_name != MODULE
         }
         self._target = [
-            each if place in self.late else each._replace(names={})
-            for place, each in enumerate(self._target)
+            item if place in self.late else item._replace(names={})
+            for place, item in enumerate(self._target)
         ]
         self.live = True
         return True
@@ -309,9 +309,9 @@ class Session:
             for module, values in own.items()
             for name, value in values.items()
         }
-        for depth, each in enumerate(self._frames.of(frame)):
-            if each.f_code.co_name != MODULE:
-                roots |= {f"{depth}:{name}": value for name, value in each.f_locals.items()}
+        for depth, item in enumerate(self._frames.of(frame)):
+            if item.f_code.co_name != MODULE:
+                roots |= {f"{depth}:{name}": value for name, value in item.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
         foreign = self._foreign.begin(own)
         self._names = Names(
@@ -326,9 +326,9 @@ class Session:
         frames = self._frames.of(frame)
         self._setup_values = self._from_environment(own) | self._from_environment(
             {
-                f"{depth}:{self._frames.body_of(each)}": each.f_locals
-                for depth, each in enumerate(frames)
-                if each.f_code.co_name != MODULE
+                f"{depth}:{self._frames.body_of(frame)}": frame.f_locals
+                for depth, frame in enumerate(frames)
+                if frame.f_code.co_name != MODULE
             }
         )
         paths.remember(roots, self._names)
@@ -361,7 +361,7 @@ class Session:
             place._replace(names=self._settled(f"{depth}:{place.body}", place.names))
             for depth, place in enumerate(self._target)
         ]
-        values = {module: self._settled(module, each) for module, each in values.items()}
+        values = {module: self._settled(module, value) for module, value in values.items()}
         if names.renewals:
             self._keeper.note(
                 f"{', '.join(names.renewals)}: set-up takes this from the environment, where it is "
@@ -391,14 +391,14 @@ class Session:
             for depth, place in enumerate(self._frames.places(frame, number, self.kept))
         ]
         dead = {
-            each.f_globals["__name__"]: self._dead(place.site)
-            for each, place in zip(frames, places, strict=True)
-            if each.f_code.co_name == MODULE
+            frame.f_globals["__name__"]: self._dead(place.site)
+            for frame, place in zip(frames, places, strict=True)
+            if frame.f_code.co_name == MODULE
         }
         values = {
             module: self._marked(
                 module,
-                {name: each for name, each in values.items() if name not in dead.get(module, ())},
+                {name: value for name, value in values.items() if name not in dead.get(module, ())},
             )
             for module, values in self._modules.globals().items()
         }
@@ -423,7 +423,7 @@ class Session:
             return self._names.leave(error.root)
         if len(error.path) < 4 or error.path[0] != f"[{FOREIGN}]":
             return False
-        owner = next(each for each in foreign if f"[{each!r}]" == error.path[1])
+        owner = next(item for item in foreign if f"[{item!r}]" == error.path[1])
         return self._foreign.leave(owner, ast.literal_eval(error.path[3][1:-1]))
 
     def _dead(self, site: int | None) -> frozenset[str]:

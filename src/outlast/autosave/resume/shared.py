@@ -39,7 +39,7 @@ def refuse_shared(
     Returns:
         Raises an `AutosaveError` where the function shares a variable that may change.
     """
-    running = [each for each in frames if each.f_code.co_cellvars]
+    running = [frame for frame in frames if frame.f_code.co_cellvars]
 
     def ask(function: FunctionType) -> None:
         for frame in running:
@@ -94,13 +94,13 @@ def _changes(body: Body, name: str, frame: FrameType, code: CodeType) -> bool:
         frame: Executes the body.
         code: Of a function that was made there.
     """
-    if any(isinstance(each, ast.Nonlocal) and name in each.names for each in ast.walk(body)):
+    if any(isinstance(node, ast.Nonlocal) and name in node.names for node in ast.walk(body)):
         return True
     stores, made = list(bindings_of(body, name)), code.co_firstlineno
-    loops = [each for each in ast.walk(body) if isinstance(each, Loop)]
+    loops = [node for node in ast.walk(body) if isinstance(node, Loop)]
     if "<locals>" in code.co_qualname.removeprefix(f"{frame.f_code.co_qualname}.<locals>."):
         # It is made whenever the function within is called.
-        return len(stores) > 1 or any(_has(each, line) for each in loops for line in stores)
+        return len(stores) > 1 or any(_has(loop, line) for loop in loops for line in stores)
     return any(
         line > made or _changes_next_turn(body, loops, line, made, frame.f_lineno)
         for line in stores
@@ -112,7 +112,7 @@ def _changes_next_turn(body: Body, loops: list[Loop], line: int, made: int, now:
 
     In the next turn of a loop around both it does, but then another function is made.
     """
-    turn = _innermost([each for each in loops if _has(each, made)], line)
+    turn = _innermost([loop for loop in loops if _has(loop, made)], line)
     if turn is None:
         return False
     from_an_earlier_turn = _has(turn, now) and now < made
@@ -121,10 +121,12 @@ def _changes_next_turn(body: Body, loops: list[Loop], line: int, made: int, now:
 
 def _is_kept(body: Body, made: int, turn: Loop) -> bool:
     """Whether the statement in a line puts something where it stays after a turn of a loop."""
-    statements = (each for each in ast.walk(body) if isinstance(each, ast.stmt) and each != body)
-    match min((each for each in statements if _has(each, made)), key=_lines, default=None):
+    statements = (node for node in ast.walk(body) if isinstance(node, ast.stmt) and node != body)
+    match min(
+        (statement for statement in statements if _has(statement, made)), key=_lines, default=None
+    ):
         case ast.Assign(targets=targets):
-            places = [each for each in targets if not isinstance(each, ast.Name)]
+            places = [target for target in targets if not isinstance(target, ast.Name)]
         case ast.AugAssign(target=target):
             places = [target]
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=attr, value=value))) if attr in _KEEP:
@@ -132,11 +134,11 @@ def _is_kept(body: Body, made: int, turn: Loop) -> bool:
         case _:
             return False
     fresh = {
-        each.id
-        for each in ast.walk(turn)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        node.id
+        for node in ast.walk(turn)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    return any(_root(each) not in fresh for each in places)
+    return any(_root(place) not in fresh for place in places)
 
 
 def _root(place: ast.expr) -> str | None:
@@ -146,7 +148,7 @@ def _root(place: ast.expr) -> str | None:
 
 
 def _innermost(loops: list[Loop], line: int) -> Loop | None:
-    return min((each for each in loops if _has(each, line)), key=_lines, default=None)
+    return min((loop for loop in loops if _has(loop, line)), key=_lines, default=None)
 
 
 def _has(node: ast.stmt, line: int) -> bool:

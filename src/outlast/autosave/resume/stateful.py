@@ -78,7 +78,7 @@ class StatefulIterator:
             return
         loader, now = self._loader, random_states()
         reached = held_by([loader._index_sampler, loader.generator], [loader.dataset])
-        sources = [each for each in reached if source_of(each.owner) is not None]
+        sources = [held for held in reached if source_of(held.owner) is not None]
         try:
             set_random_states(self._begun)
             loader.load_state_dict(self._state)

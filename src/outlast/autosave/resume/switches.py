@@ -51,8 +51,8 @@ def _set_filters(value: Any) -> None:
 
 def _set_decimal(value: Any) -> None:
     context = decimal.getcontext()
-    for name, each in zip(_DECIMAL, value, strict=True):
-        setattr(context, name, each)
+    for name, item in zip(_DECIMAL, value, strict=True):
+        setattr(context, name, item)
 
 
 def _flushes() -> bool:
@@ -109,8 +109,8 @@ _SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "errors of numpy": (np.geterr, lambda value: np.seterr(**value)),
     "printing of numpy": (
         lambda: {
-            name: each
-            for name, each in np.get_printoptions().items()
+            name: printoption
+            for name, printoption in np.get_printoptions().items()
             if name not in ("formatter", "override_repr", "legacy")
         },
         lambda value: np.set_printoptions(**value),
@@ -150,7 +150,7 @@ def changed(before: Mapping[str, Any]) -> dict[str, Any]:
         before: What `switches` gave when set-up was done.
     """
     now = switches()
-    found = {name: each for name, each in now.items() if name not in before or before[name] != each}
+    found = {name: item for name, item in now.items() if name not in before or before[name] != item}
     lost = (name for name in before.keys() - now.keys() if name.startswith(_ENVIRONMENT))
     return found | dict.fromkeys(lost, _UNSET)
 

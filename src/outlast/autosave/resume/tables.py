@@ -22,8 +22,8 @@ _METHODS = (types.BuiltinMethodType, types.MethodType)
 
 def _reduced(writer: Any) -> Any:
     # It shows its settings, but not what it writes with.
-    found = (each for each in gc.get_referents(writer) if callable(each))
-    write: Any = next((each for each in found if not isinstance(each, type)), None)
+    found = (referent for referent in gc.get_referents(writer) if callable(referent))
+    write: Any = next((name for name in found if not isinstance(name, type)), None)
     if write is None:
         raise AutosaveError(
             "what a csv.writer writes with cannot be seen; make it with a file that open() gives"

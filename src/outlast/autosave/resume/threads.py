@@ -38,15 +38,15 @@ def refuse_fed_queues(names: Names, files: frozenset[str]) -> None:
     if threading.active_count() == 1:
         return
     queues = {
-        id(each): path
-        for path, each in names.objects.items()
-        if isinstance(each, QUEUES) and names.is_own(path)
+        id(object_): path
+        for path, object_ in names.objects.items()
+        if isinstance(object_, QUEUES) and names.is_own(path)
     }
     for frame in _filling(files) if queues else ():
         code = frame.f_code
-        seen = (each for value in _used(frame) for each in _reached(value, files, _DEPTH))
-        found = (queues.get(id(each)) for each in itertools.islice(seen, _AT_MOST))
-        path = next((each for each in found if each is not None), None)
+        seen = (item for value in _used(frame) for item in _reached(value, files, _DEPTH))
+        found = (queues.get(id(number)) for number in itertools.islice(seen, _AT_MOST))
+        path = next((tensor for tensor in found if tensor is not None), None)
         if path is not None:
             raise AutosaveError(
                 f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` fills a queue "
@@ -70,7 +70,7 @@ def _filling(files: frozenset[str]) -> Iterator[FrameType]:
 def _used(frame: FrameType) -> Iterator[Any]:
     """The local variables of a frame, and the global ones that its code names."""
     yield from list(frame.f_locals.values())
-    yield from (frame.f_globals[each] for each in frame.f_code.co_names if each in frame.f_globals)
+    yield from (frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals)
 
 
 def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:
@@ -87,5 +87,5 @@ def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:
         inner = [value.__self__]
     elif not isinstance(value, types.ModuleType) or getattr(value, "__file__", None) in files:
         inner = list(vars_of(value).values())
-    for each in inner:
-        yield from _reached(each, files, depth - 1)
+    for item in inner:
+        yield from _reached(item, files, depth - 1)

@@ -51,7 +51,7 @@ def held_by(roots: Iterable[Any], passed: Iterable[Any] = ()) -> list[Held]:
     """
     without = list(passed)
     reached = _reached(roots, lambda value: _stands_apart(value, without))
-    return [Held(each, content(each)) for each in reached]
+    return [Held(name, content(name)) for name in reached]
 
 
 def content(value: Any) -> Any:
@@ -102,21 +102,21 @@ class Atoms:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._owners: list[Any] = []
         self._sources: list[Source] = []
-        for each in _reached(roots, _is_large):
-            source = source_of(each)
+        for item in _reached(roots, _is_large):
+            source = source_of(item)
             if source is not None:
                 self._sources.append(source)
-            elif not isinstance(each, _CONTAINERS):
-                self._owners.append(each)
+            elif not isinstance(item, _CONTAINERS):
+                self._owners.append(item)
 
     def read(self) -> dict[str, Any]:
         """State of each source, and the atoms of each object, by its place in the order."""
         found: dict[str, Any] = {
-            f"source {place}": each.read() for place, each in enumerate(self._sources)
+            f"source {place}": source.read() for place, source in enumerate(self._sources)
         }
-        for place, each in enumerate(self._owners):
+        for place, owner in enumerate(self._owners):
             found[f"object {place}"] = {
-                name: value for name, value in vars(each).items() if type(value) in ATOMS
+                name: value for name, value in vars(owner).items() if type(value) in ATOMS
             }
         return found
 
@@ -133,7 +133,7 @@ class Atoms:
 def _reached(roots: Iterable[Any], closed: Any) -> Iterator[Any]:
     """Objects that hold something, reached from `roots` through what is not `closed`."""
     seen: dict[int, Any] = {}
-    waiting = deque((each, True) for each in roots)
+    waiting = deque((root, True) for root in roots)
     while waiting and len(seen) < _MANY_OBJECTS:
         value, root = waiting.popleft()
         if id(value) in seen or isinstance(value, _CLOSED) or (not root and closed(value)):
@@ -142,12 +142,12 @@ def _reached(roots: Iterable[Any], closed: Any) -> Iterator[Any]:
         if isinstance(value, types.MethodType):
             waiting.append((value.__self__, False))
         elif isinstance(value, tuple):
-            waiting.extend((each, False) for each in value)
+            waiting.extend((item, False) for item in value)
         elif source_of(value) is not None or isinstance(value, (torch.Tensor, np.ndarray)):
             yield value
         elif isinstance(value, _CONTAINERS) or isinstance(getattr(value, "__dict__", None), dict):
             yield value
-            waiting.extend((each, False) for each in _inside(value))
+            waiting.extend((item, False) for item in _inside(value))
 
 
 def _inside(value: Any) -> list[Any]:
@@ -155,11 +155,11 @@ def _inside(value: Any) -> list[Any]:
         parts: Iterable[Any] = value.values()
     else:
         parts = value if isinstance(value, _CONTAINERS) else vars(value).values()
-    return [each for each in parts if type(each) not in ATOMS]
+    return [part for part in parts if type(part) not in ATOMS]
 
 
 def _stands_apart(value: Any, without: list[Any]) -> bool:
-    if isinstance(value, (nn.Module, Dataset)) or any(value is each for each in without):
+    if isinstance(value, (nn.Module, Dataset)) or any(value is item for item in without):
         return True
     if isinstance(value, (Sampler, torch.Tensor)) or source_of(value) is not None:
         return False

@@ -58,21 +58,21 @@ class _Watch:
         self._host = host_sources()
         self._atoms = atoms
         self._seen = self._read()
-        for name, each in self._host.items():
+        for name, item in self._host.items():
             if name in states:
-                each.write(states[name])
-        atoms.write({name: each for name, each in states.items() if name not in self._host})
-        self._seen |= {name: each for name, each in states.items() if name in self._seen}
+                item.write(states[name])
+        atoms.write({name: state for name, state in states.items() if name not in self._host})
+        self._seen |= {name: state for name, state in states.items() if name in self._seen}
 
     def changed(self) -> dict[str, Any]:
         """The states that are not those of the last call."""
         now = self._read()
-        changed = {name: each for name, each in now.items() if each != self._seen[name]}
+        changed = {name: item for name, item in now.items() if item != self._seen[name]}
         self._seen = now
         return changed
 
     def _read(self) -> dict[str, Any]:
-        return {name: each.read() for name, each in self._host.items()} | self._atoms.read()
+        return {name: item.read() for name, item in self._host.items()} | self._atoms.read()
 
 
 _watch: _Watch | None = None

@@ -24,15 +24,15 @@ def digest(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
         return made.hexdigest()
     plain = value.detach()
     made = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)} {plain.layout}".encode())
-    for each in _dense_parts(plain):
-        flat = each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    for part in _dense_parts(plain):
+        flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         made.update(flat.cpu().numpy().data)
     return made.hexdigest()
 
 
 def digests(objects: Mapping[str, Any]) -> dict[str, str]:
     """Name to digest, of those of the `objects` that hold numbers."""
-    return {name: digest(each) for name, each in objects.items() if holds_numbers(each)}
+    return {name: digest(object_) for name, object_ in objects.items() if holds_numbers(object_)}
 
 
 def holds_numbers(value: Any) -> bool:
@@ -51,7 +51,7 @@ def changed_over(boundaries: Iterable[Mapping[str, str]]) -> frozenset[str]:
     """Names whose digest is not the same at all boundaries, or that are missing at some."""
     seen = list(boundaries)
     names = frozenset[str]().union(*seen)
-    return frozenset(name for name in names if len({each.get(name) for each in seen}) > 1)
+    return frozenset(name for name in names if len({number.get(name) for number in seen}) > 1)
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -40,10 +40,10 @@ def first_differences(
     """Each name that differs once, at the first step where it does."""
     told: set[str] = set()
     for step, names in expected.items():
-        for each in differences(step, names, found.get(step, {})):
-            if each.name not in told:
-                told.add(each.name)
-                yield each
+        for difference in differences(step, names, found.get(step, {})):
+            if difference.name not in told:
+                told.add(difference.name)
+                yield difference
 
 
 def differences(

@@ -115,7 +115,7 @@ class Accesses:
 
     def keys(self) -> frozenset[int]:
         """Keys of the storages that were there before the step and that it touched."""
-        return frozenset(key for key, each in self._of.items() if not each.born)
+        return frozenset(key for key, item in self._of.items() if not item.born)
 
     def written(self) -> frozenset[int]:
         """Of these, what it wrote."""
@@ -174,21 +174,21 @@ def arguments_of(operation: Any) -> tuple[Argument, ...]:
     schema = operation._schema
     namespace, _, name = schema.name.rpartition("::")
     found = []
-    for position, each in enumerate(schema.arguments):
-        if "Tensor" not in str(each.type):
+    for position, argument in enumerate(schema.arguments):
+        if "Tensor" not in str(argument.type):
             continue
         role: _Role = "read"
-        if each.alias_info is not None and each.alias_info.is_write:
-            role = "overwrite" if each.is_out or name in _OVERWRITES else "update"
-        elif each.alias_info is not None and namespace == "aten" and name not in _COPIES:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            role = "overwrite" if argument.is_out or name in _OVERWRITES else "update"
+        elif argument.alias_info is not None and namespace == "aten" and name not in _COPIES:
             role = "view"
         elif namespace in _WRITES_ALL:
             role = "update"
-        elif each.name.startswith("running_") and "backward" not in name:
+        elif argument.name.startswith("running_") and "backward" not in name:
             role = "statistics"
         elif namespace not in _ANNOTATED:
             role = "unsure"
-        found.append(Argument(position, each.name, role))
+        found.append(Argument(position, argument.name, role))
     return tuple(found)
 
 
@@ -220,24 +220,24 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(each.__torch_dispatch__ is not _PLAIN for each in types):
+        if any(type_.__torch_dispatch__ is not _PLAIN for type_ in types):
             # A tensor made of tensors comes again as operations on its parts.
             return NotImplemented
         kwargs = kwargs or {}
         found = self._found
         found.operations += 1
         unsure = self._note(func, args, kwargs)
-        before = {name: digest(each) for name, each in unsure.items()}
+        before = {name: digest(item) for name, item in unsure.items()}
         result = func(*args, **kwargs)
-        for name, each in unsure.items():
-            if digest(each) != before[name]:
+        for name, item in unsure.items():
+            if digest(item) != before[name]:
                 found.untold.add(_name_of(func))
-                self._writes(each)
-        for each in _tensors(result):
-            key = storage_key(each)
+                self._writes(item)
+        for tensor in _tensors(result):
+            key = storage_key(tensor)
             if key not in found._of:
                 found._of[key] = Access(born=True)
-                found._alive[key] = weak_storage(each)
+                found._alive[key] = weak_storage(tensor)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> dict[str, torch.Tensor]:
@@ -252,26 +252,26 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if role == "unsure":
                 self._unsure(unsure, name, value)
                 continue
-            for each in _tensors(value):
-                self._access(each)
+            for tensor in _tensors(value):
+                self._access(tensor)
                 # A view looks at no numbers, and whole new ones need none of those before.
-                if role != "view" and (role != "overwrite" or not _whole(each)):
-                    self._reads(each)
+                if role != "view" and (role != "overwrite" or not _whole(tensor)):
+                    self._reads(tensor)
                 if role in ("update", "overwrite") or (
                     role == "statistics" and _trains(func, args, kwargs)
                 ):
-                    written.append(each)
-        for each in written:
-            self._writes(each)
+                    written.append(tensor)
+        for tensor in written:
+            self._writes(tensor)
         return unsure
 
     def _unsure(
         self, unsure: dict[str, torch.Tensor], name: str, value: Any
     ) -> dict[str, torch.Tensor]:
-        for place, each in enumerate(_tensors(value)):
-            self._reads(each)
-            if not self._access(each).born and holds_numbers(each):
-                unsure[f"{name}[{place}]"] = each
+        for place, tensor in enumerate(_tensors(value)):
+            self._reads(tensor)
+            if not self._access(tensor).born and holds_numbers(tensor):
+                unsure[f"{name}[{place}]"] = tensor
         return unsure
 
     def _access(self, tensor: torch.Tensor) -> Access:
@@ -323,11 +323,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         elif value.layout == torch.sparse_coo:
             yield from (value._indices(), value._values())
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _has_storage(value: Any) -> bool:
@@ -348,9 +348,9 @@ def _whole(tensor: torch.Tensor) -> bool:
 
 def _trains(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
     """Whether a normalisation updates its statistics; yes where it cannot be told."""
-    for position, each in enumerate(func._schema.arguments):
-        if each.name == "training":
-            return bool(args[position] if position < len(args) else kwargs.get(each.name, True))
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "training":
+            return bool(args[position] if position < len(args) else kwargs.get(argument.name, True))
     return True
 
 

@@ -102,7 +102,9 @@ def finding_of(path: str, changed: bool, evidence: Evidence, *, shared: bool) ->
             seen.blind = True
         else:
             seen.add(before.keys[path], after, trace, path)
-    if any(path in each.digests and path not in each.keys for each in evidence.boundaries):
+    if any(
+        path in boundary.digests and path not in boundary.keys for boundary in evidence.boundaries
+    ):
         # An array, or a tensor of another layout: operations do not tell which memory is its own.
         seen.blind = True
     return Finding(

@@ -69,8 +69,8 @@ def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, In
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found[module] = Inputs(*pytree.tree_map_only(torch.Tensor, _shape_of, (args, kwargs)))
 
-    every = {part for each in modules for part in each.modules()}
-    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in every]
+    every = {part for module in modules for part in module.modules()}
+    handles = [said.register_forward_pre_hook(note, with_kwargs=True) for said in every]
     try:
         yield found
     finally:
@@ -91,22 +91,22 @@ def graph_state(
     found = GraphState()
     known: dict[str, _Signature | str] = {}
     deadline = time.monotonic() + limit_seconds
-    for each in (part for module in modules for part in _parts(module)):
-        if each not in inputs:
+    for item in (part for module in modules for part in _parts(module)):
+        if item not in inputs:
             continue
-        kind = type(each).__name__
-        key = _key(each, inputs[each])
+        kind = type(item).__name__
+        key = _key(item, inputs[item])
         if key not in known:
             if time.monotonic() > deadline:
                 found.failures.append(f"{kind}: {limit_seconds:g} s of exports had passed")
                 continue
-            known[key] = _export(each, inputs[each])
+            known[key] = _export(item, inputs[item])
         signature = known[key]
         if isinstance(signature, str):
             found.failures.append(f"{kind}: {signature}")
             continue
         for name in sorted(signature.buffers | signature.attributes):
-            tensor = _attribute(each, name)
+            tensor = _attribute(item, name)
             if isinstance(tensor, torch.Tensor):
                 found.mutated.append((tensor, f"written in the forward pass of {kind}"))
                 if name in signature.attributes and not isinstance(tensor, nn.Parameter):
@@ -130,33 +130,33 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that are small, or hold tensors themselves, and have something to write."""
     if not _has_state(module, deep=True):
         return
-    leaves = sum(1 for each in module.modules() if next(each.children(), None) is None)
+    leaves = sum(1 for pair in module.modules() if next(pair.children(), None) is None)
     if leaves <= _LARGE_LEAVES or _has_state(module, deep=False):
         yield module
     else:
-        for each in module.children():
-            yield from _parts(each)
+        for child in module.children():
+            yield from _parts(child)
 
 
 def _has_state(module: nn.Module, *, deep: bool) -> bool:
     return any(
-        next(each.buffers(recurse=False), None) is not None or _plain_tensors(each)
-        for each in (module.modules() if deep else [module])
+        next(pair.buffers(recurse=False), None) is not None or _plain_tensors(pair)
+        for pair in (module.modules() if deep else [module])
     )
 
 
 def _plain_tensors(module: nn.Module) -> list[str]:
-    return [name for name, each in vars(module).items() if isinstance(each, torch.Tensor)]
+    return [name for name, variable in vars(module).items() if isinstance(variable, torch.Tensor)]
 
 
 def _key(module: nn.Module, inputs: Inputs) -> str:
     """Equal for modules that do the same with other numbers, as far as they can be told apart."""
     settings = {
-        name: each
-        for name, each in vars(module).items()
-        if isinstance(each, (int, float, str, bool, type(None)))
+        name: variable
+        for name, variable in vars(module).items()
+        if isinstance(variable, (int, float, str, bool, type(None)))
     }
-    shapes = [(name, tuple(each.shape)) for name, each in module.named_buffers()]
+    shapes = [(name, tuple(item.shape)) for name, item in module.named_buffers()]
     return f"{type(module)} {module!r} {settings} {shapes} {inputs}"
 
 
@@ -189,8 +189,8 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 attributes.add(name[1])
                 _make_buffer(module, name[1])
                 continue
-        for each in warned:
-            found = _ASSIGNED.search(str(each.message))
+        for item in warned:
+            found = _ASSIGNED.search(str(item.message))
             if found:
                 attributes |= {name.strip().removeprefix("self.") for name in found[1].split(",")}
         mutated = frozenset(final.graph_signature.buffers_to_mutate.values())

@@ -46,16 +46,16 @@ def lints_of(
     yield from _out_of_reach(doubts.known, doubts.traces)
     transient = _not_persistent(objects)
     others = _with_state_dicts(objects)
-    for each in states:
-        if each.kind == "must-save" and not each.in_state_dict:
-            owner = next((one for one in others if each.name.startswith(f"{one}.")), "")
-            yield _missed(each, not transient.isdisjoint(each.aliases), owner)
+    for state in states:
+        if state.kind == "must-save" and not state.in_state_dict:
+            owner = next((one for one in others if state.name.startswith(f"{one}.")), "")
+            yield _missed(state, not transient.isdisjoint(state.aliases), owner)
     for name in doubts.unseen:
         yield (
             f"`{name}` changes without an operation of torch that writes it; whatever changes it "
             "(NumPy, a kernel) is not seen, so its copy windows are closed"
         )
-    for operation in sorted({name for each in doubts.traces for name in each.untold}):
+    for operation in sorted({name for trace in doubts.traces for name in trace.untold}):
         yield (
             f"the operation {operation} writes an argument and does not say so; declare it with "
             "`mutates_args` (or `(a!)` in its schema)"
@@ -63,7 +63,7 @@ def lints_of(
     yield from doubts.graph.lints
     for failure in doubts.graph.failures:
         yield f"not exported, so judged by trace and content alone: {failure}"
-    for reason in sorted({each.skipped for each in doubts.traces if each.skipped}):
+    for reason in sorted({trace.skipped for trace in doubts.traces if trace.skipped}):
         yield f"not traced, so judged by content alone: {reason}"
 
 
@@ -92,21 +92,21 @@ def _missed(state: TensorState, transient: bool, owner: str) -> str:
 def _not_persistent(objects: Mapping[str, Any]) -> frozenset[str]:
     """Paths to buffers that their modules do not save."""
     found = {
-        id(each._buffers[name])
-        for each in objects.values()
-        if isinstance(each, nn.Module)
-        for name in each._non_persistent_buffers_set
+        id(object_._buffers[name])
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
     }
-    return frozenset(path for path, each in objects.items() if id(each) in found)
+    return frozenset(path for path, object_ in objects.items() if id(object_) in found)
 
 
 def _with_state_dicts(objects: Mapping[str, Any]) -> list[str]:
     """Paths to other objects with a state of their own, as scalers of losses have."""
     return [
         path
-        for path, each in objects.items()
-        if not isinstance(each, (nn.Module, torch.optim.Optimizer, type))
-        and callable(getattr(type(each), "state_dict", None))
+        for path, object_ in objects.items()
+        if not isinstance(object_, (nn.Module, torch.optim.Optimizer, type))
+        and callable(getattr(type(object_), "state_dict", None))
     ]
 
 
@@ -114,11 +114,11 @@ def _out_of_reach(known: frozenset[int], traces: Sequence[Accesses]) -> Iterator
     """Storages without a name that steps write, and that were there in an earlier step."""
     met: set[int] = set()
     told: set[int] = set()
-    for each in traces:
-        for key in sorted((each.written() & met) - known - told):
+    for trace in traces:
+        for key in sorted((trace.written() & met) - known - told):
             told.add(key)
             yield (
-                f"a tensor that no root leads to is changed at {each.places.get(key, 'a library')} "
-                "and used in later steps, too; give find_state() the object that holds it"
+                f"a tensor that no root leads to is changed at {trace.places.get(key, 'a library')}"
+                " and used in later steps, too; give find_state() the object that holds it"
             )
-        met |= each.keys()
+        met |= trace.keys()

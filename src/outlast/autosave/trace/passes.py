@@ -144,22 +144,22 @@ class _Pass:
         called = readable_names(objects)
         found: dict[str, str] = {}
         told: dict[int, str] = {}
-        kept = {storage_key(each) for each in blocks.values()}
-        for path, each in objects.items():
+        kept = {storage_key(block) for block in blocks.values()}
+        for path, object_ in objects.items():
             if (
-                isinstance(each, torch.Tensor)
-                and holds_numbers(each)
-                and each.layout == torch.strided
+                isinstance(object_, torch.Tensor)
+                and holds_numbers(object_)
+                and object_.layout == torch.strided
             ):
-                key = storage_key(each)
+                key = storage_key(object_)
                 if key in kept:
-                    name = called.get(id(each), path)
+                    name = called.get(id(object_), path)
                     told.setdefault(key, name)
-                    found[name] = digest(each)
+                    found[name] = digest(object_)
         names: dict[str, str] = {}
-        for block, each in blocks.items():
-            content = digest(each)
-            names[block] = told.get(storage_key(each), f"tensor without a name ({content})")
+        for block, item in blocks.items():
+            content = digest(item)
+            names[block] = told.get(storage_key(item), f"tensor without a name ({content})")
             found.setdefault(names[block], content)
         return found, names
 
@@ -167,7 +167,7 @@ class _Pass:
         objects = self._view.objects()
         called = readable_names(objects)
         self.result.held = {
-            called.get(id(objects[path]), path): each for path, each in digests(objects).items()
+            called.get(id(objects[path]), path): item for path, item in digests(objects).items()
         }
         self.result.plain = self._view.plain_values(objects)
         for name, state in random_states().items():
@@ -178,8 +178,8 @@ class _Pass:
         """Leave as a killed program does, without its own last words."""
         write(Path(self._order.result), self.result)
         sys.stdout.flush()
-        for each in psutil.Process().children(recursive=True):
-            each.kill()
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
         os._exit(0)
 
 
@@ -201,12 +201,12 @@ class _Recording(_Pass):
             self._compare(step, captured)
             return
         self.result.saved_bytes = len(captured.program) + sum(
-            each.nbytes for each in captured.tensors.values()
+            tensor.nbytes for tensor in captured.tensors.values()
         )
         self.result.process_bytes = _process_bytes()
         objects = self._view.objects()
         write(self._folder / SAVED, (captured.program, captured.tensors, state.logs))
-        write(self._folder / PLAIN, {path: each.state_dict() for path, each in _plain(objects)})
+        write(self._folder / PLAIN, {path: item.state_dict() for path, item in _plain(objects)})
 
     def _trace(self, step: int) -> None:
         if self._finder is None:
@@ -232,22 +232,22 @@ class _StateDicts(_Pass):
 
     def save(self, step: int, state: SavedState) -> None:
         plain = read(self._folder / PLAIN)
-        for path, each in _plain(self._view.objects()):
+        for path, item in _plain(self._view.objects()):
             # The program may have come to other modules and optimizers than it begins with; what
             # does not fit is lost.
             with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
-                each.load_state_dict(plain[path])
+                item.load_state_dict(plain[path])
         self._look()
         self._end()
 
 
 def _plain(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     """The outermost modules and the optimizers, with their paths."""
-    modules = {id(each) for each in outermost_modules(objects.values())}
+    modules = {id(module) for module in outermost_modules(objects.values())}
     return [
-        (path, each)
-        for path, each in objects.items()
-        if id(each) in modules or isinstance(each, torch.optim.Optimizer)
+        (path, object_)
+        for path, object_ in objects.items()
+        if id(object_) in modules or isinstance(object_, torch.optim.Optimizer)
     ]
 
 

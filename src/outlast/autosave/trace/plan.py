@@ -101,18 +101,18 @@ class StateFinder:
 
 
 def _boundary(objects: dict[str, Any]) -> Boundary:
-    tensors = {path: each for path, each in objects.items() if _strided(each)}
+    tensors = {path: object_ for path, object_ in objects.items() if _strided(object_)}
     called = readable_names(objects)
     return Boundary(
-        {path: storage_key(each) for path, each in tensors.items()},
+        {path: storage_key(tensor) for path, tensor in tensors.items()},
         digests(objects),
         {
-            path: _label(called.get(id(each), path), each)
-            for path, each in objects.items()
-            if holds_numbers(each)
+            path: _label(called.get(id(object_), path), object_)
+            for path, object_ in objects.items()
+            if holds_numbers(object_)
         },
         in_state_dicts(objects.values()),
-        [weak_storage(each) for each in tensors.values()],
+        [weak_storage(tensor) for tensor in tensors.values()],
     )
 
 
@@ -132,16 +132,16 @@ def _strided(value: Any) -> bool:
 
 
 def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
-    changed = changed_over(each.digests for each in evidence.boundaries)
+    changed = changed_over(boundary.digests for boundary in evidence.boundaries)
     written = _written_in_graph(evidence.graph)
     covered = evidence.boundaries[-1].covered
     set_up = _made_by_set_up(objects.values())
     shared = _memory_of_arrays(objects.values())
     optimizers = _of_optimizers(objects)
     groups: dict[Any, list[str]] = {}
-    for path, each in objects.items():
-        if holds_numbers(each):
-            groups.setdefault(storage_key(each) if _strided(each) else path, []).append(path)
+    for path, object_ in objects.items():
+        if holds_numbers(object_):
+            groups.setdefault(storage_key(object_) if _strided(object_) else path, []).append(path)
     labels = evidence.boundaries[-1].called
     states = []
     unseen = []
@@ -161,7 +161,7 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         optimizer = not optimizers.isdisjoint(paths)
         states.append(_state(names, labels[paths[0]], finding, key in covered, optimizer))
     states += _gone(evidence)
-    known = frozenset(key for each in evidence.boundaries for key in each.keys.values())
+    known = frozenset(key for boundary in evidence.boundaries for key in boundary.keys.values())
     last = evidence.traces[-1]
     return StatePlan(
         tensors=tuple(states),
@@ -171,7 +171,7 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         operations=last.operations,
         optimizer_begins=last.optimizer_begins,
         naive_bytes=sum(covered.values()),
-        random=any(each.random for each in evidence.traces),
+        random=any(trace.random for trace in evidence.traces),
     )
 
 
@@ -180,10 +180,10 @@ def _gone(evidence: Evidence) -> list[TensorState]:
     last = evidence.boundaries[-1]
     now = frozenset(last.keys.values())
     found = {
-        path: (label, each.keys.get(path) in each.covered)
-        for each in evidence.boundaries[:-1]
-        for path, label in each.called.items()
-        if path not in last.called and each.keys.get(path) not in now
+        path: (label, boundary.keys.get(path) in boundary.covered)
+        for boundary in evidence.boundaries[:-1]
+        for path, label in boundary.called.items()
+        if path not in last.called and boundary.keys.get(path) not in now
     }
     gone = Finding("must-save", ["content: it is there between some steps"], "early")
     return [
@@ -198,7 +198,7 @@ def _state(
 ) -> TensorState:
     return TensorState(
         name=names[0],
-        aliases=tuple(dict.fromkeys(each for each in names if each != names[0])),
+        aliases=tuple(dict.fromkeys(name for name in names if name != names[0])),
         kind=finding.kind,
         why=tuple(finding.why),
         dtype=str(label.dtype).removeprefix("torch."),
@@ -224,10 +224,10 @@ def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
     """Storages of buffers that their modules declare to make again."""
     return frozenset(
         storage_key(tensor)
-        for each in objects
-        if isinstance(each, nn.Module)
-        for name in each._non_persistent_buffers_set
-        if (tensor := each._buffers.get(name)) is not None and _strided(tensor)
+        for object_ in objects
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+        if (tensor := object_._buffers.get(name)) is not None and _strided(tensor)
     )
 
 
@@ -235,10 +235,11 @@ def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
     """Where the numbers of arrays lie."""
     return [
         range(
-            each.__array_interface__["data"][0], each.__array_interface__["data"][0] + each.nbytes
+            object_.__array_interface__["data"][0],
+            object_.__array_interface__["data"][0] + object_.nbytes,
         )
-        for each in objects
-        if isinstance(each, np.ndarray) and each.nbytes
+        for object_ in objects
+        if isinstance(object_, np.ndarray) and object_.nbytes
     ]
 
 
@@ -248,17 +249,17 @@ def _shared(value: Any, memory: list[range]) -> bool:
         return False
     storage = value.untyped_storage()
     first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    return any(each.start < last and first < each.stop for each in memory)
+    return any(range_.start < last and first < range_.stop for range_ in memory)
 
 
 def _of_optimizers(objects: dict[str, Any]) -> frozenset[str]:
     """Paths to what optimizers keep for each parameter."""
     kept = {
         id(value)
-        for each in objects.values()
-        if isinstance(each, torch.optim.Optimizer)
-        for state in each.state.values()
+        for object_ in objects.values()
+        if isinstance(object_, torch.optim.Optimizer)
+        for state in object_.state.values()
         if isinstance(state, dict)
         for value in state.values()
     }
-    return frozenset(path for path, each in objects.items() if id(each) in kept)
+    return frozenset(path for path, object_ in objects.items() if id(object_) in kept)

@@ -92,16 +92,16 @@ def _original(set_up: Callable[[], Program], steps: int) -> Any:
     plan = find_state(step, roots)
     captured = capture(names, (random_states(), named_roots(step, roots)), {})
     kinds = {
-        storage_key(each): plan.find(path).kind
-        for path, each in reached(step, roots).items()
-        if isinstance(each, torch.Tensor) and _planned(plan, path)
+        storage_key(item): plan.find(path).kind
+        for path, item in reached(step, roots).items()
+        if isinstance(item, torch.Tensor) and _planned(plan, path)
     }
     kept = {}
-    for name, each in captured.tensors.items():
-        kind = kinds.get(storage_key(each), "must-save")
+    for name, tensor in captured.tensors.items():
+        kind = kinds.get(storage_key(tensor), "must-save")
         if kind == "derivable" and name.removeprefix("=") in names.objects:
             continue
-        kept[name] = each.clone()
+        kept[name] = tensor.clone()
         if kind == "dead":
             kept[name].view(torch.uint8).fill_(_NONSENSE)
     saved = io.BytesIO()
@@ -134,7 +134,7 @@ def _names(step: Callable[[], Any], roots: Any) -> Names:
 
 
 def _planned(plan: StatePlan, path: str) -> bool:
-    return any(path in (each.name, *each.aliases) for each in plan.tensors)
+    return any(path in (tensor.name, *tensor.aliases) for tensor in plan.tensors)
 
 
 def _digests_of_steps(step: Callable[[], Any], roots: Any, steps: int) -> dict[int, dict[str, str]]:
@@ -144,7 +144,7 @@ def _digests_of_steps(step: Callable[[], Any], roots: Any, steps: int) -> dict[i
         objects = reached(step, roots)
         called = readable_names(objects)
         found[number] = {
-            called.get(id(objects[path]), path): each for path, each in digests(objects).items()
+            called.get(id(objects[path]), path): digest for path, digest in digests(objects).items()
         }
     return found
 

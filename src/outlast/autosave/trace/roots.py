@@ -30,16 +30,16 @@ def named_roots(step: Callable[[], Any], roots: Any) -> dict[str, Any]:
         found.update(roots)
     else:
         several = isinstance(roots, Iterable) and not isinstance(roots, nn.Module)
-        for each in roots if several else [roots]:
-            name = next((name for name, other in known.items() if other is each), "")
-            name = name or type(each).__name__.lower()
+        for root in roots if several else [roots]:
+            name = next((name for name, other in known.items() if other is root), "")
+            name = name or type(root).__name__.lower()
             while name in found:
                 name += "_"
-            found[name] = each
-    given = {id(each) for each in found.values()}
-    for name, each in known.items():
-        if id(each) not in given:
-            found.setdefault(name, each)
+            found[name] = root
+    given = {id(found_item) for found_item in found.values()}
+    for name, known_item in known.items():
+        if id(known_item) not in given:
+            found.setdefault(name, known_item)
     found.setdefault("step", step)
     return found
 
@@ -47,8 +47,8 @@ def named_roots(step: Callable[[], Any], roots: Any) -> dict[str, Any]:
 def program_modules(roots: Mapping[str, Any]) -> frozenset[str]:
     """Names of the modules that the classes and functions of the roots come from."""
     found = set()
-    for each in roots.values():
-        name = getattr(each, "__module__", None) or type(each).__module__
+    for root in roots.values():
+        name = getattr(root, "__module__", None) or type(root).__module__
         if not f"{name}.".startswith(("torch.", "builtins.", "numpy.")):
             found.add(name)
     return frozenset(found)
@@ -56,9 +56,9 @@ def program_modules(roots: Mapping[str, Any]) -> frozenset[str]:
 
 def outermost_modules(objects: Iterable[Any]) -> list[nn.Module]:
     """The modules that are part of no other."""
-    modules = [each for each in objects if isinstance(each, nn.Module)]
-    inner = {id(part) for each in modules for part in each.modules() if part is not each}
-    return [each for each in modules if id(each) not in inner]
+    modules = [object_ for object_ in objects if isinstance(object_, nn.Module)]
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -68,19 +68,19 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
         objects: Path to object.
     """
     found: dict[int, str] = {}
-    paths = {id(each): path for path, each in objects.items()}
+    paths = {id(object_): path for path, object_ in objects.items()}
     for module in outermost_modules(objects.values()):
         for inner, part in module.named_modules():
             prefix = f"{paths[id(module)]}.{inner}." if inner else f"{paths[id(module)]}."
-            for name, each in {**vars(part), **part._parameters, **part._buffers}.items():
-                if isinstance(each, torch.Tensor):
-                    found.setdefault(id(each), prefix + name)
-    for path, each in objects.items():
+            for name, item in {**vars(part), **part._parameters, **part._buffers}.items():
+                if isinstance(item, torch.Tensor):
+                    found.setdefault(id(item), prefix + name)
+    for path, object_ in objects.items():
         # Not by its attribute, whose uses are watched.
-        if isinstance(each, torch.Tensor) and (grad := gradient(each)) is not None:
-            found.setdefault(id(grad), f"{found.get(id(each), path)}.grad")
-        if isinstance(each, torch.optim.Optimizer):
-            for parameter, state in each.state.items():
+        if isinstance(object_, torch.Tensor) and (grad := gradient(object_)) is not None:
+            found.setdefault(id(grad), f"{found.get(id(object_), path)}.grad")
+        if isinstance(object_, torch.optim.Optimizer):
+            for parameter, state in object_.state.items():
                 of = found.get(id(parameter), paths.get(id(parameter), "?"))
                 for name, value in state.items() if isinstance(state, dict) else ():
                     found.setdefault(id(value), f"{path}.state[{of}].{name}")
@@ -92,11 +92,11 @@ def in_state_dicts(objects: Iterable[Any]) -> dict[int, int]:
     every = list(objects)
     found: dict[int, int] = {}
     for module in outermost_modules(every):
-        for each in module.state_dict(keep_vars=True).values():
-            _add(found, each)
-    for each in every:
-        if isinstance(each, torch.optim.Optimizer):
-            _add(found, each.state_dict())
+        for number in module.state_dict(keep_vars=True).values():
+            _add(found, number)
+    for said in every:
+        if isinstance(said, torch.optim.Optimizer):
+            _add(found, said.state_dict())
     return found
 
 
@@ -108,11 +108,11 @@ def _add(found: dict[int, int], value: Any) -> None:
         elif value.layout == torch.strided:
             found[storage_key(value)] = value.untyped_storage().nbytes()
     elif isinstance(value, Mapping):
-        for each in value.values():
-            _add(found, each)
+        for item in value.values():
+            _add(found, item)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            _add(found, each)
+        for item in value:
+            _add(found, item)
 
 
 def _variables(step: Callable[[], Any]) -> dict[str, Any]:
@@ -133,22 +133,23 @@ def _variables(step: Callable[[], Any]) -> dict[str, Any]:
             if name in function.__globals__:
                 found.setdefault(name, function.__globals__[name])
         waiting += [
-            each
-            for each in found.values()
-            if isinstance(each, types.FunctionType) and each.__module__ == function.__module__
+            found_item
+            for found_item in found.values()
+            if isinstance(found_item, types.FunctionType)
+            and found_item.__module__ == function.__module__
         ]
     return {
-        name: each
-        for name, each in found.items()
-        if not isinstance(each, (types.ModuleType, types.FunctionType, type))
+        name: found_item
+        for name, found_item in found.items()
+        if not isinstance(found_item, (types.ModuleType, types.FunctionType, type))
     }
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _mentioned(each)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _mentioned(const)
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -103,8 +103,8 @@ def replay_script(
             again = passes.run("record")
             # A clock's value may differ. A tensor may not: in a script without a seed all do, and
             # what is lost could not be told from them.
-            unsteady = {each.name for each in _compared(original, again)} - {
-                each.name for each in first_differences(original.tensors, again.tensors)
+            unsteady = {difference.name for difference in _compared(original, again)} - {
+                difference.name for difference in first_differences(original.tensors, again.tensors)
             }
     return _judged(original, plain, passes, found, unsteady)
 
@@ -118,9 +118,9 @@ def _compared(original: Result, other: Result) -> list[Difference]:
     return [
         *first_differences(original.tensors, other.tensors),
         *(
-            each
-            for each in first_differences(original.values, other.values)
-            if (each.expected and each.found) or _ITERATOR not in each.name
+            difference
+            for difference in first_differences(original.values, other.values)
+            if (difference.expected and difference.found) or _ITERATOR not in difference.name
         ),
     ]
 
@@ -136,9 +136,9 @@ def _judged(
     assert plan is not None
     needed = {
         name
-        for each in plan.tensors
-        if each.kind in ("must-save", "save-once")
-        for name in (each.name, *each.aliases)
+        for tensor in plan.tensors
+        if tensor.kind in ("must-save", "save-once")
+        for name in (tensor.name, *tensor.aliases)
     }
     lost = differences(passes.at, original.held, plain.held)
     return ScriptReplay(
@@ -147,11 +147,13 @@ def _judged(
         steps=passes.steps,
         tensors=len(original.tensors[passes.at + 1]),
         values=len(original.values[passes.at + 1]),
-        differences=tuple(each for each in found if each.name not in unsteady),
-        unsteady=tuple(sorted(unsteady & {each.name for each in found})),
-        lost_tensors=tuple(each.name for each in lost if each.expected and each.name in needed),
+        differences=tuple(difference for difference in found if difference.name not in unsteady),
+        unsteady=tuple(sorted(unsteady & {difference.name for difference in found})),
+        lost_tensors=tuple(name.name for name in lost if name.expected and name.name in needed),
         lost_values=tuple(
-            each for each in differences(passes.at, original.plain, plain.plain) if each.expected
+            difference
+            for difference in differences(passes.at, original.plain, plain.plain)
+            if difference.expected
         ),
         saved_bytes=original.saved_bytes,
         process_bytes=original.process_bytes,

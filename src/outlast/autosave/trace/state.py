@@ -78,17 +78,17 @@ class StatePlan:
     @property
     def late(self) -> tuple[str, ...]:
         """Names of tensors that may be copied until the optimizer's step begins."""
-        return tuple(each.name for each in self.tensors if each.window == "late")
+        return tuple(tensor.name for tensor in self.tensors if tensor.window == "late")
 
     @property
     def early(self) -> tuple[str, ...]:
         """Names of tensors that a step writes before the optimizer's step."""
-        return tuple(each.name for each in self.tensors if each.window == "early")
+        return tuple(tensor.name for tensor in self.tensors if tensor.window == "early")
 
     @property
     def cost(self) -> StateBytes:
         """What a save consists of."""
-        late = sum(each.bytes for each in self.of("must-save") if each.window == "late")
+        late = sum(state.bytes for state in self.of("must-save") if state.window == "late")
         return StateBytes(
             early=self.bytes("must-save") - late,
             late=late,
@@ -99,11 +99,11 @@ class StatePlan:
 
     def of(self, kind: Kind) -> tuple[TensorState, ...]:
         """The tensors of a class."""
-        return tuple(each for each in self.tensors if each.kind == kind)
+        return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def bytes(self, *kinds: Kind) -> int:
         """Bytes of some classes; of all without one."""
-        return sum(each.bytes for each in self.tensors if not kinds or each.kind in kinds)
+        return sum(tensor.bytes for tensor in self.tensors if not kinds or tensor.kind in kinds)
 
     def find(self, name: str) -> TensorState:
         """The storage that a name or path leads to.
@@ -111,18 +111,18 @@ class StatePlan:
         Raises:
             KeyError: When none does.
         """
-        for each in self.tensors:
-            if name in (each.name, *each.aliases):
-                return each
+        for tensor in self.tensors:
+            if name in (tensor.name, *tensor.aliases):
+                return tensor
         raise KeyError(name)
 
     def table(self) -> str:
         """All tensors, the bytes of each class and the lints, as text."""
-        width = max([len(each.name) for each in self.tensors], default=0)
+        width = max([len(tensor.name) for tensor in self.tensors], default=0)
         lines = [
-            f"{each.name:{width}}  {each.kind:9}  {each.bytes:>12}  {each.dtype:9}"
-            f"  {each.window:6}  {'; '.join(each.why)}"
-            for each in self.tensors
+            f"{tensor.name:{width}}  {tensor.kind:9}  {tensor.bytes:>12}  {tensor.dtype:9}"
+            f"  {tensor.window:6}  {'; '.join(tensor.why)}"
+            for tensor in self.tensors
         ]
         lines += [
             f"{kind}: {len(self.of(kind))} tensors, {self.bytes(kind)} bytes" for kind in KINDS

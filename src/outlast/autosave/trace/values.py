@@ -50,7 +50,7 @@ def flat_values(program: bytes, blocks: Mapping[str, str]) -> dict[str, str]:
         elif not _is_within(value, within) and (id(value) not in told or len(found) < _MANY):
             told.add(id(value))
             inner = (id(value), within)
-            waiting.extend((where, each, inner) for where, each in _parts(location, value))
+            waiting.extend((where, item, inner) for where, item in _parts(location, value))
     return found
 
 
@@ -75,20 +75,20 @@ def _loaded(program: bytes) -> list[tuple[str, Any]]:
     reader = _Reader(io.BytesIO(body))
     found = [("memory", header), ("frames", reader.load())]
     while (contents := reader.load()) is not None:
-        found += [(path, each) for path, each in contents.items()]
+        found += [(path, content) for path, content in contents.items()]
     return found
 
 
 def _parts(location: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [(f"{location}[{_name(key)}]", each) for key, each in reversed(value.items())]
+        return [(f"{location}[{_name(key)}]", item) for key, item in reversed(value.items())]
     if isinstance(value, _Inert):
         return [(location, type(value)), (location, value.parts)]
     # Contents of objects are names and values in turn.
     before = [None, *value]
     return [
-        (f"{location}.{last}" if isinstance(last, str) else f"{location}[{place}]", each)
-        for place, (last, each) in enumerate(zip(before, value, strict=False))
+        (f"{location}.{last}" if isinstance(last, str) else f"{location}[{place}]", item)
+        for place, (last, item) in enumerate(zip(before, value, strict=False))
     ]
 
 

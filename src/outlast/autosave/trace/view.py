@@ -26,7 +26,7 @@ class ProgramView:
 
     def __init__(self, files: list[Rewritten]) -> None:
         self._frames = Frames(files)
-        self._files = {str(each.source.path) for each in files}
+        self._files = {str(file.source.path) for file in files}
         self._live: dict[str, frozenset[str]] = {}
         self._dead: dict[str, frozenset[str]] = {}
         for site in self._frames.sites.values():
@@ -45,13 +45,13 @@ class ProgramView:
                 dead[frame.f_globals["__name__"]] = self._dead.get(
                     name_of(frame.f_code), frozenset()
                 )
-            for name, each in self._local(frame).items():
-                found[_unused(name, found)] = each
+            for name, item in self._local(frame).items():
+                found[_unused(name, found)] = item
         for module_name, module in self._modules():
-            for name, each in vars(module).items():
+            for name, variable in vars(module).items():
                 if not name.startswith("__") and name not in dead.get(module_name, ()):
                     short = name if module_name == "__main__" else f"{module_name}.{name}"
-                    found[_unused(short, found)] = each
+                    found[_unused(short, found)] = variable
         return found
 
     def objects(self) -> dict[str, Any]:
@@ -60,14 +60,16 @@ class ProgramView:
 
     def plain_values(self, objects: dict[str, Any]) -> dict[str, str]:
         """Name to value, of variables, attributes and items that are numbers and texts."""
-        found = {name: repr(each) for name, each in self.variables().items() if _plain(each)}
-        for path, each in objects.items():
-            if isinstance(each, dict):
-                inner = {f"[{key!r}]": value for key, value in each.items()}
-            elif isinstance(each, list):
-                inner = {f"[{place}]": value for place, value in enumerate(each)}
-            elif hasattr(each, "__dict__") and not isinstance(each, type):
-                inner = {f".{name}": value for name, value in vars(each).items()}
+        found = {
+            name: repr(variable) for name, variable in self.variables().items() if _plain(variable)
+        }
+        for path, object_ in objects.items():
+            if isinstance(object_, dict):
+                inner = {f"[{key!r}]": value for key, value in object_.items()}
+            elif isinstance(object_, list):
+                inner = {f"[{place}]": value for place, value in enumerate(object_)}
+            elif hasattr(object_, "__dict__") and not isinstance(object_, type):
+                inner = {f".{name}": value for name, value in vars(object_).items()}
             else:
                 continue
             found.update({path + end: repr(value) for end, value in inner.items() if _plain(value)})
@@ -75,9 +77,9 @@ class ProgramView:
 
     def _modules(self) -> list[tuple[str, ModuleType]]:
         return [
-            (name, each)
-            for name, each in list(sys.modules.items())
-            if getattr(each, "__file__", None) in self._files
+            (name, module)
+            for name, module in list(sys.modules.items())
+            if getattr(module, "__file__", None) in self._files
         ]
 
     def _local(self, frame: FrameType) -> dict[str, Any]:
@@ -85,8 +87,8 @@ class ProgramView:
             return {}
         live = self._live.get(name_of(frame.f_code), frozenset())
         return {
-            name: each
-            for name, each in frame.f_locals.items()
+            name: f_name
+            for name, f_name in frame.f_locals.items()
             if name in live and not name.startswith(RUNTIME.rstrip("_"))
         }
 

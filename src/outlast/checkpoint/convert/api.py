@@ -86,7 +86,7 @@ def import_checkpoint(
         claim: Claim | None = None
         lock = own(storage) if isinstance(storage, LocalStorage) else None
         try:
-            sessions = [*claimed(storage), *(each.session for each in list_versions(storage))]
+            sessions = [*claimed(storage), *(version.session for version in list_versions(storage))]
             version = Version(max(sessions, default=0) + 1, step)
             claim = None if lock else Claim(storage, version.session, held=False)
             try:

@@ -131,7 +131,7 @@ def _master_weights(
     align = 2 * len(flats)
     for number, shapes in enumerate(groups):
         partitions = [of_rank[number].reshape(-1) for of_rank in flats]
-        available = sum(each.numel() for each in partitions)
+        available = sum(partition.numel() for partition in partitions)
         offset = 0
         for name, shape in shapes.items():
             size = torch.Size(shape).numel()

@@ -195,7 +195,7 @@ def _appearing(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        inside = [each for each in temporary.rglob("*") if each.is_file()]
+        inside = [path for path in temporary.rglob("*") if path.is_file()]
         for path in inside or [temporary]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())

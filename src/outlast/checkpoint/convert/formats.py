@@ -99,13 +99,13 @@ def _open_torch(path: Path, _: contextlib.ExitStack) -> Source:
 def _plain(value: Any) -> Any:
     """`value` with torch's small types as plain ones."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (torch.dtype, torch.device, torch.layout)):
         return str(value)
     if isinstance(value, tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(item) for item in value)
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value
 
 

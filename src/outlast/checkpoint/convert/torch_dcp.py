@@ -135,7 +135,7 @@ def open_dcp(path: Path, _: contextlib.ExitStack) -> Source:
             continue
         if entry.properties.requires_grad:
             trained.append(name)
-        boxes = tuple(Box(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
+        boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
         dtype = entry.properties.dtype
         tensors[name] = Entry(
             dtype, tuple(entry.size), _dcp_reader(reader, name, dtype, boxes), boxes
@@ -200,7 +200,7 @@ def _dcp_reader(
     last: dict[Box, torch.Tensor] = {}
 
     def read(box: Box) -> torch.Tensor:
-        chunk = next(each for each in boxes if each.overlap(box) == box)
+        chunk = next(name for name in boxes if name.overlap(box) == box)
         if chunk not in last:
             last.clear()
             index = MetadataIndex(name, chunk.offset)

@@ -90,11 +90,13 @@ def metadata_file(metadata: Metadata) -> bytes:
     entries = metadata.state_dict_metadata
     return DcpContent(
         names=list(entries),
-        objects=[name for name, each in entries.items() if isinstance(each, BytesStorageMetadata)],
+        objects=[
+            name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)
+        ],
         requires_grad=[
             name
-            for name, each in entries.items()
-            if isinstance(each, TensorStorageMetadata) and each.properties.requires_grad
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and entry.properties.requires_grad
         ],
         planner_data=values.encode(metadata.planner_data, "planner_data", lambda *_: None),
     ).to_bytes()
@@ -189,9 +191,9 @@ def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metad
         CheckpointError: When there is none of `step`, or all are damaged.
     """
     versions = list_versions(storage)[::-1]
-    chosen = [each for each in versions if step is None or each.step == step]
+    chosen = [version for version in versions if step is None or version.step == step]
     if not chosen and versions:
-        listed = ", ".join(map(str, sorted({each.step for each in versions})))
+        listed = ", ".join(map(str, sorted({version.step for version in versions})))
         raise CheckpointError(
             f"step = {step} is not in {storage.location}; the steps there are {listed}"
         )

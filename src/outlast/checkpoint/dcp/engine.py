@@ -90,7 +90,7 @@ class Engine:
         """
         held = set()
         if self.local_plan is not None:
-            held = {each.index for each in self.local_plan.items if _is_bytes(each)}
+            held = {item.index for item in self.local_plan.items if _is_bytes(item)}
         moved: list[WriteItem] = []
         found: list[list[WriteItem]] = []
         for rank, plan in enumerate(plans):
@@ -186,9 +186,9 @@ class Engine:
             self.close()
             count = 2 if self.reduction.chain else 1
             self._arenas = [Arena(aligned(max(size, 1))) for _ in range(count)]
-            for each in self._arenas:
+            for item in self._arenas:
                 # No other process needs the descriptor; the memory goes with its last user.
-                each.detach()
+                item.detach()
             memories = [arena.memory for arena in self._arenas]
             self._encoder = Encoder(self.storage, self.reduction, memories)
         return (self._last_arena + 1) % len(self._arenas)

@@ -210,11 +210,11 @@ class OutlastWriter(StorageWriter):
         storage, version = self._engine.storage, self._task.version
         try:
             written = [result for of_rank in results for result in of_rank]
-            missing = set(metadata.state_dict_metadata) - {each.index.fqn for each in written}
+            missing = set(metadata.state_dict_metadata) - {result.index.fqn for result in written}
             if missing:
                 raise CheckpointError(f"`{min(missing)}` was planned, but no rank wrote it")
             # DCP hands on the object that it gave, so it is changed in place.
-            metadata.storage_data = {each.index: each.storage_data for each in written}
+            metadata.storage_data = {result.index: result.storage_data for result in written}
             metadata.storage_meta = self.storage_meta()
             content = metadata_file(metadata)
             with storage.create(f"{version.folder}/{DCP_FILE}") as file:
@@ -344,7 +344,8 @@ class OutlastReader(StorageReader):
         if len(found) > 1:
             raise CheckpointError(
                 f"the ranks see different newest checkpoints in {self._storage.location}: "
-                f"{', '.join(each.folder for each in found)}; load again, or give a step"
+                f"{', '.join(storage_data.folder for storage_data in found)}; load again, or "
+                "give a step"
             )
         return plans
 
@@ -380,14 +381,14 @@ class OutlastReader(StorageReader):
         assert self._reader is not None
         assert self.version is not None
         try:
-            self._reader.read([each.wanted for each in batch if each.wanted.box.elements])
+            self._reader.read([sample.wanted for sample in batch if sample.wanted.box.elements])
         except CheckpointError as error:
             raise CheckpointError(
                 f"step {self.version.step} cannot be loaded: {error}; load an older step with "
                 "OutlastReader(..., step=...)"
             ) from None
-        for each in batch:
-            each.finish(planner)
+        for sample in batch:
+            sample.finish(planner)
 
     def _close(self) -> None:
         if self._reader is not None:

@@ -138,17 +138,17 @@ class Coder:
                     raise ValueError(f"elements of {itemsize} bytes have no planes")
                 return self._plane_coder(itemsize).decode(stored, size)
             raw = np.empty((len(stored), size), np.uint8)
-            for row, each in zip(raw, stored, strict=True):
+            for row, item in zip(raw, stored, strict=True):
                 if codec == BLOSC2:
                     # blosc2 believes the size that stands in the code, whatever room there is.
-                    if len(each) < 8 or int.from_bytes(each[4:8], "little") != size:
+                    if len(item) < 8 or int.from_bytes(item[4:8], "little") != size:
                         raise ValueError("its head names another size")
                     # One thread: a process that was forked waits for threads that it does not have.
-                    _blosc2().decompress2(each, dst=row, nthreads=1)
-                elif codec == FILL and len(each) == itemsize:
-                    row.reshape(-1, len(each))[:] = np.frombuffer(each, np.uint8)
-                elif len(each) == size:
-                    row[:] = np.frombuffer(each, np.uint8)
+                    _blosc2().decompress2(item, dst=row, nthreads=1)
+                elif codec == FILL and len(item) == itemsize:
+                    row.reshape(-1, len(item))[:] = np.frombuffer(item, np.uint8)
+                elif len(item) == size:
+                    row[:] = np.frombuffer(item, np.uint8)
                 else:
                     raise ValueError("it has another size")
         except (RuntimeError, ValueError, LookupError, ArithmeticError, struct.error) as error:
@@ -201,7 +201,7 @@ def subtract(delta: str, raw: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
     Small negative differences become small integers: 0, -1, 1, -2 become 0, 1, 2, 3.
     """
-    now, before = (each.view(_integers(itemsize)) for each in (raw, base))
+    now, before = (item.view(_integers(itemsize)) for item in (raw, base))
     if delta == XOR:
         return np.bitwise_xor(now, before).view(np.uint8)
     difference = now - before
@@ -213,7 +213,7 @@ def subtract(delta: str, raw: Bytes, base: Bytes, itemsize: int) -> Bytes:
 
 def add(delta: str, difference: Bytes, base: Bytes, itemsize: int) -> Bytes:
     """The inverse of `subtract`."""
-    changed, before = (each.view(_integers(itemsize)) for each in (difference, base))
+    changed, before = (item.view(_integers(itemsize)) for item in (difference, base))
     if delta == XOR:
         return np.bitwise_xor(changed, before).view(np.uint8)
     sign = np.bitwise_and(changed, 1)

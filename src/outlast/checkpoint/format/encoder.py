@@ -321,8 +321,8 @@ class _Coding:
         count = _SAMPLE_BYTES // facts.itemsize
         first = max((array.size - count) // 2, 0)
         now, before = (
-            np.ascontiguousarray(each.reshape(-1)[first : first + count]).view(np.uint8)
-            for each in (array, base.array)
+            np.ascontiguousarray(item.reshape(-1)[first : first + count]).view(np.uint8)
+            for item in (array, base.array)
         )
         sizes = {
             delta: self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
@@ -371,7 +371,7 @@ class _Coding:
         """Whether chunk `number` of the last part and its bases lie in files that may stay."""
         assert self._last is not None
         part = self._last.part
-        return all(part.chunks[each].pack in self._reusable for each in part.chain(number))
+        return all(part.chunks[item].pack in self._reusable for item in part.chain(number))
 
     def _adopt(self, number: int) -> int:
         """Take chunk `number` of the last part, and what it needs, into this part."""

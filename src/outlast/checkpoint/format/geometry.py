@@ -53,7 +53,9 @@ def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) ->
     def cuttable(inner: int) -> list[int]:
         last = len(shape) - 1 if len(shape) > 1 else -1
         return [
-            each for each in range(len(shape)) if step(each) >= (2 * inner if each == last else 2)
+            index
+            for index in range(len(shape))
+            if step(index) >= (2 * inner if index == last else 2)
         ]
 
     while size() > tile_bytes and (found := cuttable(_INNER_ELEMENTS) or cuttable(1)):
@@ -62,11 +64,13 @@ def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) ->
         smallest = _SMALL_TILE_BYTES.get(itemsize, _SMALL_TILE_BYTES_ELSE)
         while size() >= 2 * smallest and (
             found := [
-                each for each in cuttable(_INNER_ELEMENTS // 2) if each < 2 and cuts[each] < 4
+                number
+                for number in cuttable(_INNER_ELEMENTS // 2)
+                if number < 2 and cuts[number] < 4
             ]
         ):
             cuts[min(found, key=lambda dimension: cuts[dimension])] *= 2
-    return tuple(_even(extent, step(each)) for each, extent in enumerate(shape))
+    return tuple(_even(extent, step(item)) for item, extent in enumerate(shape))
 
 
 def _even(extent: int, step: int) -> int:
@@ -77,9 +81,9 @@ def _even(extent: int, step: int) -> int:
     for parts in (24, 12, 8, 6, 4, 3, 2):
         if extent % parts == 0:
             unit = extent // parts
-            for each in range(min(step, unit), step // 2, -1):
-                if unit % each == 0:
-                    return each
+            for index in range(min(step, unit), step // 2, -1):
+                if unit % index == 0:
+                    return index
     return step
 
 

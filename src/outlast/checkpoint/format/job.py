@@ -42,7 +42,7 @@ class Reduction:
         found = {}
         for name in names:
             facts = catalogue.tensors[name]
-            fits = (each for each in self.lossy if fnmatch.fnmatchcase(name, each))
+            fits = (item for item in self.lossy if fnmatch.fnmatchcase(name, item))
             pattern = next(fits, None)
             if pattern is None or not facts.shape:
                 continue

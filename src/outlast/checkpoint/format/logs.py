@@ -50,7 +50,7 @@ def leading_on(
         base: A version of the state.
         read: Reads the manifests of a complete log, or raises CheckpointError; as `load`.
     """
-    later = [each for each in list_versions(storage) if each > base]
+    later = [version for version in list_versions(storage) if version > base]
     run: list[Version] = []
     cause = ""
     for log in later:
@@ -100,7 +100,7 @@ def prune_logs(storage: Storage, newest: Version) -> None:
     needed = min(newest, known[-1].version) if known else newest
     if unclear is not None and unclear >= needed:
         return
-    packs = {pack for each in known if each.version >= needed for pack in each.packs}
+    packs = {pack for name in known if name.version >= needed for pack in name.packs}
     for version in versions:
         if version < needed:
             delete(storage, version, storage.files(version.folder), packs)

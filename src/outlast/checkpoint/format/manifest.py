@@ -136,7 +136,7 @@ class Fields:
     def names(self, name: str) -> list[str]:
         """A list of texts, each of them once."""
         found = self.rows(name)
-        if not all(type(each) is str for each in found) or len(set(found)) != len(found):
+        if not all(type(name) is str for name in found) or len(set(found)) != len(found):
             raise self.error(name, f"= {_shown(found)} is no list of different texts")
         return found
 
@@ -152,12 +152,13 @@ class Fields:
         found = self.checked_rows(field, value)
         if len(found) > _DIMENSIONS:
             raise self.error(field, f"has {len(found)} dimensions; there are {_DIMENSIONS} at most")
-        return tuple(self.checked_number(field, each, least=least) for each in found)
+        return tuple(self.checked_number(field, name, least=least) for name in found)
 
     def metrics(self, found: Any) -> dict[str, float]:
         """Figures by name."""
         if type(found) is not dict or not all(
-            type(each) in (int, float) and math.isfinite(each) for each in found.values()
+            type(found_item) in (int, float) and math.isfinite(found_item)
+            for found_item in found.values()
         ):
             raise self.error("metrics", f"= {_shown(found)} are no figures by name")
         return found
@@ -304,7 +305,7 @@ class Part:
         """The content of the part's file."""
         content = {
             "format": FORMAT,
-            **{each.name: getattr(self, each.name) for each in fields(self)},
+            **{item.name: getattr(self, item.name) for item in fields(self)},
         }
         content["pieces"] = {
             name: [[piece.box.offset, piece.box.shape, piece.chunks] for piece in pieces]
@@ -323,7 +324,7 @@ class Part:
         """
         with collection_paused():
             found = Fields(name, unsealed(content, name))
-            found.only(*(each.name for each in fields(cls)))
+            found.only(*(item.name for item in fields(cls)))
             packs = found.packs()
             codecs = found.names("codecs")
             for codec in codecs:

@@ -132,7 +132,9 @@ class Claim:
         """
         others = claimed(self._storage)
         # Who has claimed the store and ended since has left versions.
-        newest = max([*others, *(each.session for each in list_versions(self._storage))], default=0)
+        newest = max(
+            [*others, *(version.session for version in list_versions(self._storage))], default=0
+        )
         # Where the storage has no conditional put, the later of two equal claims counts.
         ours = self._session not in others or self._storage.read(self.name) == self._content
         if newest > self._session or not ours:

@@ -118,13 +118,13 @@ class PlaneCoder:
             return PlanePlan([False] * self._itemsize)
         halves = [upper] if lower is None else [lower, upper]
         planes = [plane for half in halves for plane in (half.astype(np.uint8), half >> 8)]
-        coded = [len(self._compressor.compress(each.astype(np.uint8).data)) for each in planes]
+        coded = [len(self._compressor.compress(plane.astype(np.uint8).data)) for plane in planes]
         plan = PlanePlan([size < _PAYS * upper.size for size in coded])
         small = np.mean(upper < _ESCAPE) > _SMALL_HALVES
         if not rotate and small and upper.size % 2 == 0:
             nibbles = PlanePlan(plan.planes, nibbles=True)
             by_plan, by_nibbles = (
-                len(self.encode(raw, each, rotate=False)) for each in (plan, nibbles)
+                len(self.encode(raw, item, rotate=False)) for item in (plan, nibbles)
             )
             return nibbles if by_nibbles < by_plan else plan
         return plan
@@ -164,7 +164,7 @@ class PlaneCoder:
             ValueError: When one cannot be the code of so many bytes.
         """
         count = size // self._itemsize
-        codes = [_Code.parse(each, self._itemsize) for each in stored]
+        codes = [_Code.parse(chunk, self._itemsize) for chunk in stored]
         if any(code.exceptions > count for code in codes):
             raise ValueError("it names more exceptions than elements")
         words = np.empty((len(codes), count), self._type)

@@ -153,8 +153,8 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is missing, cut or changed.
         """
-        for each in wanted:
-            self.counters.add(needed=each.out.nbytes)
+        for item in wanted:
+            self.counters.add(needed=item.out.nbytes)
         with collection_paused():
             batches = list(_batches(self._plan(wanted)))
         self._run(batches, done)
@@ -206,8 +206,8 @@ class VersionReader:
     def _plan(self, wanted: list[Wanted]) -> list[_Fetch]:
         """The tiles that overlap with what is wanted, each tile once."""
         by_name: dict[str, list[Wanted]] = {}
-        for each in wanted:
-            by_name.setdefault(each.name, []).append(each)
+        for item in wanted:
+            by_name.setdefault(item.name, []).append(item)
         fetches = []
         for name, wants in by_name.items():
             facts = self.contents.catalogue.tensors[name]

@@ -83,7 +83,7 @@ def complete_versions(storage: Storage) -> list[Known]:
         OSError: When it cannot be listed.
     """
     found = (_known(storage, version, load, {}) for version in list_versions(storage))
-    return [each for each in found if each is not None]
+    return [known for known in found if known is not None]
 
 
 def survey(
@@ -133,14 +133,18 @@ def _known(
 
 def to_keep(known: list[Known], policy: Retention) -> set[Version]:
     """The versions that stay; `known` runs from old to new."""
-    kept = {each.version for each in known[-policy.keep :]}
+    kept = {known_item.version for known_item in known[-policy.keep :]}
     if policy.every:
-        kept |= {each.version for each in known if each.version.step % policy.every == 0}
+        kept |= {
+            known_item.version
+            for known_item in known
+            if known_item.version.step % policy.every == 0
+        }
     if policy.best:
-        rated = [each for each in known if policy.metric in each.metrics]
+        rated = [known_item for known_item in known if policy.metric in known_item.metrics]
         sign = 1.0 if policy.mode == "min" else -1.0
-        rated.sort(key=lambda each: (sign * each.metrics[policy.metric], -each.version.step))
-        kept |= {each.version for each in rated[: policy.best]}
+        rated.sort(key=lambda item: (sign * item.metrics[policy.metric], -item.version.step))
+        kept |= {known.version for known in rated[: policy.best]}
     return kept
 
 
@@ -176,7 +180,7 @@ def prune(
     versions = list_versions(storage)
     cache = {} if cache is None else cache
     known, unclear = survey(storage, versions, read, cache)
-    ours = [each for each in known if world_size in (None, each.world_size)]
+    ours = [name for name in known if world_size in (None, name.world_size)]
     if not ours:
         return []
     newest = ours[-1].version
@@ -186,7 +190,7 @@ def prune(
         for version in versions
         if version >= newest or (unclear is not None and version <= unclear)
     }
-    packs = {pack for each in known if each.version in kept for pack in each.packs}
+    packs = {pack for name in known if name.version in kept for pack in name.packs}
     deleted = []
     for version in versions:
         if version in kept:

@@ -410,7 +410,7 @@ class FsspecStorage:
             entries = self._filesystem.ls(self._path(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [(PurePosixPath(each["name"].rstrip("/")).name, each) for each in entries]
+        return [(PurePosixPath(name["name"].rstrip("/")).name, name) for name in entries]
 
     def _path(self, name: str) -> str:
         return str(self._root / name)

@@ -187,7 +187,7 @@ class Contents:
     @property
     def values(self) -> dict[str, Any]:
         """JSON values by name; of several ranks that saved one, the first counts."""
-        return {name: each for part in self.parts[::-1] for name, each in part.values.items()}
+        return {name: value for part in self.parts[::-1] for name, value in part.values.items()}
 
     @property
     def packs(self) -> set[str]:
@@ -198,7 +198,7 @@ class Contents:
 def list_versions(storage: Storage) -> list[Version]:
     """All versions, complete or not, from old to new."""
     named = (_FOLDER.fullmatch(folder) for folder in storage.folders())
-    return sorted(Version(int(each[2]), int(each[1])) for each in named if each)
+    return sorted(Version(int(name[2]), int(name[1])) for name in named if name)
 
 
 def world_sizes(names: Iterable[str]) -> set[int]:

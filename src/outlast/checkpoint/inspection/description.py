@@ -147,7 +147,7 @@ def describe(storage: Storage, contents: Contents) -> Description:
         root=summary.root,
         problem=summary.problem,
         ranks=first.world_size,
-        requires=tuple(each.step for each in contents.requires),
+        requires=tuple(require.step for require in contents.requires),
         notes={name: note for name, note in first.notes.items() if name != "metrics"},
         metrics=summary.metrics,
         raw_bytes=raw_size(contents.catalogue),
@@ -224,8 +224,8 @@ class _Count:
 
     def add(self, part: Part, number: int) -> None:
         chain = part.chain(number)
-        for each in chain:
-            chunk = part.chunks[each]
+        for link in chain:
+            chunk = part.chunks[link]
             self.lengths[part.packs[chunk.pack], chunk.offset] = chunk.length
             self.codecs.add(part.codecs[chunk.codec])
         head = part.chunks[number]

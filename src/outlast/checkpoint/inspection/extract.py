@@ -125,9 +125,9 @@ def extract(
         temporary.mkdir(parents=True)
         with VersionReader(storage, contents) as reader, contextlib.ExitStack() as stack:
             wanted = [
-                each
+                frame
                 for name, names in files.items()
-                for each in stack.enter_context(
+                for frame in stack.enter_context(
                     _mapped(temporary / name, {n: chosen[n] for n in names}, contents)
                 )
             ]
@@ -236,7 +236,7 @@ def _mapped(
 
 
 def _read(reader: VersionReader, wanted: list[Wanted], progress: Progress | None) -> None:
-    total_bytes = sum(each.out.nbytes for each in wanted)
+    total_bytes = sum(item.out.nbytes for item in wanted)
     done_bytes = 0
 
     def done(size: int) -> None:

@@ -41,8 +41,8 @@ def open_store(place: str | os.PathLike[str]) -> Storage:
         CheckpointError: When there is no version of a checkpoint.
     """
     text = os.fspath(place)
-    for each in (text, f"{text.rstrip('/')}/{_RUN_FOLDER}"):
-        storage = storage_of(each)
+    for item in (text, f"{text.rstrip('/')}/{_RUN_FOLDER}"):
+        storage = storage_of(item)
         try:
             if list_versions(storage):
                 return storage
@@ -50,8 +50,8 @@ def open_store(place: str | os.PathLike[str]) -> Storage:
         except CheckpointError:
             raise
         except Exception as error:  # every fsspec implementation has errors of its own
-            raise CheckpointError(f"{each} cannot be read: {error}") from None
-        if each == text and not files and not storage.folders():
+            raise CheckpointError(f"{item} cannot be read: {error}") from None
+        if item == text and not files and not storage.folders():
             raise CheckpointError(
                 f"{text} does not exist, is empty or is a file; give a checkpoint store, a run "
                 "directory (e.g. runs/quickstart) or an fsspec URL"
@@ -103,7 +103,7 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
         CheckpointError: When there is none; says what is wrong with those that there are.
     """
     versions = list_saved(storage)[::-1]
-    chosen = [each for each in versions if step is None or each.step == step]
+    chosen = [version for version in versions if step is None or version.step == step]
     if not versions:
         raise CheckpointError(f"{storage.location} holds no complete version")
     if not chosen:
@@ -120,7 +120,7 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
 
 
 def _steps(versions: list[Version]) -> str:
-    steps = [str(step) for step in sorted({each.step for each in versions})]
+    steps = [str(step) for step in sorted({version.step for version in versions})]
     return ", ".join(steps if len(steps) <= 12 else [*steps[:5], "...", *steps[-5:]])
 
 

@@ -83,8 +83,8 @@ class Usage:
 
 def usage(storage: Storage) -> Usage:
     """Add up the files of a store by what they are needed for; reads manifests, no tensor."""
-    folders = {each: storage.files(each.folder) for each in list_versions(storage)}
-    needs = {each: _needs(storage, each, files) for each, files in folders.items()}
+    folders = {version: storage.files(version.folder) for version in list_versions(storage)}
+    needs = {key: _needs(storage, key, files) for key, files in folders.items()}
     sizes = {
         f"{version.folder}/{name}": size
         for version, files in folders.items()
@@ -118,11 +118,11 @@ def usage(storage: Storage) -> Usage:
     temporary |= {n: size for n, size in storage.files("").items() if n.endswith(TEMPORARY)}
     version_bytes = sum({**sizes, **temporary}.values())
     log_bytes = logs_size(storage)
-    own_bytes = sum(each.own_bytes for each in versions)
+    own_bytes = sum(version.own_bytes for version in versions)
     shared_bytes = sum(sizes.get(pack, 0) for pack, count in users.items() if count > 1)
-    manifest_bytes = sum(each.manifest_bytes for each in versions)
+    manifest_bytes = sum(version.manifest_bytes for version in versions)
     temporary_bytes = sum(temporary.values())
-    raw_bytes = sum(each.raw_bytes or 0 for each in versions)
+    raw_bytes = sum(version.raw_bytes or 0 for version in versions)
     return Usage(
         tuple(versions),
         raw_bytes,
@@ -199,12 +199,12 @@ def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -
 
 def _prune(storage: Storage, policy: Retention, *, dry_run: bool) -> Pruned:
     known = complete_versions(storage)
-    if any(each.kind == REPLAY for each in known):
+    if any(known_item.kind == REPLAY for known_item in known):
         raise CheckpointError(
             f"{storage.location} holds replay logs, each of which needs those before it; give the "
             "store above it"
         )
-    metrics = sorted({name for each in known for name in each.metrics})
+    metrics = sorted({name for known_item in known for name in known_item.metrics})
     if policy.best and policy.metric not in metrics:
         raise CheckpointError(
             f'metric = "{policy.metric}" was saved with no version of {storage.location}, so that '
@@ -213,8 +213,10 @@ def _prune(storage: Storage, policy: Retention, *, dry_run: bool) -> Pruned:
     if not known:
         return Pruned((), (), 0, dry_run)
     kept = to_keep(known, policy)
-    _check_kept(storage, [each for each in list_versions(storage) if each in kept])
-    packs = {pack for each in known if each.version in kept for pack in each.packs}
+    _check_kept(storage, [version for version in list_versions(storage) if version in kept])
+    packs = {
+        pack for known_item in known if known_item.version in kept for pack in known_item.packs
+    }
     doomed = {
         f"{version.folder}/{name}": size
         for version in list_versions(storage)
@@ -230,7 +232,9 @@ def _prune(storage: Storage, policy: Retention, *, dry_run: bool) -> Pruned:
                 doomed.pop(f"{folder}/{name}", None)
     return Pruned(
         tuple(version.folder for version in deleted),
-        tuple(each.version.folder for each in known if each.version not in deleted),
+        tuple(
+            known_item.version.folder for known_item in known if known_item.version not in deleted
+        ),
         sum(doomed.values()),
         dry_run,
     )

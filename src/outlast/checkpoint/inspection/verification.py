@@ -185,7 +185,7 @@ def _without(contents: Contents, known: set[Known]) -> tuple[Contents, set[Known
 
 
 def _known(part: Part, number: int, itemsize: int) -> Known:
-    chain = (part.chunks[each] for each in part.chain(number))
+    chain = (part.chunks[item] for item in part.chain(number))
     return itemsize, tuple(
-        (part.packs[each.pack], each.offset, each.stored_hash, each.content_hash) for each in chain
+        (part.packs[link.pack], link.offset, link.stored_hash, link.content_hash) for link in chain
     )

@@ -208,10 +208,10 @@ def _refuse_unfit(store: CheckpointStore) -> None:
 def has_optimizer(state: State) -> bool:
     """Whether `state` holds a module and an optimizer, so that steps can be replayed."""
     optimizer = torch.optim.Optimizer
-    return any(isinstance(each, nn.Module) for each in state.values()) and any(
-        isinstance(each, optimizer)
-        or (isinstance(each, Sequence) and any(isinstance(one, optimizer) for one in each))
-        for each in state.values()
+    return any(isinstance(item, nn.Module) for item in state.values()) and any(
+        isinstance(item, optimizer)
+        or (isinstance(item, Sequence) and any(isinstance(one, optimizer) for one in item))
+        for item in state.values()
     )
 
 

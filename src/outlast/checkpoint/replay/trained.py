@@ -50,7 +50,7 @@ class Trained:
     """The parameters that optimizers train, by their plain names; made by all ranks together."""
 
     def __init__(self, state: State, ranks: Group) -> None:
-        self.module = next(each for each in state.values() if isinstance(each, nn.Module))
+        self.module = next(item for item in state.values() if isinstance(item, nn.Module))
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
@@ -62,21 +62,25 @@ class Trained:
         for key, optimizer in self.optimizers:
             for parameter in _parameters_of(optimizer):
                 self.parameters[name_of(parameter, self._names, key)] = parameter
-        boxes = {name: local_box(each)[0] for name, each in self.parameters.items()}
+        boxes = {name: local_box(parameter)[0] for name, parameter in self.parameters.items()}
         # What several ranks hold is counted by the first of them.
         earlier = ranks.gather(boxes)[: ranks.rank]
-        self._first_of_name = {name for name in boxes if not any(name in each for each in earlier)}
+        self._first_of_name = {
+            name for name in boxes if not any(name in array for array in earlier)
+        }
         self._first_of_box = {
             name
             for name, box in boxes.items()
-            if not any(each.get(name) == box for each in earlier)
+            if not any(array.get(name) == box for array in earlier)
         }
 
     @property
     def outdated(self) -> bool:
         """Whether an optimizer was given other parameters."""
-        now = {id(each) for _, optimizer in self.optimizers for each in _parameters_of(optimizer)}
-        return now != {id(each) for each in self.parameters.values()}
+        now = {
+            id(tensor) for _, optimizer in self.optimizers for tensor in _parameters_of(optimizer)
+        }
+        return now != {id(parameter) for parameter in self.parameters.values()}
 
     def take_gradients(self, rounded: bool, *, copy: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Bring all gradients into the form in which they are replayed; yield copies if asked to.
@@ -118,7 +122,7 @@ class Trained:
                 names = [self._names[id(parameter)] for parameter in group["params"]]
                 if names:
                     path = f"{SETTINGS}{key}.{names[0]}"
-                    content = {name: each for name, each in group.items() if name != "params"}
+                    content = {name: member for name, member in group.items() if name != "params"}
                     encoded = values.encode(content, f"{path}.{when}", put_into(live, copied=True))
                     found[path] = {"optimizer": key, "parameters": names, when: encoded}
         return found
@@ -126,16 +130,16 @@ class Trained:
     def set_settings(self, settings: list[dict[str, Any]], when: str) -> None:
         """The inverse of `settings`, after decoding."""
         known = {
-            (each["optimizer"], name): each[when]
-            for each in settings
-            for name in each["parameters"]
+            (setting["optimizer"], name): setting[when]
+            for setting in settings
+            for name in setting["parameters"]
         }
         for key, optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 wanted = [(key, self._names[id(parameter)]) for parameter in group["params"]]
                 if not wanted:
                     continue
-                if any(known.get(each) is not known.get(wanted[0]) for each in wanted):
+                if any(known.get(pair) is not known.get(wanted[0]) for pair in wanted):
                     raise CheckpointError(f"`{key}` has other parameter groups than were logged")
                 if wanted[0] not in known:
                     raise CheckpointError(f"there are no settings of `{wanted[0][1]}` for `{key}`")
@@ -200,10 +204,10 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(sums: list[torch.Tensor]) -> list[list[int]]:
     found: dict[int, list[int]] = {}
-    for device in {each.device for each in sums}:
-        numbers = [number for number, each in enumerate(sums) if each.device == device]
+    for device in {total.device for total in sums}:
+        numbers = [number for number, total in enumerate(sums) if total.device == device]
         rows = torch.stack([sums[number] for number in numbers]).tolist()
-        found.update(zip(numbers, ([each % _MODULUS for each in row] for row in rows), strict=True))
+        found.update(zip(numbers, ([item % _MODULUS for item in row] for row in rows), strict=True))
     return [found[number] for number in range(len(sums))]
 
 
@@ -264,10 +268,10 @@ class Changes:
                 results.append(torch.tensor([True]))
             else:
                 results.append(_bytes(copy).ne(_bytes(memory)).any().reshape(1))
-        devices = {each.device for each in results}
+        devices = {result.device for result in results}
         if len(devices) == 1 and results:
-            return [bool(each) for each in torch.cat(results).tolist()]
-        return [bool(each) for each in results]
+            return [bool(item) for item in torch.cat(results).tolist()]
+        return [bool(result) for result in results]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,8 +74,8 @@ class Copy:
             files = self._from.files(self._version.folder)
             saved = max(world_sizes(files), default=0)
             ranks = range(rank, saved, world_size)
-        for each in ranks:
-            name = self._version.part_name(each, saved)
+        for number in ranks:
+            name = self._version.part_name(number, saved)
             try:
                 content = self._from.read(name)
             except FileNotFoundError:
@@ -153,7 +153,7 @@ class _Check:
         self._where = where
         self._hint = hint
         found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
-        self._chunks = deque(sorted(each for each in found if each[1]))
+        self._chunks = deque(sorted(row for row in found if row[1]))
         self._hash = xxhash.xxh3_128()
         self._at = 0
 

@@ -85,7 +85,7 @@ class Drain:
     def _gathered(self, key: str, problem: str) -> str:
         """What went wrong on any rank."""
         try:
-            return next((each for each in self.signals.gather(key, problem) if each), "")
+            return next((signal for signal in self.signals.gather(key, problem) if signal), "")
         except CheckpointError as error:
             return str(error)
 

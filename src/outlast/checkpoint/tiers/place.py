@@ -129,7 +129,7 @@ class Place:
             OSError: When the storage fails.
         """
         if not isinstance(self.storage, LocalStorage):
-            mine = [each.name for each in self.held if isinstance(each, Claim)]
+            mine = [lock.name for lock in self.held if isinstance(lock, Claim)]
             claim = Claim(self.storage, session, mine=mine)
             self.disown()
             self.held.append(claim)
@@ -248,9 +248,9 @@ def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
             continue
         common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
         inside = [
-            Box(tuple(a - b for a, b in zip(each.offset, box.offset, strict=True)), each.shape)
-            for each in common
-            if each is not None
+            Box(tuple(a - b for a, b in zip(item.offset, box.offset, strict=True)), item.shape)
+            for item in common
+            if item is not None
         ]
         if not covers(box.shape, inside):
             return name

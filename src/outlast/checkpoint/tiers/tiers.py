@@ -63,13 +63,13 @@ class Tiers:
     ) -> None:
         self.places = [
             first,
-            *(Place.of(each.place, each.keep, ranks, private=each.private) for each in lower),
+            *(Place.of(tier.place, tier.keep, ranks, private=tier.private) for tier in lower),
         ]
         _check_order(self.places)
         count = len(self.places)
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
-        self._every = [1, *(each.every for each in lower)]
+        self._every = [1, *(tier.every for tier in lower)]
         self._signals: Signals | None = None
         self._coordinated = False
         self._changed = threading.Condition()
@@ -122,7 +122,7 @@ class Tiers:
             problems = {**troubles, **problems}
         if 0 in problems:
             raise CheckpointError(problems[0])
-        ordered = sorted(found, key=lambda each: (each[1], -each[0]), reverse=True)
+        ordered = sorted(found, key=lambda pair: (pair[1], -pair[0]), reverse=True)
         return [(self.places[index], version) for index, version in ordered], {
             self.places[index].storage.location: problems[index] for index in sorted(problems)
         }
@@ -138,7 +138,7 @@ class Tiers:
                     sessions += self._claimed(place)
                     asks = functools.partial(list_versions, place.storage)
                     there = within(self._timeout_seconds, asks, place.storage.location)
-                    sessions += [each.session for each in there]
+                    sessions += [slice_.session for slice_ in there]
             self.seen = max(sessions)
 
     def claimed(self) -> int:
@@ -177,7 +177,7 @@ class Tiers:
     def newest(self) -> Version | None:
         """The newest complete version of the first tier and of those that answer."""
         found = [self.first.newest(), *map(_head, self.places[1:])]
-        return max((each for each in found if each is not None), default=None)
+        return max((pair for pair in found if pair is not None), default=None)
 
     def begin(self, signals: Signals, *, coordinated: bool) -> None:
         """Start a session; what the one before saved and did not copy any more is copied now.
@@ -194,7 +194,7 @@ class Tiers:
         mine = [_head(place) if place.keeps_house else None for place in self.places]
         everyone = self._ranks.gather(mine)
         heads = [
-            (everyone[0][index] if len({each[index] for each in everyone}) == 1 else None)
+            (everyone[0][index] if len({said[index] for said in everyone}) == 1 else None)
             if place.private
             else everyone[0][index]
             for index, place in enumerate(self.places)
@@ -221,7 +221,7 @@ class Tiers:
             slots = [number // every for every in self._every]
             due = [n for n in range(1, len(slots)) if slots[n] > self._slots[n]]
             self._slots = [max(pair) for pair in zip(slots, self._slots, strict=True)]
-            dropped = [each for n in due for each in self._make_room(n)] if self._leads else []
+            dropped = [name for n in due for name in self._make_room(n)] if self._leads else []
             # At once: a copy that began in between would wait for ranks that have dropped it.
             self._forget(dropped)
         if self._leads:
@@ -316,7 +316,7 @@ class Tiers:
     def _forget(self, dropped: list[str], reason: str = "a newer one came first") -> None:
         """Take dropped jobs out of the queues; rank 0 tells those who already ask to begin."""
         for index, waiting in enumerate(self._waiting):
-            for job in [each for each in waiting if each.key(index) in dropped]:
+            for job in [node for node in waiting if node.key(index) in dropped]:
                 waiting.remove(job)
                 place = self.places[index].storage.location
                 self._results.append(DrainResult(place, job.version.step, skipped=reason))
@@ -330,8 +330,8 @@ class Tiers:
         if not self._waiting[index]:
             return None
         job = self._waiting[index][0]
-        before = [*self._current[:index], *(each for w in self._waiting[:index] for each in w)]
-        if any(each is not None and each.version == job.version for each in before):
+        before = [*self._current[:index], *(item for w in self._waiting[:index] for item in w)]
+        if any(number is not None and number.version == job.version for number in before):
             return None
         return self._waiting[index].pop(0)
 
@@ -359,8 +359,8 @@ class Tiers:
             with self._changed:
                 if done:
                     for lower in self._waiting[index + 1 :]:
-                        for each in lower:
-                            each.source = index if each.version == job.version else each.source
+                        for item in lower:
+                            item.source = index if item.version == job.version else item.source
                 self._current[index] = None
                 self._telling += 1
             if done:
@@ -373,7 +373,7 @@ class Tiers:
 
 
 def _check_order(places: list[Place]) -> None:
-    locations = [each.storage.location for each in places]
+    locations = [place.storage.location for place in places]
     for number, place in enumerate(places):
         if locations[number] in locations[:number]:
             raise CheckpointError(f"two tiers have the place {locations[number]}")

@@ -96,11 +96,11 @@ def choose_now(
         max_jobs=(site.limits.submitted_jobs or 2**31) if plan.filler_nodes and not after else 1,
     )
     situation = Situation(queue=queue_now(partitions), job=job, limits=limits)
-    walls = tuple(3600.0 * each for each in WALLS_HOURS if 3600.0 * each <= limits.longest)
+    walls = tuple(3600.0 * hour for hour in WALLS_HOURS if 3600.0 * hour <= limits.longest)
     waiting = len(situation.queue.pending_nodes)
     return choose(
         situation,
-        behaviour or behaviour_now([each.name for each in partitions]),
+        behaviour or behaviour_now([partition.name for partition in partitions]),
         walls=walls,
         backfill=as_slurm(situation.queue),
         samples=min(_SAMPLES, max(_SAMPLED_JOBS // max(waiting, 1), _FEWEST_SAMPLES)),
@@ -139,7 +139,7 @@ def job_of(
     """
     from outlast.cluster.policies.job import MalleableJob, PowerSpeed
 
-    reference = next((each for each in plan.nodes if each in sizes), sizes[0])
+    reference = next((node for node in plan.nodes if node in sizes), sizes[0])
     return MalleableJob(
         work_seconds=seconds,
         reference_nodes=reference,

@@ -105,14 +105,14 @@ class Ending:
         array, _, place = self.job.partition("_")
         if self.plan.kind == "array":
             return f"{array}_{int(place or 0) + 1}"
-        jobs = [str(each["job"]) for each in links_submitted(entries(self.files))]
+        jobs = [str(entry["job"]) for entry in links_submitted(entries(self.files))]
         here = jobs.index(array) if array in jobs else len(jobs)
         return jobs[here + 1] if here + 1 < len(jobs) else ""
 
 
 def waiting_link_cancelled(files: ChainFiles, number: int) -> str:
     """That link `number`, for which a filler trains, was cancelled; else an empty text."""
-    links = [each for each in links_submitted(entries(files)) if each["number"] == number]
+    links = [entry for entry in links_submitted(entries(files)) if entry["number"] == number]
     job = str(links[-1]["job"]) if links else ""
     return f"job {job}, the waiting link, was cancelled" if _was_cancelled(job) else ""
 
@@ -155,7 +155,7 @@ def is_last(plan: ChainPlan, number: int) -> bool:
 def other_jobs(plan: ChainPlan, number: int, job: str, journal: Sequence[Entry]) -> list[str]:
     """The chain's other jobs, and the places of this job's own array that come after it."""
     array, _, place = job.partition("_")
-    others = [each for each in submitted_jobs(journal) if each != array]
+    others = [job for job in submitted_jobs(journal) if job != array]
     last = plan.links - 1 - (number - int(place or 0) - 1)
     if place and int(place) < last:
         others.append(f"{array}_[{int(place) + 1}-{last}]")

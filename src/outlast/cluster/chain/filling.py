@@ -56,21 +56,24 @@ def fill(files: ChainFiles) -> str | None:
     if not plan.filler_nodes or plan.kind != "dependent" or finished(journal) is not None:
         return None
     submitted = of_kind(journal, "submitted")
-    roles = {str(each["job"]): is_filler(each) for each in submitted}
-    jobs = [each for each in queued(list(roles)) if is_waiting(each.state) or is_live(each.state)]
-    waiting = [each for each in jobs if not roles[each.number] and is_waiting(each.state)]
-    others = [each for each in jobs if roles[each.number] and is_waiting(each.state)]
+    roles = {str(entry["job"]): is_filler(entry) for entry in submitted}
+    jobs = [job for job in queued(list(roles)) if is_waiting(job.state) or is_live(job.state)]
+    waiting = [job for job in jobs if not roles[job.number] and is_waiting(job.state)]
+    others = [job for job in jobs if roles[job.number] and is_waiting(job.state)]
     # A link that waits for a running one has no place in the queue to keep.
     if not waiting or others or "dependency" in waiting[0].reason.lower():
         return None
     main = waiting[0]
-    number = next(int(each["number"]) for each in submitted if str(each["job"]) == main.number)
+    number = next(int(entry["number"]) for entry in submitted if str(entry["job"]) == main.number)
     decision = _policy().decide(situation_now(files, plan, [_own(main, plan)]))
-    for each in decision.submit:
-        if each.role == "filler":
-            used = filler_plan(plan, each.nodes, each.wall_seconds)
+    for submission in decision.submit:
+        if submission.role == "filler":
+            used = filler_plan(plan, submission.nodes, submission.wall_seconds)
             lead = lead_seconds_of(
-                plan, run_log(files).save_seconds, at_risk_seconds=each.wall_seconds, hard_end=True
+                plan,
+                run_log(files).save_seconds,
+                at_risk_seconds=submission.wall_seconds,
+                hard_end=True,
             )
             return submit_link(files, used, number, lead_seconds=lead)
     return None
@@ -94,9 +97,9 @@ def in_the_way(
     from outlast.cluster.policies.decision import OwnJob
 
     plan = read_plan(files)
-    roles = {str(each["job"]): is_filler(each) for each in of_kind(entries(files), "submitted")}
+    roles = {str(entry["job"]): is_filler(entry) for entry in of_kind(entries(files), "submitted")}
     waiting = [
-        each for each in queued(list(roles)) if not roles[each.number] and is_waiting(each.state)
+        job for job in queued(list(roles)) if not roles[job.number] and is_waiting(job.state)
     ]
     if not waiting:
         return ""
@@ -121,7 +124,7 @@ def situation_now(files: ChainFiles, plan: ChainPlan, own: list[OwnJob]) -> Situ
     partitions = chosen_partitions(partitions_now(), plan.partition)
     main = own[0].nodes
     log, times = run_log(files), step_times(files, plan)
-    longest = min((each.limit_seconds for each in partitions), default=math.inf)
+    longest = min((partition.limit_seconds for partition in partitions), default=math.inf)
     job = MalleableJob(
         work_seconds=_work_seconds(files, plan, main, times),
         reference_nodes=main,

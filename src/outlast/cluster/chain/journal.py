@@ -103,7 +103,7 @@ def entries(files: ChainFiles) -> list[Entry]:
 
 def of_kind(journal: Sequence[Entry], kind: str) -> list[Entry]:
     """Entries of one kind."""
-    return [each for each in journal if each["kind"] == kind]
+    return [entry for entry in journal if entry["kind"] == kind]
 
 
 def finished(journal: Sequence[Entry]) -> Entry | None:
@@ -119,7 +119,7 @@ def finished(journal: Sequence[Entry]) -> Entry | None:
 
 def since_resumed(journal: Sequence[Entry]) -> list[Entry]:
     """Entries since the chain was made or resumed for the last time."""
-    places = [index for index, each in enumerate(journal) if each["kind"] == "resumed"]
+    places = [index for index, item in enumerate(journal) if item["kind"] == "resumed"]
     return list(journal[places[-1] :]) if places else list(journal)
 
 
@@ -130,7 +130,7 @@ def is_filler(entry: Entry) -> bool:
 
 def submitted_jobs(journal: Sequence[Entry]) -> list[str]:
     """Numbers of all jobs that were submitted for the chain, oldest first."""
-    return [str(each["job"]) for each in journal if each["kind"] == "submitted"]
+    return [str(entry["job"]) for entry in journal if entry["kind"] == "submitted"]
 
 
 def choice_words(journal: Sequence[Entry]) -> str:
@@ -144,4 +144,4 @@ def choice_words(journal: Sequence[Entry]) -> str:
 
 def links_submitted(journal: Sequence[Entry]) -> list[Entry]:
     """Entries of the links that were submitted, without fillers, oldest first."""
-    return [each for each in of_kind(journal, "submitted") if not is_filler(each)]
+    return [entry for entry in of_kind(journal, "submitted") if not is_filler(entry)]

@@ -35,9 +35,9 @@ def judge_previous(files: ChainFiles, plan: ChainPlan, job: str) -> Verdict | No
     journal = entries(files)
     # A job that was adopted is the only one that starts without a word.
     before = [
-        each
-        for each in journal
-        if (each["kind"] == "started" or each.get("adopted")) and str(each["job"]) != job
+        entry
+        for entry in journal
+        if (entry["kind"] == "started" or entry.get("adopted")) and str(entry["job"]) != job
     ]
     _wait_for_lock(files, before[-1] if before else None)
     if not before:
@@ -66,9 +66,9 @@ def _judge(
     files: ChainFiles, plan: ChainPlan, journal: Sequence[Entry], last: Entry
 ) -> Verdict | None:
     job = str(last["job"])
-    told = [each for each in of_kind(journal, "ended") if each["job"] == job]
-    signals = [each for each in of_kind(journal, "signalled") if each["job"] == job]
-    terminated = any(each["signal"] == "SIGTERM" for each in signals)
+    told = [entry for entry in of_kind(journal, "ended") if entry["job"] == job]
+    signals = [entry for entry in of_kind(journal, "signalled") if entry["job"] == job]
+    terminated = any(entry["signal"] == "SIGTERM" for entry in signals)
     if told and not terminated and told[-1].get("code") not in TERMINATED:
         return None
     try:

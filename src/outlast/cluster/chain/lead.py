@@ -79,12 +79,12 @@ def save_times(seconds: Sequence[float]) -> SaveTimes:
     Raises:
         ClusterError: No save, or one that took no time or less.
     """
-    if not seconds or not all(0.0 < each < math.inf for each in seconds):
+    if not seconds or not all(0.0 < second < math.inf for second in seconds):
         raise ClusterError("save times must be above 0 s, and one at least must have been measured")
-    logarithms = [math.log(each) for each in seconds[-NEWEST_SAVES:]]
+    logarithms = [math.log(second) for second in seconds[-NEWEST_SAVES:]]
     count = len(logarithms)
     centre = math.fsum(logarithms) / count
-    squares = math.fsum((each - centre) ** 2 for each in logarithms)
+    squares = math.fsum((logarithm - centre) ** 2 for logarithm in logarithms)
     # One degree of freedom is spent on the centre, which the prior says nothing about.
     freedom = PRIOR_SAVES + count - 1
     variance = (PRIOR_SAVES * PRIOR_SPREAD**2 + squares) / freedom

@@ -100,12 +100,12 @@ def run_link(
         job = f"{os.environ.get('SLURM_ARRAY_JOB_ID', job)}_{place}"
         number += int(place)
     link = Link(files, plan, number, job)
-    previous = {each: signal.signal(each, link.signalled) for each in _SIGNALS}
+    previous = {item: signal.signal(item, link.signalled) for item in _SIGNALS}
     try:
         return link.run()
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for key, handler in previous.items():
+            signal.signal(key, handler)
 
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -200,7 +200,7 @@ class Link:
         if self.plan.kind == "filler":
             return 0.0
         submitted = of_kind(entries(self.files), "submitted")
-        if holder.job not in {str(each["job"]) for each in submitted if is_filler(each)}:
+        if holder.job not in {str(entry["job"]) for entry in submitted if is_filler(entry)}:
             return WAIT_SECONDS
         if not self.files.handover.exists():
             with contextlib.suppress(OSError):

@@ -264,9 +264,9 @@ def next_number(files: ChainFiles) -> int:
     Those that were submitted and have never started are submitted again.
     """
     journal = entries(files)
-    adopted = [each for each in of_kind(journal, "submitted") if each.get("adopted")]
-    started = [each for each in of_kind(journal, "started") if not is_filler(each)]
-    begun = [int(each["number"]) for each in [*started, *adopted]]
+    adopted = [entry for entry in of_kind(journal, "submitted") if entry.get("adopted")]
+    started = [entry for entry in of_kind(journal, "started") if not is_filler(entry)]
+    begun = [int(entry["number"]) for entry in [*started, *adopted]]
     return max(begun, default=0) + 1
 
 

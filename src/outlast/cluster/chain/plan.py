@@ -193,7 +193,7 @@ def read_plan(files: ChainFiles) -> ChainPlan:
     """
     try:
         content: dict[str, Any] = json.loads(files.plan.read_text(encoding="utf-8"))
-        known = {each.name for each in dataclasses.fields(ChainPlan)}
+        known = {field.name for field in dataclasses.fields(ChainPlan)}
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in content.items()

@@ -90,7 +90,7 @@ def site_of(partition: str, qos: str, *, array: bool = False) -> Site:
         partitions = chosen_partitions(partitions_now(), partition)
     except (SlurmMissingError, SlurmRefusedError):
         return UNKNOWN_SITE
-    quality_name = qos or next((each.qos for each in partitions if each.qos), "")
+    quality_name = qos or next((partition.qos for partition in partitions if partition.qos), "")
     quality = quality_now(quality_name) if quality_name else None
     found = limits_of(partitions, quality)
     array_size = array_size_now() if array else None
@@ -102,7 +102,7 @@ def site_of(partition: str, qos: str, *, array: bool = False) -> Site:
             found.submitted_jobs,
             array_size,
         ),
-        preemptible=any(each.preempts not in ("OFF", "") for each in partitions),
+        preemptible=any(partition.preempts not in ("OFF", "") for partition in partitions),
     )
 
 
@@ -204,7 +204,7 @@ def _sizes(job: Job, site: Site) -> tuple[int, ...]:
     """
     asked = sorted(set(job.slurm.sizes))
     most = site.limits.nodes
-    found = tuple(each for each in asked if most is None or each <= most)
+    found = tuple(number for number in asked if most is None or number <= most)
     if asked and not found:
         raise ClusterError(
             f"slurm.sizes = {asked}: one job may have {most} nodes there; add smaller numbers"
@@ -214,7 +214,7 @@ def _sizes(job: Job, site: Site) -> tuple[int, ...]:
 
 def _reference(job: Job, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The node count that one long job would have: the job's own if it is among `sizes`."""
-    own = [each for each in job.slurm.nodes if each in sizes]
+    own = [node for node in job.slurm.nodes if node in sizes]
     return (own[0] if own else sizes[-1],)
 
 

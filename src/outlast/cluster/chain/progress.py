@@ -101,7 +101,7 @@ def run_log(files: ChainFiles) -> RunLog:
     reported = reported_progress(files)
     log.step = max(log.step, int(reported.get("step", 0)))
     log.steps = log.steps or int(reported.get("steps", 0))
-    log.save_seconds += [float(each) for each in reported.get("save_seconds", []) if each > 0.0]
+    log.save_seconds += [float(item) for item in reported.get("save_seconds", []) if item > 0.0]
     return log
 
 

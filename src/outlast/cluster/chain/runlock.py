@@ -39,7 +39,7 @@ def wait_for_lock(
         Seconds that it took, at most `OwnerLock.stale_after_seconds`.
     """
     begun = time.monotonic()
-    dead = {each.partition(".")[0] for each in dead_hosts}
+    dead = {host.partition(".")[0] for host in dead_hosts}
     while time.monotonic() - begun < OwnerLock.stale_after_seconds:
         try:
             found = json.loads(path.read_bytes())

@@ -59,31 +59,31 @@ def predicted_fields(forecast: StartForecast) -> dict[str, object]:
     from outlast.cluster.policies.predict import LEVELS
 
     waits = forecast.wait_seconds
-    quantiles = [float(each) for each in np.quantile(waits, LEVELS)]
+    quantiles = [float(item) for item in np.quantile(waits, LEVELS)]
     told = (forecast.p10_seconds, forecast.p50_seconds, forecast.p90_seconds)
     return {
-        "waits": [round(each, 1) for each in (*quantiles, float(waits.max()))],
-        "told": [round(each, 1) for each in told],
+        "waits": [round(quantile, 1) for quantile in (*quantiles, float(waits.max()))],
+        "told": [round(number, 1) for number in told],
     }
 
 
 def past_starts(journal: Sequence[Entry]) -> list[PastStart]:
     """Predictions of one chain whose links have begun, oldest first."""
-    began = {str(each["job"]): float(each["began"]) for each in of_kind(journal, "started")}
-    ended = {str(each["job"]): float(each["time"]) for each in of_kind(journal, "ended")}
+    began = {str(entry["job"]): float(entry["began"]) for entry in of_kind(journal, "started")}
+    ended = {str(entry["job"]): float(entry["time"]) for entry in of_kind(journal, "ended")}
     found = []
-    for each in of_kind(journal, "chosen"):
-        job, after, waits = str(each["job"]), str(each.get("after", "")), each.get("waits")
+    for entry in of_kind(journal, "chosen"):
+        job, after, waits = str(entry["job"]), str(entry.get("after", "")), entry.get("waits")
         # Of a link that ended without a word nobody knows since when the next one could start.
         if job not in began or not waits or (after and after not in ended):
             continue
-        ready = max(float(each["time"]), ended.get(after, 0.0))
+        ready = max(float(entry["time"]), ended.get(after, 0.0))
         p10, p50, p90, longest = (float(wait) for wait in waits)
         found.append(
             PastStart(
-                time=float(each["time"]),
-                nodes=int(each["nodes"]),
-                wall_seconds=float(each["wall_seconds"]),
+                time=float(entry["time"]),
+                nodes=int(entry["nodes"]),
+                wall_seconds=float(entry["wall_seconds"]),
                 predicted_seconds=(p10, p50, p90, longest),
                 waited_seconds=max(began[job] - ready, 0.0),
             )
@@ -106,8 +106,8 @@ def starts_nearby(files: ChainFiles) -> list[PastStart]:
             found += past_starts(entries(chain_files(journal.parent.parent)))
         except (ClusterError, KeyError, TypeError, ValueError):
             continue
-    uncertain = [each for each in found if not each.certain]
-    return sorted(uncertain, key=lambda each: each.time)[-NEWEST:]
+    uncertain = [start for start in found if not start.certain]
+    return sorted(uncertain, key=lambda start: start.time)[-NEWEST:]
 
 
 def correction_of(past: Sequence[PastStart]) -> Correction | None:
@@ -120,16 +120,16 @@ def correction_of(past: Sequence[PastStart]) -> Correction | None:
         return None
     forecasts = [
         StartForecast(
-            nodes=each.nodes,
-            wall_seconds=each.wall_seconds,
-            wait_seconds=np.array(each.predicted_seconds),
-            p10_seconds=each.predicted_seconds[0],
-            p50_seconds=each.predicted_seconds[1],
-            p90_seconds=each.predicted_seconds[2],
+            nodes=start.nodes,
+            wall_seconds=start.wall_seconds,
+            wait_seconds=np.array(start.predicted_seconds),
+            p10_seconds=start.predicted_seconds[0],
+            p50_seconds=start.predicted_seconds[1],
+            p90_seconds=start.predicted_seconds[2],
         )
-        for each in past
+        for start in past
     ]
-    return Correction.learnt(forecasts, [each.waited_seconds for each in past])
+    return Correction.learnt(forecasts, [start.waited_seconds for start in past])
 
 
 def starts_words(past: Sequence[PastStart]) -> str:
@@ -140,7 +140,7 @@ def starts_words(past: Sequence[PastStart]) -> str:
             "predictions are corrected by past errors"
         )
     count = len(past)
-    early = sum(each.waited_seconds <= each.predicted_seconds[2] for each in past)
+    early = sum(start.waited_seconds <= start.predicted_seconds[2] for start in past)
     seen = (
         f"{count} predicted start(s) of this folder's runs were seen: {early} came by the P90 that "
         "was predicted"

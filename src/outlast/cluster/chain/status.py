@@ -118,7 +118,7 @@ class ChainStatus:
     @property
     def gaps_seconds(self) -> list[float]:
         """From the end of each link to the beginning of the next."""
-        return [each.wait_seconds for each in self.links[1:] if each.wait_seconds is not None]
+        return [link.wait_seconds for link in self.links[1:] if link.wait_seconds is not None]
 
 
 def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
@@ -137,7 +137,7 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
         try:
             now = jobs_now(journal)
             live = {number: job.state for number, job in now.items()}
-            waits = {each: waiting_words(job) for each, job in now.items() if is_waiting(job.state)}
+            waits = {key: waiting_words(job) for key, job in now.items() if is_waiting(job.state)}
         except ClusterError as error:
             problem = str(error)
     holder = read_holder(files.fence)
@@ -182,10 +182,10 @@ def links_of(
 ) -> list[LinkStatus]:
     """The links that have started."""
     started = of_kind(journal, "started")
-    ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
-    lost = {str(each["job"]): each for each in of_kind(journal, "lost")}
-    submitted = {str(each["job"]): float(each["time"]) for each in of_kind(journal, "submitted")}
-    predicted = {str(each["job"]): each.get("told") for each in of_kind(journal, "chosen")}
+    ended = {str(entry["job"]): entry for entry in of_kind(journal, "ended")}
+    lost = {str(entry["job"]): entry for entry in of_kind(journal, "lost")}
+    submitted = {str(entry["job"]): float(entry["time"]) for entry in of_kind(journal, "submitted")}
+    predicted = {str(entry["job"]): entry.get("told") for entry in of_kind(journal, "chosen")}
     found = []
     for index, start in enumerate(started):
         job = str(start["job"])
@@ -231,13 +231,13 @@ def _ran_seconds(start: Entry, end: Entry | None, *, running: bool) -> float | N
 
 def _with_elapsed(links: Sequence[LinkStatus]) -> list[LinkStatus]:
     """`links` with what accounting says of those that had no last word."""
-    lost = [each.job for each in links if each.seconds is None]
+    lost = [link.job for link in links if link.seconds is None]
     records = history_of(lost) if lost else []
     # Of a job that was requeued the newest counts.
-    elapsed = {each.identity: each.elapsed_seconds for each in records}
+    elapsed = {record.identity: record.elapsed_seconds for record in records}
     return [
-        dataclasses.replace(each, seconds=elapsed.get(each.job)) if each.seconds is None else each
-        for each in links
+        dataclasses.replace(link, seconds=elapsed.get(link.job)) if link.seconds is None else link
+        for link in links
     ]
 
 
@@ -259,12 +259,12 @@ def spent_seconds(files: ChainFiles, links: Sequence[LinkStatus]) -> dict[str, f
     """What the time of links that have ended, and of the one that runs, went to, by cause."""
     from outlast.records import LOST, read_run
 
-    allocated = sum(each.seconds for each in links if each.seconds is not None)
+    allocated = sum(link.seconds for link in links if link.seconds is not None)
     try:
         purposes = read_run(files.run).seconds()
     except OutlastError:
         return {_NOT_KNOWN: allocated} if allocated else {}
-    useful = sum(purposes.get(each, 0.0) for each in _USEFUL)
+    useful = sum(purposes.get(item, 0.0) for item in _USEFUL)
     found = {
         "useful": useful,
         "starts": purposes.get("startup", 0.0) + purposes.get("restart", 0.0),
@@ -282,17 +282,17 @@ def left_seconds(
 ) -> float | None:
     """Predicted seconds until all steps are done, as links have gone so far; None: not known."""
     done = [
-        each
-        for each in links
-        if each.seconds is not None
-        and each.last_step > each.first_step
-        and each.verdict != "running"
+        link
+        for link in links
+        if link.seconds is not None
+        and link.last_step > link.first_step
+        and link.verdict != "running"
     ]
     if not steps or not done:
         return None
-    trained = sum(each.last_step - each.first_step for each in done)
-    ran = sum(each.seconds or 0.0 for each in done)
-    waits = [each.wait_seconds for each in links[1:] if each.wait_seconds is not None]
+    trained = sum(status.last_step - status.first_step for status in done)
+    ran = sum(status.seconds or 0.0 for status in done)
+    waits = [link.wait_seconds for link in links[1:] if link.wait_seconds is not None]
     wait = statistics.mean(waits) if waits else 0.0
     rest = max(steps - step, 0) * ran / trained
     usable = plan.usable_seconds()

@@ -151,13 +151,13 @@ def submit_chain(
     """
     last = plan.links if plan.kind == "presubmitted" else number
     jobs: list[str] = []
-    for each in range(number, max(last, number) + 1):
+    for index in range(number, max(last, number) + 1):
         try:
-            after = submit_link(files, plan, each, after=after, lead_seconds=lead_seconds)
+            after = submit_link(files, plan, index, after=after, lead_seconds=lead_seconds)
         except ClusterError as error:
             if not jobs:
                 raise
-            raise ClusterError(_taken_back(jobs, each, error)) from None
+            raise ClusterError(_taken_back(jobs, index, error)) from None
         jobs.append(after)
     return jobs
 
@@ -182,7 +182,7 @@ def _found(files: ChainFiles, plan: ChainPlan, number: int) -> str | None:
     except ClusterError:
         return None
     comment = comment_of(plan, number)
-    found = [each.number for each in jobs if each.comment == comment and each.number not in known]
+    found = [job.number for job in jobs if job.comment == comment and job.number not in known]
     return found[0] if found else None
 
 
@@ -203,9 +203,9 @@ def jobs_now(journal: Sequence[Entry]) -> dict[str, QueuedJob]:
     # One forgotten number among several is passed over by squeue; it fails where all are.
     return {
         # Places of an array that wait are shown with the number that may run, "7_[2-5%1]".
-        re.sub(r"%\d+", "", each.identity): each
-        for each in queued(known)
-        if is_waiting(each.state) or is_live(each.state)
+        re.sub(r"%\d+", "", job.identity): job
+        for job in queued(known)
+        if is_waiting(job.state) or is_live(job.state)
     }
 
 

@@ -147,10 +147,10 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
     """
     here = since_resumed(journal)
     excused = {
-        str(each["job"])
+        str(entry["job"])
         for kind in ("lost", "judged", "signalled", "ended")
-        for each in of_kind(here, kind)
-        if each.get("state") in NOT_ITS_FAULT
+        for entry in of_kind(here, kind)
+        if entry.get("state") in NOT_ITS_FAULT
     }
     count, after = 0, step
     for start in reversed(of_kind(here, "started")):

@@ -35,7 +35,7 @@ class StepTimes:
         """Of a step on so many nodes: measured, interpolated, or beyond by `SPEED_EXPONENT`."""
         from outlast.cluster.policies.job import TableSpeed
 
-        points = tuple((count, 1.0 / each) for count, each in sorted(self.seconds.items()))
+        points = tuple((count, 1.0 / second) for count, second in sorted(self.seconds.items()))
         return 1.0 / TableSpeed(points, beyond=SPEED_EXPONENT)(nodes * self.tasks_per_node)
 
     def speed(self, reference: int) -> Callable[[int], float]:
@@ -86,21 +86,21 @@ def _recorded_steps(files: ChainFiles) -> dict[int, float]:
 
     try:
         run = read_run(files.run)
-        sizes = {each.number: each.world_size for each in run.attempts}
+        sizes = {attempt.number: attempt.world_size for attempt in run.attempts}
         steps = run.steps()
     except OutlastError:
         return {}
     newest: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STEPS))
     for record, event in steps:
         newest[sizes[record.attempt]].extend(event.step_seconds)
-    means = {size: statistics.mean(each) for size, each in newest.items() if each}
-    return {size: each for size, each in means.items() if each > 0.0}
+    means = {size: statistics.mean(item) for size, item in newest.items() if item}
+    return {size: mean for size, mean in means.items() if mean > 0.0}
 
 
 def _steps_of_links(files: ChainFiles) -> dict[int, float]:
     """The same of the newest link of each size that has saved a step, its start included."""
     journal = entries(files)
-    ended = {str(each["job"]): each for each in of_kind(journal, "ended")}
+    ended = {str(entry["job"]): entry for entry in of_kind(journal, "ended")}
     found: dict[int, float] = {}
     for start in of_kind(journal, "started"):
         end = ended.get(str(start["job"]))

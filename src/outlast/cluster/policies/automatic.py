@@ -94,8 +94,8 @@ def choose(
         )
     best = thriftiest(ranking, thrift)
     reference = situation.job.reference_nodes
-    own = [each for each in ranking if each.nodes == reference]
-    long_job = max(own, key=lambda each: each.wall_seconds) if own else best
+    own = [candidate for candidate in ranking if candidate.nodes == reference]
+    long_job = max(own, key=lambda candidate: candidate.wall_seconds) if own else best
     wanted = situation.limits.min_wall_seconds
     fillers = best.start.p90_seconds >= wanted and situation.limits.max_jobs > 1
     return Choice(

@@ -97,8 +97,8 @@ class Behaviour:
         classes = np.searchsorted(edges, limits, side="right")
         everything = np.sort(shares)
         used = []
-        for each in range(len(edges) + 1):
-            members = np.sort(shares[classes == each])
+        for index in range(len(edges) + 1):
+            members = np.sort(shares[classes == index])
             used.append(members if len(members) >= _FEWEST else everything)
         return cls(edges=edges, used=tuple(used), past=past if arrivals else None)
 
@@ -107,8 +107,8 @@ class Behaviour:
         found = np.ones(len(limits))
         classes = np.searchsorted(self.edges, limits, side="right")
         begun = np.clip(elapsed / limits, 0.0, 1.0)
-        for each, used in enumerate(self.used):
-            mine = np.flatnonzero(classes == each)
+        for item, used in enumerate(self.used):
+            mine = np.flatnonzero(classes == item)
             first = np.searchsorted(used, begun[mine], side="right")
             drawn = first + (source.random(len(mine)) * (len(used) - first)).astype(np.int64)
             # A job that has run longer than all others is taken to go on up to its limit.

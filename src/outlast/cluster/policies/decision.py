@@ -67,12 +67,12 @@ class Situation:
     @property
     def main(self) -> OwnJob | None:
         """The job that holds the run's place, waiting or running."""
-        return next((each for each in self.own if each.role == "main"), None)
+        return next((job for job in self.own if job.role == "main"), None)
 
     @property
     def filler(self) -> OwnJob | None:
         """The job that trains meanwhile."""
-        return next((each for each in self.own if each.role == "filler"), None)
+        return next((job for job in self.own if job.role == "filler"), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

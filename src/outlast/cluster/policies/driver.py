@@ -73,7 +73,7 @@ class Run:
         link = self._link(job)
         if link is None:
             return
-        others = any(each.running for each in self.links)
+        others = any(link.running for link in self.links)
         link.started_seconds = simulation.now
         if not others:
             self._set_off(simulation, link)
@@ -139,7 +139,7 @@ class Run:
             used_node_seconds=self.node_seconds,
             quiet_seconds=simulation.now
             - max(
-                (each.ended_seconds for each in self.links if each.role == "filler"),
+                (link.ended_seconds for link in self.links if link.role == "filler"),
                 default=-math.inf,
             ),
         )

@@ -70,7 +70,7 @@ class TableSpeed:
     beyond: float = 0.0
 
     def __post_init__(self) -> None:
-        nodes = [each for each, _ in self.points]
+        nodes = [item for item, _ in self.points]
         if not nodes or nodes != sorted(set(nodes)) or min(speed for _, speed in self.points) <= 0:
             raise ClusterError(
                 f"speeds = {self.points}: give positive speeds of ascending node counts"
@@ -194,7 +194,7 @@ class Limits:
         Raises:
             ClusterError: None is.
         """
-        found = tuple(sorted({each for each in job.sizes if each <= self.max_nodes}, reverse=True))
+        found = tuple(sorted({size for size in job.sizes if size <= self.max_nodes}, reverse=True))
         if not found:
             raise ClusterError(
                 f"sizes = {job.sizes}: the partition gives at most {self.max_nodes} nodes to a job"

@@ -108,8 +108,8 @@ def candidates(
         after=after,
     )
     return sorted(
-        (_candidate(job, each, correction or Correction()) for each in found),
-        key=lambda each: each.mean_finish_seconds,
+        (_candidate(job, forecast, correction or Correction()) for forecast in found),
+        key=lambda candidate: candidate.mean_finish_seconds,
     )
 
 
@@ -209,5 +209,5 @@ class Planned:
 def thriftiest(ranking: Sequence[Candidate], thrift: float) -> Candidate:
     """Of all that end at most a share later than the first, the one of fewest node hours."""
     latest = ranking[0].mean_finish_seconds * (1.0 + thrift)
-    near = [each for each in ranking if each.mean_finish_seconds <= latest]
-    return min(near, key=lambda each: (each.node_seconds, each.mean_finish_seconds))
+    near = [candidate for candidate in ranking if candidate.mean_finish_seconds <= latest]
+    return min(near, key=lambda candidate: (candidate.node_seconds, candidate.mean_finish_seconds))

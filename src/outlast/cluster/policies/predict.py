@@ -81,7 +81,7 @@ class Correction:
             return cls()
         moves = []
         for level, name in zip(LEVELS, ("p10_seconds", "p50_seconds", "p90_seconds"), strict=True):
-            errors = sorted(_log(wait) - _log(getattr(each, name)) for each, wait in pairs)
+            errors = sorted(_log(wait) - _log(getattr(item, name)) for item, wait in pairs)
             # The quantile that covers one more job, of all n + 1, at least at the level.
             rank = min(math.ceil(level * (len(errors) + 1)), len(errors)) - 1
             moves.append(errors[rank])
@@ -126,8 +126,8 @@ def forecast_waits(
         [[_wait(queue, world, shape, backfill, ready) for world in worlds] for shape in shapes]
     ).reshape(len(shapes), samples)
     return [
-        _forecast(nodes, wall, each, correction or Correction())
-        for (nodes, wall), each in zip(shapes, waits, strict=True)
+        _forecast(nodes, wall, wait, correction or Correction())
+        for (nodes, wall), wait in zip(shapes, waits, strict=True)
     ]
 
 

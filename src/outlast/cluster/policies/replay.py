@@ -168,8 +168,8 @@ def rows(load: float, found: Sequence[Sequence[Outcome]]) -> list[Row]:
     """
     result = []
     for place, first in enumerate(found[0]):
-        pairs = [(each[place], each[0]) for each in found]
-        every = [each[place] for each in found]
+        pairs = [(row[place], row[0]) for row in found]
+        every = [row[place] for row in found]
         ratios = [mine.turnaround_seconds / base.turnaround_seconds for mine, base in pairs]
         nodes = [mine.node_seconds / base.node_seconds for mine, base in pairs]
         result.append(
@@ -177,12 +177,12 @@ def rows(load: float, found: Sequence[Sequence[Outcome]]) -> list[Row]:
                 load=load,
                 policy=first.policy,
                 runs=len(every),
-                turnaround_seconds=float(np.mean([each.turnaround_seconds for each in every])),
+                turnaround_seconds=float(np.mean([said.turnaround_seconds for said in every])),
                 ratio=float(np.mean(ratios)),
                 worst=max(ratios),
                 node_ratio=float(np.mean(nodes)),
-                links=float(np.mean([each.links for each in every])),
-                waste=float(np.mean([each.waste for each in every])),
+                links=float(np.mean([said.links for said in every])),
+                waste=float(np.mean([said.waste for said in every])),
             )
         )
     return result

@@ -8,11 +8,11 @@ def best_fit(free: int, count: int) -> int:
     chosen = 0
     while count:
         runs = _runs(free)
-        enough = [each for each in runs if each[1] >= count]
+        enough = [run for run in runs if run[1] >= count]
         if enough:
-            first, length = min(enough, key=lambda each: (each[1], each[0]))
+            first, length = min(enough, key=lambda pair: (pair[1], pair[0]))
         else:
-            first, length = max(runs, key=lambda each: (each[1], -each[0]))
+            first, length = max(runs, key=lambda run: (run[1], -run[0]))
         taken = ((1 << min(length, count)) - 1) << first
         chosen |= taken
         free &= ~taken

@@ -18,7 +18,7 @@ def victims(book: Book, job: int) -> list[int]:
         for _, running in book.running
         if book.tier[running] < tier and book.state[running] == "running"
     ]
-    lower.sort(key=lambda each: (book.tier[each], book.priority[each], -book.start[each], each))
+    lower.sort(key=lambda item: (book.tier[item], book.priority[item], -book.start[item], item))
     chosen = []
     for running in lower:
         if missing <= 0:

@@ -140,7 +140,7 @@ def _once(
     without: Collection[str],
 ) -> str:
     name = command[0]
-    environment = {each: value for each, value in os.environ.items() if each not in without}
+    environment = {key: value for key, value in os.environ.items() if key not in without}
     try:
         done = subprocess.run(
             command,
@@ -176,8 +176,8 @@ def _once(
 def passes(words: str) -> bool:
     """Whether a failure with these words may be over in a moment."""
     plain = words.lower()
-    return any(each in plain for each in _PASSING) and not any(
-        each in plain for each in _NOT_PASSING
+    return any(item in plain for item in _PASSING) and not any(
+        item in plain for item in _NOT_PASSING
     )
 
 

@@ -80,7 +80,7 @@ def history_from_text(text: str) -> list[EndedJob]:
 def history_from_json(text: str) -> list[EndedJob]:
     """Records in the output of ``sacct --json`` of any version."""
     jobs = (document(text) or {}).get("jobs")
-    return [_from_table(each) for each in jobs if isinstance(each, dict)] if jobs else []
+    return [_from_table(job) for job in jobs if isinstance(job, dict)] if jobs else []
 
 
 def history_of(jobs: list[str], patience: Patience = IMPATIENT) -> list[EndedJob]:
@@ -118,7 +118,7 @@ def state_now(
     """
     state = ""
     try:
-        states = [each.state for each in queued([job], patience=patience)]
+        states = [item.state for item in queued([job], patience=patience)]
         state = states[-1] if states else ""
     except SlurmMissingError:
         pass

@@ -95,9 +95,9 @@ def chosen_partitions(partitions: Sequence[Partition], wanted: str) -> list[Part
     Raises:
         ClusterError: A name is unknown, or no partition is the default.
     """
-    known = {each.name: each for each in partitions}
+    known = {partition.name: partition for partition in partitions}
     if not wanted:
-        found = [each for each in partitions if each.is_default]
+        found = [partition for partition in partitions if partition.is_default]
         if not found:
             raise ClusterError(
                 f"slurm.partition is empty and this cluster has no default partition: name one of "
@@ -118,12 +118,18 @@ def limits_of(partitions: Sequence[Partition], quality: Quality | None = None) -
 
     A job is only taken if each of its partitions could hold it, so the smallest counts.
     """
-    time_limits = [each.limit_seconds for each in partitions]
-    nodes = [min(each.most_nodes or each.nodes, each.nodes) for each in partitions]
+    time_limits = [partition.limit_seconds for partition in partitions]
+    nodes = [
+        min(partition.most_nodes or partition.nodes, partition.nodes) for partition in partitions
+    ]
     if quality is not None:
         time_limits += [] if quality.limit_seconds is None else [quality.limit_seconds]
         nodes += [] if quality.nodes is None else [quality.nodes]
-    defaults = [each.default_seconds for each in partitions if each.default_seconds is not None]
+    defaults = [
+        partition.default_seconds
+        for partition in partitions
+        if partition.default_seconds is not None
+    ]
     return Limits(
         limit_seconds=min(time_limits, default=None),
         default_seconds=min(defaults, default=None),

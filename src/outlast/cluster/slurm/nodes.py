@@ -70,7 +70,7 @@ def partitions_from_text(text: str) -> list[Partition]:
         if len(counts) != 4:
             continue
         name, availability, limit, _, preempts, marked = fields
-        _, idle, _, total = (_count(each) for each in counts)
+        _, idle, _, total = (_count(count) for count in counts)
         here = Partition(
             name=name,
             up=availability.lower() == "up",
@@ -88,7 +88,10 @@ def partitions_from_text(text: str) -> list[Partition]:
 def partitions_with(partitions: list[Partition], text: str) -> list[Partition]:
     """The same with what ``scontrol --oneliner show partition`` adds."""
     known = {table.get("PartitionName", ""): table for table in _tables(text)}
-    return [_with(each, known[each.name]) if each.name in known else each for each in partitions]
+    return [
+        _with(partition, known[partition.name]) if partition.name in known else partition
+        for partition in partitions
+    ]
 
 
 def partitions_now(patience: Patience | None = None) -> list[Partition]:
@@ -122,7 +125,7 @@ def _split_outside(text: str) -> list[str]:
         if letter == "," and depth == 0:
             parts.append(text[begin:index])
             begin = index + 1
-    return [each for each in [*parts, text[begin:]] if each]
+    return [part for part in [*parts, text[begin:]] if part]
 
 
 def _expanded(part: str) -> list[str]:
@@ -131,8 +134,8 @@ def _expanded(part: str) -> list[str]:
         return [part]
     inside, _, tail = rest.partition("]")
     found = []
-    for each in inside.split(","):
-        first, dash, last = each.partition("-")
+    for tensor in inside.split(","):
+        first, dash, last = tensor.partition("-")
         numbers = range(int(first), int(last) + 1) if dash else ()
         found += [str(index).zfill(len(first)) for index in numbers] or [first]
     # A name may have several brackets, as in rack[1-2]n[1-4].

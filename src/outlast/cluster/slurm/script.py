@@ -92,7 +92,12 @@ def batch_text(batch: Batch) -> str:
     lines = [f"#SBATCH --{key}={_word(key, value)}" for key, value in options.items() if value]
     # A requeued job waits two minutes at least; the next link is in the queue already.
     lines.append("#SBATCH --no-requeue")
-    lines += [_directive(line) for each in batch.directives for line in each.splitlines() if line]
+    lines += [
+        _directive(line)
+        for directive in batch.directives
+        for line in directive.splitlines()
+        if line
+    ]
     lines += [f"# {note}" for note in batch.notes]
     # Elsewhere, relative paths of the job would name another run.
     body = [f"export {BEGAN}=$(date +%s.%N)", f"cd {shlex.quote(batch.directory)} || exit 1"]

@@ -27,7 +27,7 @@ def queue_now(partitions: Sequence[Partition]) -> Queue:
     Raises:
         ClusterError: squeue is missing or gives no answer.
     """
-    names = [each.name for each in partitions]
+    names = [partition.name for partition in partitions]
     return queue_of(partitions, queued(partitions=names, everyone=True, ended_too=False))
 
 
@@ -44,36 +44,36 @@ def queue_of(
         now: Seconds since the epoch; default: the present.
     """
     moment = time.time() if now is None else now
-    running = [each for each in jobs if each.state in ("RUNNING", "COMPLETING", "SUSPENDED")]
+    running = [job for job in jobs if job.state in ("RUNNING", "COMPLETING", "SUSPENDED")]
     waiting = sorted(
-        (each for each in jobs if each.state == "PENDING" and _in_line(each)),
-        key=lambda each: (-(each.priority or 0.0), each.submitted or moment),
+        (job for job in jobs if job.state == "PENDING" and _in_line(job)),
+        key=lambda job: (-(job.priority or 0.0), job.submitted or moment),
     )
-    busy = sum(each.nodes for each in running)
+    busy = sum(job.nodes for job in running)
     # Partitions that share nodes list the same idle ones: the largest count is nearest.
-    idle = max((each.idle_nodes for each in partitions), default=0)
+    idle = max((partition.idle_nodes for partition in partitions), default=0)
     return Queue(
         now_seconds=moment,
         nodes=busy + idle,
-        running_nodes=np.array([each.nodes for each in running], dtype=np.int64),
-        running_end_seconds=np.array([_end(each, moment) for each in running], dtype=np.float64),
-        pending_nodes=np.array([each.nodes for each in waiting], dtype=np.int64),
-        pending_limit_seconds=np.array([_limit(each) for each in waiting], dtype=np.float64),
-        pending_priority=np.array([each.priority or 0.0 for each in waiting], dtype=np.float64),
+        running_nodes=np.array([job.nodes for job in running], dtype=np.int64),
+        running_end_seconds=np.array([_end(job, moment) for job in running], dtype=np.float64),
+        pending_nodes=np.array([job.nodes for job in waiting], dtype=np.int64),
+        pending_limit_seconds=np.array([_limit(job) for job in waiting], dtype=np.float64),
+        pending_priority=np.array([job.priority or 0.0 for job in waiting], dtype=np.float64),
         pending_age_seconds=np.array(
-            [max(moment - (each.submitted or moment), 0.0) for each in waiting], dtype=np.float64
+            [max(moment - (job.submitted or moment), 0.0) for job in waiting], dtype=np.float64
         ),
-        running_jobs=np.array([_number(each) for each in running], dtype=np.int64),
-        pending_jobs=np.array([_number(each) for each in waiting], dtype=np.int64),
+        running_jobs=np.array([_number(job) for job in running], dtype=np.int64),
+        pending_jobs=np.array([_number(job) for job in waiting], dtype=np.int64),
         running_start_seconds=np.array(
-            [moment if each.starts is None else each.starts for each in running], dtype=np.float64
+            [moment if job.starts is None else job.starts for job in running], dtype=np.float64
         ),
     )
 
 
 def _in_line(job: QueuedJob) -> bool:
     reason = job.reason.replace(" ", "").lower()
-    return job.nodes > 0 and not any(each in reason for each in _NOT_IN_LINE)
+    return job.nodes > 0 and not any(item in reason for item in _NOT_IN_LINE)
 
 
 def _number(job: QueuedJob) -> int:

@@ -49,7 +49,7 @@ def moment(value: Any) -> float | None:
 def words(value: Any) -> list[str]:
     """A text or a list of texts as a list of upper-case words."""
     items = value if isinstance(value, list) else [value]
-    return [str(each).upper() for each in items if each not in (None, "")]
+    return [str(item).upper() for item in items if item not in (None, "")]
 
 
 def document(text: str) -> dict[str, Any] | None:

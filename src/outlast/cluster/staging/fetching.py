@@ -52,7 +52,7 @@ _leases: dict[Path, FileLock] = {}
 
 def let_go(root: Path) -> None:
     """Give back all leases of this process on copies below `root`."""
-    for path in [each for each in _leases if each.is_relative_to(root)]:
+    for path in [lease for lease in _leases if lease.is_relative_to(root)]:
         _leases.pop(path).release()
 
 
@@ -260,9 +260,9 @@ class Fetching:
             while not lock.take():
                 self._wait(lambda: f"another process to make room in {self._stage.directory}")
             others = [
-                kept_in(self._root, each)
-                for each in folders_of(self._root)
-                if each.name != self._key
+                kept_in(self._root, path)
+                for path in folders_of(self._root)
+                if path.name != self._key
             ]
             room = Room(
                 free_bytes_at(self._root), self._stage.keep_free_bytes, self._stage.limit_bytes
@@ -274,12 +274,12 @@ class Fetching:
                 chosen = victims(others, lacking)
                 if chosen is None:
                     raise no_room(self._source, present, self._stage.directory, room, others)
-                for each in chosen:
-                    others.remove(each)
-                    source = source_of(self._root / each.key)
-                    if evict(self._root, each.key):
+                for number in chosen:
+                    others.remove(number)
+                    source = source_of(self._root / number.key)
+                    if evict(self._root, number.key):
                         evicted.append(source)
-                        lacking -= each.bytes
+                        lacking -= number.bytes
             note_plan(self._folder, self._source)
         return tuple(evicted)
 

@@ -68,7 +68,7 @@ def lease_of(root: Path, key: str) -> FileLock:
 
 def folders_of(root: Path) -> list[Path]:
     """The folders of all copies, whole or not."""
-    return [each for each in root.iterdir() if each.is_dir() and each.name not in (CLAIMS, LEASES)]
+    return [path for path in root.iterdir() if path.is_dir() and path.name not in (CLAIMS, LEASES)]
 
 
 def note_plan(folder: Path, source: Source) -> None:
@@ -87,10 +87,10 @@ def source_of(folder: Path) -> str:
 def kept_in(root: Path, folder: Path) -> Kept:
     """What a copy takes, and whether a live process works on it or uses it."""
     size = 0
-    for each in folder.rglob("*"):
+    for path in folder.rglob("*"):
         # Others work here: a file may be gone by now.
         with contextlib.suppress(OSError):
-            size += each.stat().st_size if each.is_file() else 0
+            size += path.stat().st_size if path.is_file() else 0
     planned = size
     if not (folder / MANIFEST).exists():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

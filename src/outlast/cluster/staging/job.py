@@ -89,7 +89,7 @@ class NodeStager:
         if self.pace is not None:
             return partial(_at, self.pace)
         limits = [
-            each for each in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if each
+            item for item in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if item
         ]
         return partial(_at, TokenBucket(min(limits))) if limits else None
 
@@ -99,11 +99,11 @@ class NodeStager:
         folder, original = directory_of(self.settings), Path(source)
         wanted = [original, *(original.with_name(name) for name in beside)]
         size = 0
-        for each in (each for each in wanted if each.exists()):
-            path = folder / each.name
-            if not path.is_file() or path.samefile(each):
+        for item in (name for name in wanted if name.exists()):
+            path = folder / item.name
+            if not path.is_file() or path.samefile(item):
                 return None
-            if path.stat().st_size != each.stat().st_size:
+            if path.stat().st_size != item.stat().st_size:
                 return None
             size += path.stat().st_size
         return StagedCopy(folder / original.name, source, size) if size else None
@@ -173,7 +173,7 @@ def token_files_of(job: Job) -> list[str]:
     """
     if job.data.source == "tokens":
         named = [*job.data.train, *job.data.validation]
-        return [file for each in named for file in ([each] if is_url(each) else _matches(each))]
+        return [file for name in named for file in ([name] if is_url(name) else _matches(name))]
     folder = Path(job.run.directory) / job.run.name / "data"
     files = [folder / name for name in ("train.bin", "validation.bin")]
     return [str(file) for file in files if file.is_file()]
@@ -252,7 +252,7 @@ def told(job: Job, copies: Sequence[StagedCopy]) -> list[str]:
             continue
         rate = copy.copied_bytes / 1e6 / max(copy.seconds, 1e-9)
         line = f"{copy.source}: {size} to {copy.path} in {copy.seconds:.1f} s ({rate:,.0f} MB/s)"
-        lines.append(line + "".join(f"; evicted {each}" for each in copy.evicted))
+        lines.append(line + "".join(f"; evicted {name}" for name in copy.evicted))
     return lines
 
 

@@ -78,8 +78,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             return None
         files = tuple(
-            StagedFile(str(each["name"]), int(each["size_bytes"]), str(each["digest"]))
-            for each in content["files"]
+            StagedFile(str(file["name"]), int(file["size_bytes"]), str(file["digest"]))
+            for file in content["files"]
         )
         return Manifest(str(content["source"]), files)
     except (KeyError, TypeError, ValueError):

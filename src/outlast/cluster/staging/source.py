@@ -172,11 +172,11 @@ class _RemoteReader:
 def _find(location: str, beside: Sequence[str]) -> Source:
     path = Path(location)
     if path.is_dir():
-        inside = sorted(each for each in path.rglob("*") if each.is_file())
-        listed = [_local_file(each, each.relative_to(path).as_posix()) for each in inside]
+        inside = sorted(item for item in path.rglob("*") if item.is_file())
+        listed = [_local_file(name, name.relative_to(path).as_posix()) for name in inside]
         return Source(location, tuple(listed), is_folder=True)
     companions = [path.with_name(name) for name in beside]
-    found = [_companion(each) for each in companions if each.is_file()]
+    found = [_companion(companion) for companion in companions if companion.is_file()]
     return Source(location, (_local_file(path, path.name), *found), is_folder=False)
 
 
@@ -201,8 +201,8 @@ def _find_remote(location: str, beside: Sequence[str]) -> Source:
         inside: dict[str, Any] = filesystem.find(path, detail=True)
         root = path.rstrip("/") + "/"
         listed = [
-            _remote_file(filesystem, each, _safe(name.removeprefix(root), location))
-            for name, each in sorted(inside.items())
+            _remote_file(filesystem, item, _safe(name.removeprefix(root), location))
+            for name, item in sorted(inside.items())
         ]
         return Source(location, tuple(listed), is_folder=True)
     files = [_remote_file(filesystem, facts, posixpath.basename(path))]

@@ -62,10 +62,10 @@ class Room:
         """
         held = list(others)
         # What others are about to write is as good as taken.
-        coming = sum(max(each.planned_bytes - each.bytes, 0) for each in held if each.busy)
+        coming = sum(max(kept.planned_bytes - kept.bytes, 0) for kept in held if kept.busy)
         lacking = total_bytes - present_bytes + coming + self.keep_free_bytes - self.free_bytes
         if self.limit_bytes:
-            used = sum(each.bytes for each in held) + coming
+            used = sum(kept.bytes for kept in held) + coming
             lacking = max(lacking, used + total_bytes - self.limit_bytes)
         return lacking
 
@@ -78,12 +78,12 @@ def victims(kept: Sequence[Kept], lacking_bytes: int) -> list[Kept] | None:
     """
     chosen: list[Kept] = []
     freed = 0
-    for each in sorted(kept, key=lambda each: (each.last_used, each.key)):
+    for kept_item in sorted(kept, key=lambda kept: (kept.last_used, kept.key)):
         if freed >= lacking_bytes:
             break
-        if not each.busy and each.bytes > 0:
-            chosen.append(each)
-            freed += each.bytes
+        if not kept_item.busy and kept_item.bytes > 0:
+            chosen.append(kept_item)
+            freed += kept_item.bytes
     return chosen if freed >= lacking_bytes else None
 
 
@@ -102,7 +102,7 @@ def no_room(
         facts.append(f"{_size(room.keep_free_bytes)} are to stay free")
     if room.limit_bytes:
         facts.append(f"all copies may take {_size(room.limit_bytes)} (staging.limit_gigabytes)")
-    if busy := sum(each.planned_bytes for each in others if each.busy):
+    if busy := sum(other.planned_bytes for other in others if other.busy):
         facts.append(f"{_size(busy)} are copies that live processes use")
     return ClusterError(
         f"{source.location} needs {_size(source.bytes - present_bytes)} in {directory}, but "

@@ -168,8 +168,8 @@ class Stage:
     def copies(self) -> list[tuple[str, Kept]]:
         """The sources and sizes of all copies of this user, whole or not, by last use."""
         root = self._root()
-        found = [(source_of(each), kept_in(root, each)) for each in folders_of(root)]
-        return sorted(found, key=lambda each: each[1].last_used)
+        found = [(source_of(path), kept_in(root, path)) for path in folders_of(root)]
+        return sorted(found, key=lambda pair: pair[1].last_used)
 
     def release(self) -> None:
         """Let go of all that this process uses here, so that it may be evicted."""

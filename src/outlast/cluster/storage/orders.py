@@ -16,9 +16,9 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 def checked(order: str) -> Order:
     """An order by its name; raises ClusterError for another."""
-    for each in ORDERS:
-        if each == order:
-            return each
+    for item in ORDERS:
+        if item == order:
+            return item
     raise ClusterError(f'order = "{order}" is not known: give one of {", ".join(ORDERS)}')
 
 

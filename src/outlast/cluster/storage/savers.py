@@ -73,10 +73,12 @@ def least_period_seconds(own: Saving, others: list[Saving], load: float) -> floa
     """
     if own.period_seconds:
         return 0.0
-    fixed = sum(each.save_seconds / each.period_seconds for each in others if each.period_seconds)
-    free = [own, *(each for each in others if not each.period_seconds)]
+    fixed = sum(
+        other.save_seconds / other.period_seconds for other in others if other.period_seconds
+    )
+    free = [own, *(other for other in others if not other.period_seconds)]
     budget = max(load - fixed, _LEAST_LEFT * load)
-    periods = shared_periods([each.job() for each in free], budget)
+    periods = shared_periods([saving.job() for saving in free], budget)
     return periods.seconds[0] if periods.multiplier else 0.0
 
 

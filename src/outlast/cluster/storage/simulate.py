@@ -214,7 +214,7 @@ def _weighted(weights: dict[int, float], shares: Sequence[float]) -> dict[int, f
     free, rates = 1.0, {}
     open_weight = math.fsum(weights.values())
     # By how soon a share is full as all grow in proportion to their weights.
-    for number in sorted(weights, key=lambda each: shares[each] / weights[each]):
+    for number in sorted(weights, key=lambda weight: shares[weight] / weights[weight]):
         rates[number] = min(shares[number], free * weights[number] / open_weight)
         free = max(free - rates[number], 0.0)
         open_weight -= weights[number]

@@ -156,9 +156,9 @@ class Request:
         held = board.held(now).get(ticket.set_number)
         if held is not None and held.ticket is not None:
             return
-        rivals = [each for each in board.waiting(now) if each.set_number == ticket.set_number]
+        rivals = [item for item in board.waiting(now) if item.set_number == ticket.set_number]
         mine = self._key(ticket, now)
-        if any(self._key(each, now) < mine for each in rivals):
+        if any(self._key(rival, now) < mine for rival in rivals):
             return
         generation = held.generation if held is not None else 0
         if board.take(ticket, generation):

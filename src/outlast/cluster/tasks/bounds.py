@@ -48,27 +48,29 @@ def upward_ranks(graph: Graph) -> list[float]:
     ranks = [0.0] * len(graph.activities)
     for number in reversed(graph.order):
         activity = graph.activities[number]
-        rest = max((ranks[each] for each in graph.after[number]), default=0.0)
-        work = math.fsum(each.seconds for each in activity.options) / len(activity.options)
+        rest = max((ranks[item] for item in graph.after[number]), default=0.0)
+        work = math.fsum(option.seconds for option in activity.options) / len(activity.options)
         ranks[number] = work + activity.flow_seconds + rest
     return ranks
 
 
 def lower_bounds(graph: Graph) -> Bounds:
     """What no schedule can be shorter than, however rates are chosen."""
-    shortest = [_shortest(each) for each in graph.activities]
+    shortest = [_shortest(activity) for activity in graph.activities]
     heads, tails = heads_and_tails(graph)
     critical = max(map(sum, zip(heads, shortest, tails, strict=True)), default=0.0)
     bandwidth, resource = 0.0, ""
     for number, (name, rate) in enumerate(graph.machine.bytes_per_s.items()):
         users = [
-            n for n, each in enumerate(graph.activities) if each.size_bytes and number in each.via
+            n
+            for n, activity in enumerate(graph.activities)
+            if activity.size_bytes and number in activity.via
         ]
         if not users:
             continue
-        moved = math.fsum(graph.activities[each].size_bytes for each in users) / rate
+        moved = math.fsum(graph.activities[user].size_bytes for user in users) / rate
         first = min(heads[n] + _least_work(graph.activities[n]) for n in users)
-        found = first + moved + min(tails[each] for each in users)
+        found = first + moved + min(tails[user] for user in users)
         if found > bandwidth:
             bandwidth, resource = found, name
     nodes, group = 0.0, ""
@@ -76,17 +78,17 @@ def lower_bounds(graph: Graph) -> Bounds:
         # Only what can run nowhere else must run here.
         users = [
             n
-            for n, each in enumerate(graph.activities)
-            if all(o.group == number for o in each.options)
+            for n, activity in enumerate(graph.activities)
+            if all(o.group == number for o in activity.options)
         ]
         if not users:
             continue
         sizes = {n: graph.activities[n].options for n in users}
         first, last = min(heads[n] for n in users), min(tails[n] for n in users)
-        for shares in node_shares(count, {o.nodes for each in sizes.values() for o in each}):
+        for shares in node_shares(count, {o.nodes for size in sizes.values() for o in size}):
             work = math.fsum(
-                min(shares[o.nodes] * (o.seconds + graph.activities[n].flow_seconds) for o in each)
-                for n, each in sizes.items()
+                min(shares[o.nodes] * (o.seconds + graph.activities[n].flow_seconds) for o in size)
+                for n, size in sizes.items()
             )
             if first + work + last > nodes:
                 nodes, group = first + work + last, name
@@ -122,7 +124,7 @@ def node_shares(count: int, sizes: Collection[int]) -> list[dict[int, float]]:
 
 def heads_and_tails(graph: Graph) -> tuple[list[float], list[float]]:
     """The earliest that each activity can start, and the least that comes after its end."""
-    shortest = [_shortest(each) for each in graph.activities]
+    shortest = [_shortest(activity) for activity in graph.activities]
     return _heads(graph, shortest), _tails(graph, shortest)
 
 
@@ -131,7 +133,7 @@ def _shortest(activity: Activity) -> float:
 
 
 def _least_work(activity: Activity) -> float:
-    return min(each.seconds for each in activity.options)
+    return min(option.seconds for option in activity.options)
 
 
 def _heads(graph: Graph, shortest: list[float]) -> list[float]:
@@ -139,7 +141,7 @@ def _heads(graph: Graph, shortest: list[float]) -> list[float]:
     heads = [0.0] * len(shortest)
     for number in graph.order:
         earliest = graph.activities[number].earliest_seconds
-        before = (heads[each] + shortest[each] for each in graph.before[number])
+        before = (heads[item] + shortest[item] for item in graph.before[number])
         heads[number] = max([earliest, *before])
     return heads
 

@@ -161,7 +161,7 @@ class _Builder:
 
     def work(self, task: Task, before: list[str]) -> None:
         self.tasks.append(task)
-        self.edges += [Edge(each, task.name) for each in dict.fromkeys(before)]
+        self.edges += [Edge(fromkey, task.name) for fromkey in dict.fromkeys(before)]
 
     def save(self, number: int, segment: str) -> str:
         """A save and the copies of it; returns the save."""
@@ -219,7 +219,7 @@ class _Builder:
                 group=EVALUATORS,
             )
         )
-        tier = next((each for each in self.figures.tiers if number % each.every == 0), None)
+        tier = next((tier for tier in self.figures.tiers if number % tier.every == 0), None)
         source = save if tier is None else f"drain {number} to {tier.name}"
         self.edges.append(Edge(source, name, evaluation.read_bytes, evaluation.read_via))
         return [save]

@@ -116,20 +116,20 @@ class _Model:
         """Intervals: one for each start, of work or of bytes, that could have its own time."""
         free = [
             number
-            for number, each in enumerate(self.graph.activities)
+            for number, activity in enumerate(self.graph.activities)
             if not self.graph.before[number]
-            and not each.earliest_seconds
-            and all(not option.nodes for option in each.options)
+            and not activity.earliest_seconds
+            and all(not option.nodes for option in activity.options)
         ]
         both = [
-            each
-            for each in self.graph.activities
-            if each.size_bytes and any(option.seconds for option in each.options)
+            activity
+            for activity in self.graph.activities
+            if activity.size_bytes and any(option.seconds for option in activity.options)
         ]
         # The first interval begins at 0, even where nothing may start then.
         idle = all(
-            each.earliest_seconds
-            for number, each in enumerate(self.graph.activities)
+            activity.earliest_seconds
+            for number, activity in enumerate(self.graph.activities)
             if not self.graph.before[number]
         )
         count = len(self.graph.activities) + len(both) - max(len(free) - 1, 0)
@@ -167,7 +167,7 @@ class _Model:
             worked = started if not option.seconds else self._steps(1)
             ended = worked if not activity.size_bytes else self._steps(1)
             self.worked[key], self.ended[key] = worked, ended
-            for steps in {id(each): each for each in (started, worked, ended)}.values():
+            for steps in {id(item): item for item in (started, worked, ended)}.values():
                 self._row({steps[-1]: 1.0, chosen[place]: -1.0}, low=0.0, high=0.0)
             if option.seconds:
                 self._work(started, worked, option.seconds / self.unit)
@@ -260,16 +260,16 @@ class _Model:
     def _tighten_group(self, group: int, count: int) -> None:
         """What has ended by an event fits before it; what has not started, after it."""
         users = {
-            number: each.options[0]
-            for number, each in enumerate(self.graph.activities)
-            if len(each.options) == 1 and each.options[0].group == group
+            number: activity.options[0]
+            for number, activity in enumerate(self.graph.activities)
+            if len(activity.options) == 1 and activity.options[0].group == group
         }
-        for shares in node_shares(count, {each.nodes for each in users.values()}):
+        for shares in node_shares(count, {user.nodes for user in users.values()}):
             work = {
-                n: shares[each.nodes]
-                * (each.seconds + self.graph.activities[n].flow_seconds)
+                n: shares[user.nodes]
+                * (user.seconds + self.graph.activities[n].flow_seconds)
                 / self.unit
-                for n, each in users.items()
+                for n, user in users.items()
             }
             whole = math.fsum(work.values())
             for k in range(1, self.events + 1):
@@ -289,7 +289,7 @@ class _Model:
         from scipy.sparse import csr_array
 
         entries = [(r, c, v) for r, (terms, _, _) in enumerate(self.rows) for c, v in terms.items()]
-        row, column, value = (np.array(each) for each in zip(*entries, strict=True))
+        row, column, value = (np.array(item) for item in zip(*entries, strict=True))
         matrix = csr_array((value, (row, column)), shape=(len(self.rows), len(self.lower)))
         low, high = np.array([r[1] for r in self.rows]), np.array([r[2] for r in self.rows])
         cost = np.zeros(len(self.lower))

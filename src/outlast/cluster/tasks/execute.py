@@ -137,11 +137,11 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """One sentence for each task that was not done."""
-        return [f"{each.name}: {each.error}" for each in self.tasks if each.outcome != "done"]
+        return [f"{task.name}: {task.error}" for task in self.tasks if task.outcome != "done"]
 
     def task(self, name: str) -> Happened:
         """One task or edge."""
-        return next(each for each in self.tasks if each.name == name)
+        return next(task for task in self.tasks if task.name == name)
 
 
 class Executor:
@@ -171,12 +171,12 @@ class Executor:
         self._told = told
         self._deadline_seconds = deadline_seconds
         self._actions: list[Action | None] = []
-        for each in self._graph.activities:
-            action = actions.get(each.name, actions.get(each.kind))
-            if action is None and (each.size_bytes or any(o.seconds for o in each.options)):
+        for activity in self._graph.activities:
+            action = actions.get(activity.name, actions.get(activity.kind))
+            if action is None and (activity.size_bytes or any(o.seconds for o in activity.options)):
                 raise ClusterError(
-                    f'nothing is given that does "{each.name}": add an action for its name or for '
-                    f'its kind, "{each.kind}"'
+                    f'nothing is given that does "{activity.name}": add an action for its name or '
+                    f'for its kind, "{activity.kind}"'
                 )
             self._actions.append(action)
         self._before = _with_node_order(schedule)
@@ -198,7 +198,7 @@ class Executor:
         self._zero = time.monotonic()
         self._end = self._zero + self._deadline_seconds
         found: dict[int, Happened] = {}
-        missing = [len(each) for each in self._before]
+        missing = [len(item) for item in self._before]
         ready = [(self._schedule.starts[n], n) for n, count in enumerate(missing) if not count]
         heapq.heapify(ready)
         running: dict[int, float] = {}
@@ -247,8 +247,8 @@ class Executor:
                 name=self._graph.activities[number].name,
                 daemon=True,
             ).start()
-        for each in later:
-            heapq.heappush(ready, each)
+        for pair in later:
+            heapq.heappush(ready, pair)
         return wake
 
     def _next(self, seconds: float) -> tuple[int, Happened] | None:
@@ -307,30 +307,32 @@ class Executor:
         return self._happened(number, "failed", (start, now - self._zero), 0, reason)
 
     def _report(self, found: dict[int, Happened]) -> Report:
-        failed = [each.name for each in found.values() if each.outcome == "failed"]
+        failed = [happened.name for happened in found.values() if happened.outcome == "failed"]
         reason = f'"{failed[0]}" failed before' if failed else "the run was stopped"
         for number in range(len(self._graph.activities)):
             if number not in found:
                 found[number] = self._happened(number, "not started", (0.0, 0.0), 0, reason)
-        seconds = max((each.end_seconds for each in found.values()), default=0.0)
-        tasks = sorted(found.values(), key=lambda each: (each.start_seconds, each.end_seconds))
+        seconds = max((happened.end_seconds for happened in found.values()), default=0.0)
+        tasks = sorted(
+            found.values(), key=lambda happened: (happened.start_seconds, happened.end_seconds)
+        )
         return Report(tuple(tasks), self._schedule.makespan_seconds, seconds)
 
 
 def flow_of(schedule: Schedule, number: int) -> Flow:
     """What an activity that moves bytes is to the others under way."""
     activity, names = schedule.graph.activities[number], list(schedule.graph.machine.bytes_per_s)
-    via = tuple(names[each] for each in activity.via)
+    via = tuple(names[name] for name in activity.via)
     return Flow(via, activity.cap_bytes_per_s, schedule.levels[number])
 
 
 def _with_node_order(schedule: Schedule) -> list[list[int]]:
     """What each task waits for: those before it, and those that have its nodes before it."""
-    before = [list(each) for each in schedule.graph.before]
+    before = [list(name) for name in schedule.graph.before]
     last: dict[tuple[int, int], int] = {}
     place = {number: at for at, number in enumerate(schedule.graph.order)}
     numbers = sorted(
-        place, key=lambda each: (schedule.starts[each], schedule.ends[each], place[each])
+        place, key=lambda name: (schedule.starts[name], schedule.ends[name], place[name])
     )
     for number in numbers:
         row = schedule.row(schedule.graph.activities[number].name)

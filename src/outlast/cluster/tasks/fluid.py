@@ -74,8 +74,8 @@ def fair_rates(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> list[
         found = filled(vias, caps, [1] * len(chosen), left)
         for number, via, rate in zip(chosen, vias, found, strict=True):
             rates[number] = rate
-            for each in via:
-                left[each] = max(left[each] - rate, 0.0)
+            for item in via:
+                left[item] = max(left[item] - rate, 0.0)
     return rates
 
 
@@ -102,16 +102,16 @@ def filled(
     through: list[list[int]] = [[] for _ in left]
     by_cap = sorted((number for number, count in enumerate(counts) if count), key=caps.__getitem__)
     for number in by_cap:
-        for each in vias[number]:
-            users[each] += counts[number]
-            through[each].append(number)
+        for item in vias[number]:
+            users[item] += counts[number]
+            through[item].append(number)
     growing = set(by_cap)
     next_cap = 0
     while growing:
         share, full = math.inf, -1
-        for each, count in enumerate(users):
-            if count and left[each] < share * count:
-                share, full = left[each] / count, each
+        for item, count in enumerate(users):
+            if count and left[item] < share * count:
+                share, full = left[item] / count, item
         while by_cap[next_cap] not in growing:
             next_cap += 1
         if caps[by_cap[next_cap]] <= share:
@@ -121,10 +121,10 @@ def filled(
         for number in stopped:
             growing.discard(number)
             rates[number] = share
-            for each in vias[number]:
-                users[each] -= counts[number]
-                rest = left[each] - share * counts[number]
-                left[each] = rest if rest > _NOTHING * capacities[each] else 0.0
+            for item in vias[number]:
+                users[item] -= counts[number]
+                rest = left[item] - share * counts[number]
+                left[item] = rest if rest > _NOTHING * capacities[item] else 0.0
     return rates
 
 

@@ -47,7 +47,7 @@ class TransferPlan:
         planned = self.copies.get(tier)
         if not planned:
             raise ClusterError(f'no copies to a tier named "{tier}" are planned: add such a tier')
-        return planned[min(planned, key=lambda each: (abs(each - step), each))]
+        return planned[min(planned, key=lambda item: (abs(item - step), item))]
 
 
 def transfer_plan(figures: RunFigures) -> TransferPlan:
@@ -57,7 +57,7 @@ def transfer_plan(figures: RunFigures) -> TransferPlan:
         ClusterError: For figures without a meaning.
     """
     schedule = plan(run_graph(figures))
-    numbers = {each.name: number for number, each in enumerate(schedule.graph.activities)}
+    numbers = {activity.name: number for number, activity in enumerate(schedule.graph.activities)}
     saves = -(-figures.steps // figures.save_every_steps) if figures.save_bytes else 0
     copies: dict[str, dict[int, Flow]] = {}
     for tier in figures.tiers:

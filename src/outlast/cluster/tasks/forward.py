@@ -37,7 +37,7 @@ class _Run:
         )
         self.free = list(graph.machine.nodes.values())
         self.fluid = Fluid(list(graph.machine.bytes_per_s.values()))
-        self.missing = [len(each) for each in graph.before]
+        self.missing = [len(name) for name in graph.before]
         self.starts, self.ends = [0.0] * count, [0.0] * count
         self.work_ends, self.chosen = [0.0] * count, [0] * count
         # Activities of the same demand wait in one heap: if the first does not fit, none does.
@@ -91,7 +91,7 @@ class _Run:
 
     def _queue(self, number: int) -> None:
         options = self.graph.activities[number].options
-        demand = tuple((each.group, each.nodes) for each in options)
+        demand = tuple((option.group, option.nodes) for option in options)
         heapq.heappush(self.waiting.setdefault(demand, []), (self.key[number], number))
 
     def _start_what_fits(self) -> None:
@@ -125,7 +125,7 @@ class _Run:
     def _start(self, number: int, fitting: list[int]) -> bool:
         """Start an activity; returns whether it has ended at once."""
         options = self.graph.activities[number].options
-        chosen = min(fitting, key=lambda each: options[each].seconds)
+        chosen = min(fitting, key=lambda number: options[number].seconds)
         option = options[chosen]
         self.starts[number], self.chosen[number] = self.now, chosen
         self.work_ends[number] = self.now + option.seconds

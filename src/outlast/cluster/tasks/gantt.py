@@ -95,7 +95,7 @@ def gantt_svg(schedule: Schedule, title: str = "") -> str:
 
 def legend(schedule: Schedule) -> str:
     """The kinds that a schedule has, as HTML."""
-    kinds = {each.kind for each in schedule.graph.activities}
+    kinds = {activity.kind for activity in schedule.graph.activities}
     return "".join(
         f'<span class="key"><i class="{kind}"></i>{_WORDS.get(kind, kind)}</span>'
         for kind in KINDS_SHOWN
@@ -110,7 +110,7 @@ class _Scale:
         self.end = end_seconds or 1.0
         self.per_second = (_WIDTH - _LEFT - _RIGHT) / self.end
         wanted = self.end / 9
-        fitting = [each for each in _TICKS if each >= wanted]
+        fitting = [tick for tick in _TICKS if tick >= wanted]
         if wanted < 1:
             power = 10.0 ** math.floor(math.log10(wanted))
             self.step = next(f * power for f in (1, 2, 5, 10) if f * power >= wanted)
@@ -267,7 +267,7 @@ def _rate(bytes_per_s: float) -> str:
 
 def style_of_kinds() -> str:
     """CSS that defines every colour, for light and dark pages."""
-    pairs = {**_GROUND, **{kind: each[:2] for kind, each in _COLOURS.items()}}
+    pairs = {**_GROUND, **{kind: colour[:2] for kind, colour in _COLOURS.items()}}
     light, dark = ("".join(f"--{n}:{pair[i]};" for n, pair in pairs.items()) for i in (0, 1))
     return (
         f":root{{color-scheme:light;{light}}}"

@@ -239,7 +239,7 @@ class Graph:
     @property
     def total_bytes(self) -> float:
         """Bytes that move in all."""
-        return math.fsum(each.size_bytes for each in self.activities)
+        return math.fsum(activity.size_bytes for activity in self.activities)
 
 
 class _Rated(NamedTuple):
@@ -287,14 +287,14 @@ def _activity(
             f"{where} has cap_bytes_per_s = {what.cap_bytes_per_s}: give a number above 0, or "
             "leave it out for no cap"
         )
-    for each in what.via:
-        if each not in rated.numbers:
+    for item in what.via:
+        if item not in rated.numbers:
             raise ClusterError(
-                f'{where} goes through "{each}", which the machine has not: it has '
+                f'{where} goes through "{item}", which the machine has not: it has '
                 f"{_listed(rated.numbers)}"
             )
-    via = tuple(sorted({rated.numbers[each] for each in what.via}))
-    cap = min([what.cap_bytes_per_s, *(rated.rates[each] for each in via)])
+    via = tuple(sorted({rated.numbers[name] for name in what.via}))
+    cap = min([what.cap_bytes_per_s, *(rated.rates[name] for name in via)])
     if what.size_bytes and math.isinf(cap):
         raise ClusterError(
             f"{where} moves bytes at no known rate: name the resources that they go through (via)"
@@ -321,7 +321,7 @@ def _sorted(
     activities: list[Activity], before: list[list[int]], after: list[list[int]]
 ) -> list[int]:
     """A topological order, of those possible the one nearest to the given order."""
-    missing = [len(each) for each in before]
+    missing = [len(row) for row in before]
     ready = [number for number, count in enumerate(missing) if not count]
     order: list[int] = []
     while ready:
@@ -345,6 +345,6 @@ def _circle(activities: list[Activity], before: list[list[int]], done: set[int])
     path: list[int] = []
     while at not in path:
         path.append(at)
-        at = next(each for each in before[at] if each not in done)
+        at = next(item for item in before[at] if item not in done)
     circle = path[path.index(at) :] + [at]
-    return [activities[each].name for each in reversed(circle) if activities[each].kind != "move"]
+    return [activities[item].name for item in reversed(circle) if activities[item].kind != "move"]

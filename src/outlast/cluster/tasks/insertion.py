@@ -43,8 +43,8 @@ def insert_all(
         best_seconds: Give up, with None, once the makespan cannot be below this.
     """
     count = len(graph.activities)
-    nodes = [Timeline(each) for each in graph.machine.nodes.values()]
-    resources = [Timeline(each) for each in graph.machine.bytes_per_s.values()]
+    nodes = [Timeline(node) for node in graph.machine.nodes.values()]
+    resources = [Timeline(value) for value in graph.machine.bytes_per_s.values()]
     starts, work_ends, ends, chosen = [0.0] * count, [0.0] * count, [0.0] * count, [0] * count
     segments: dict[int, list[Segment]] = {}
     makespan = 0.0
@@ -53,12 +53,12 @@ def insert_all(
         ready = activity.earliest_seconds
         for source in graph.before[number]:
             ready = max(ready, ends[source])
-        lines = [resources[each] for each in activity.via]
+        lines = [resources[name] for name in activity.via]
         if len(activity.options) == 1:
             option, place = 0, _place(activity, activity.options[0], ready, nodes, lines)
         else:
-            found = [_place(activity, each, ready, nodes, lines) for each in activity.options]
-            option = min(range(len(found)), key=lambda each: found[each][1])
+            found = [_place(activity, option, ready, nodes, lines) for option in activity.options]
+            option = min(range(len(found)), key=lambda index: found[index][1])
             place = found[option]
         start, end, rates = place
         used = activity.options[option]

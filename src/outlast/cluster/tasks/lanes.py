@@ -135,10 +135,10 @@ def _sort(row: Row) -> str:
 def uses(schedule: Schedule) -> list[Use]:
     """How busy each resource is, by kind."""
     changes: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
-    for number, each in enumerate(schedule.graph.activities):
-        kind = KINDS_SHOWN.index(each.kind)
-        for start, end, rate in schedule.rate_of(number) if each.size_bytes else ():
-            for resource in each.via:
+    for number, activity in enumerate(schedule.graph.activities):
+        kind = KINDS_SHOWN.index(activity.kind)
+        for start, end, rate in schedule.rate_of(number) if activity.size_bytes else ():
+            for resource in activity.via:
                 changes[resource] += [(start, kind, rate), (end, kind, -rate)]
     found = []
     for resource, (name, capacity) in enumerate(schedule.graph.machine.bytes_per_s.items()):
@@ -217,7 +217,7 @@ def merged(bars: Sequence[Bar], shortest_seconds: float) -> list[Bar]:
 def _ranges(nodes: Sequence[int]) -> str:
     """``1-4, 7``: nodes counted from 1."""
     parts = []
-    for _, run in itertools.groupby(enumerate(nodes), key=lambda each: each[1] - each[0]):
+    for _, run in itertools.groupby(enumerate(nodes), key=lambda item: item[1] - item[0]):
         found = [node + 1 for _, node in run]
         parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
     return ", ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."

@@ -67,7 +67,7 @@ def page(schedule: Schedule, *, title: str = "Schedule", unmanaged: Schedule | N
     name = html.escape(title)
     kinds = "".join(
         f".key i.{kind}{{background:var(--{kind})}}"
-        for kind in sorted({each.kind for each in schedule.graph.activities})
+        for kind in sorted({activity.kind for activity in schedule.graph.activities})
     )
     cards = "".join(
         f'<div class="card"><span>{html.escape(what)}</span><b>{html.escape(value)}</b>'
@@ -147,7 +147,7 @@ def _cards(schedule: Schedule, unmanaged: Schedule | None) -> Sequence[tuple[str
 def _table(schedule: Schedule) -> str:
     graph = schedule.graph
     names = list(graph.machine.nodes)
-    sizes = {each.name: each.size_bytes for each in graph.activities}
+    sizes = {activity.name: activity.size_bytes for activity in graph.activities}
     held = {
         row.name: f"{len(row.nodes)} of {html.escape(names[row.group])}" if row.nodes else ""
         for row in schedule.rows[:MOST_ROWS]

@@ -61,7 +61,7 @@ def plan(graph: Graph, *, effort: int = EFFORT, seed: int = 0) -> Schedule:
 
 def by_priority(graph: Graph, priorities: Sequence[float]) -> list[int]:
     """The order of activities by falling priority in which each comes after those before it."""
-    missing = [len(each) for each in graph.before]
+    missing = [len(name) for name in graph.before]
     ready = [(-priorities[number], number) for number, count in enumerate(missing) if not count]
     heapq.heapify(ready)
     order: list[int] = []
@@ -97,7 +97,10 @@ def _sharing_is_quick(graph: Graph) -> bool:
     """Whether fair sharing is quickly simulated: it takes long with very many kinds of flows."""
     if len(graph.activities) <= SMALL:
         return True
-    return len({(each.via, each.cap_bytes_per_s) for each in graph.activities}) <= FEW_KINDS
+    return (
+        len({(activity.via, activity.cap_bytes_per_s) for activity in graph.activities})
+        <= FEW_KINDS
+    )
 
 
 def _bettered(
@@ -107,7 +110,7 @@ def _bettered(
     order = best.order
     chance = random.Random(seed)
     for starts in [*([] if fair is None else [fair.starts]), best.starts][:tries]:
-        other = by_priority(graph, [-each for each in starts])
+        other = by_priority(graph, [-start for start in starts])
         found = insert_all(graph, other, best.makespan_seconds)
         if found is not None:
             best, order = found, other
@@ -130,7 +133,7 @@ def _moved(graph: Graph, order: list[int], chance: random.Random) -> list[int]:
         at = chance.randrange(len(moved))
         number = moved.pop(at)
         before, after = graph.before[number], graph.after[number]
-        low = max((moved.index(each) + 1 for each in before), default=0)
-        high = min((moved.index(each) for each in after), default=len(moved))
+        low = max((moved.index(number) + 1 for number in before), default=0)
+        high = min((moved.index(pair) for pair in after), default=len(moved))
         moved.insert(chance.randint(low, high), number)
     return moved

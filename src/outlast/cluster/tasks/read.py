@@ -57,8 +57,8 @@ def graph_from_toml(text: str, source: str) -> Graph:
     if "run" in content:
         return run_graph(_figures(content, source))
     _known(content, _OF_TASKS, source)
-    tasks = [_made(Task, each, f"{source}: [[task]]") for each in _list(content, "task", source)]
-    edges = [_made(Edge, each, f"{source}: [[edge]]") for each in _list(content, "edge", source)]
+    tasks = [_made(Task, item, f"{source}: [[task]]") for item in _list(content, "task", source)]
+    edges = [_made(Edge, item, f"{source}: [[edge]]") for item in _list(content, "edge", source)]
     if not tasks:
         raise ClusterError(f"{source} has neither a [run] nor a [[task]]: give one of them")
     nodes = _table(content, "nodes", source)
@@ -99,7 +99,7 @@ def _figures(content: Mapping[str, Any], source: str) -> RunFigures:
         if key in run:
             raise ClusterError(f"{source}: {key} of [run] is a table of its own in the file")
     tiers = tuple(
-        _made(TierFigures, each, f"{source}: [[tier]]") for each in _list(content, "tier", source)
+        _made(TierFigures, item, f"{source}: [[tier]]") for item in _list(content, "tier", source)
     )
     evaluation = None
     if "evaluation" in content:
@@ -119,11 +119,11 @@ def _rates(content: Mapping[str, Any], source: str) -> dict[str, float]:
 
 def _made(kind: type[_Made], values: Mapping[str, Any], where: str) -> _Made:
     """A dataclass from a table: strict about names, numbers, words and lists of words."""
-    fields = {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     _known(values, fields, where)
-    for name, each in fields.items():
-        no_default = each.default is dataclasses.MISSING
-        if no_default and each.default_factory is dataclasses.MISSING and name not in values:
+    for name, field in fields.items():
+        no_default = field.default is dataclasses.MISSING
+        if no_default and field.default_factory is dataclasses.MISSING and name not in values:
             raise ClusterError(f"{where} has no {name}: give one")
     return kind(
         **{
@@ -171,7 +171,7 @@ def _table(content: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
 
 def _list(content: Mapping[str, Any], name: str, source: str) -> list[dict[str, Any]]:
     found = content.get(name, [])
-    if not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+    if not (isinstance(found, list) and all(isinstance(name, dict) for name in found)):
         raise ClusterError(f"{source}: {name} is to be a list of tables, [[{name}]]")
     return found
 

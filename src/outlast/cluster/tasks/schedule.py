@@ -97,15 +97,15 @@ class Schedule:
         nodes = self._node_numbers()
         found = [
             Row(
-                each.name,
-                each.kind,
+                activity.name,
+                activity.kind,
                 self.starts[number],
                 self.work_ends[number],
                 self.ends[number],
                 self.option(number).group,
                 nodes.get(number, ()),
             )
-            for number, each in enumerate(self.graph.activities)
+            for number, activity in enumerate(self.graph.activities)
         ]
         return tuple(sorted(found, key=lambda row: (row.start_seconds, row.end_seconds)))
 
@@ -164,17 +164,18 @@ def problems(schedule: Schedule) -> list[str]:
 
 def _order_problems(schedule: Schedule, slack: float) -> Iterable[str]:
     graph = schedule.graph
-    for number, each in enumerate(graph.activities):
+    for number, activity in enumerate(graph.activities):
         start, end = schedule.starts[number], schedule.ends[number]
-        if start < each.earliest_seconds - slack:
-            yield f'"{each.name}" starts at {start:g} s, before {each.earliest_seconds:g} s'
+        if start < activity.earliest_seconds - slack:
+            yield f'"{activity.name}" starts at {start:g} s, before {activity.earliest_seconds:g} s'
         if abs(schedule.work_ends[number] - start - schedule.option(number).seconds) > slack:
-            yield f'the work of "{each.name}" does not take its {schedule.option(number).seconds} s'
+            seconds = schedule.option(number).seconds
+            yield f'the work of "{activity.name}" does not take its {seconds} s'
         if end < schedule.work_ends[number] - slack:
-            yield f'"{each.name}" ends before its work does'
+            yield f'"{activity.name}" ends before its work does'
         for source in graph.before[number]:
             if start < schedule.ends[source] - slack:
-                yield f'"{each.name}" starts before "{graph.activities[source].name}" has ended'
+                yield f'"{activity.name}" starts before "{graph.activities[source].name}" has ended'
 
 
 def _node_problems(schedule: Schedule, slack: float) -> Iterable[str]:
@@ -199,13 +200,13 @@ def _node_problems(schedule: Schedule, slack: float) -> Iterable[str]:
 def _rate_problems(graph: Graph, schedule: Schedule, slack: float) -> Iterable[str]:
     capacities = list(graph.machine.bytes_per_s.items())
     changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for number, each in enumerate(graph.activities):
-        if not each.size_bytes:
+    for number, activity in enumerate(graph.activities):
+        if not activity.size_bytes:
             continue
         segments = schedule.rate_of(number)
-        yield from _flow_problems(each, segments, schedule, number, slack)
+        yield from _flow_problems(activity, segments, schedule, number, slack)
         for start, end, rate in segments:
-            for resource in each.via:
+            for resource in activity.via:
                 changes[resource] += [(start, rate), (end, -rate)]
     for resource, found in changes.items():
         name, capacity = capacities[resource]

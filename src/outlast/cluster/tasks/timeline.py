@@ -97,15 +97,15 @@ def pour(timelines: Sequence[Timeline], cap: float, size: float, start: float) -
     Returns:
         Its rates over time; the last segment ends when all bytes have moved.
     """
-    steps = [bisect_right(each.times, start) - 1 for each in timelines]
+    steps = [bisect_right(timeline.times, start) - 1 for timeline in timelines]
     found: list[Segment] = []
     now, rest = start, size
     while True:
         rate, until, blocked = cap, math.inf, 0.0
-        for number, each in enumerate(timelines):
+        for number, timeline in enumerate(timelines):
             step = steps[number]
-            left = each.left[step]
-            end = each.times[step + 1] if step + 1 < len(each.times) else math.inf
+            left = timeline.left[step]
+            end = timeline.times[step + 1] if step + 1 < len(timeline.times) else math.inf
             rate = min(rate, left)
             until = min(until, end)
             if not left:
@@ -124,10 +124,10 @@ def pour(timelines: Sequence[Timeline], cap: float, size: float, start: float) -
             if rest <= _NOTHING * size:
                 return found
             now = until
-            for number, each in enumerate(timelines):
+            for number, timeline in enumerate(timelines):
                 step = steps[number]
-                if step + 1 < len(each.times) and each.times[step + 1] <= now:
+                if step + 1 < len(timeline.times) and timeline.times[step + 1] <= now:
                     steps[number] += 1
         else:
             now = blocked
-            steps = [bisect_right(each.times, now) - 1 for each in timelines]
+            steps = [bisect_right(timeline.times, now) - 1 for timeline in timelines]

@@ -138,7 +138,7 @@ def _problems(jobs: Workload) -> list[str]:
         jobs.tier,
         jobs.start_seconds,
     )
-    if any(len(each) != count for each in arrays if each is not None):
+    if any(len(array) != count for array in arrays if array is not None):
         return ["its arrays differ in length"]
     if jobs.machine_nodes < 1:
         return [f"machine_nodes = {jobs.machine_nodes} must be at least 1"]

@@ -99,7 +99,7 @@ def _from_text(
     missing += [
         " or ".join(group)
         for group in (("NNodes", "AllocNodes"), ("ElapsedRaw", "Elapsed"))
-        if not any(each in names for each in group)
+        if not any(member in names for member in group)
     ]
     if missing:
         raise ClusterError(

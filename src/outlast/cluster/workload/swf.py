@@ -80,7 +80,7 @@ def _jobs(path: Path, header: dict[str, int], skipped: Counter[str]) -> Iterator
 
 def _numbers(text: list[str], path: Path, number: int) -> list[float]:
     try:
-        fields = [float(each) for each in text]
+        fields = [float(character) for character in text]
     except ValueError:
         fields = []
     if len(fields) < _FIELDS:

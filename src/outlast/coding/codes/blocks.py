@@ -255,9 +255,9 @@ def block_conditioning(
     # Condition numbers survive the reduction to a triangle, which has no more than `workers` rows.
     rows = np.transpose(np.linalg.qr(code.message_matrix.toarray().T, mode="r"))
     condition = amplification = largest = rounding = 0.0
-    for each in sets:
+    for members in sets:
         alive = np.ones(code.workers, dtype=bool)
-        alive[each] = False
+        alive[members] = False
         decoded = code.decode(alive)
         values = np.linalg.svd(rows[alive], compute_uv=False)
         kept = values[values > values[0] * 1e-13] if len(values) else np.ones(1)

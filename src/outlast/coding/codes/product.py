@@ -168,10 +168,10 @@ class ProductCode(Kronecker):
         ):
             lines, of_line = np.unique(grid, axis=0, return_inverse=True)
             decoded = [inner.decode(line) for line in lines]
-            exact = np.array([each.certificate.exact for each in decoded])[of_line.ravel()]
+            exact = np.array([name.certificate.exact for name in decoded])[of_line.ravel()]
             total = outer.decode(exact)
             if total.certificate.exact:
-                rows = np.array([each.weights for each in decoded])[of_line.ravel()]
+                rows = np.array([name.weights for name in decoded])[of_line.ravel()]
                 weights = total.weights[:, None] * rows
                 return np.asarray(weights if grid is known else weights.T)
         return None
@@ -181,12 +181,12 @@ class ProductCode(Kronecker):
         weights: npt.NDArray[Any], restorations: list[_Restoration]
     ) -> npt.NDArray[Any]:
         """The same sum written with received messages only: the last restored goes first."""
-        dtypes = [weights.dtype, *(each.coefficients.dtype for each in restorations)]
+        dtypes = [weights.dtype, *(restoration.coefficients.dtype for restoration in restorations)]
         given = weights.astype(np.result_type(*dtypes))
-        for each in reversed(restorations):
-            line = given[each.line] if each.axis == 0 else given[:, each.line]
-            line[each.present] += each.coefficients @ line[each.gaps]
-            line[each.gaps] = 0.0
+        for restoration in reversed(restorations):
+            line = given[restoration.line] if restoration.axis == 0 else given[:, restoration.line]
+            line[restoration.present] += restoration.coefficients @ line[restoration.gaps]
+            line[restoration.gaps] = 0.0
         return given
 
 

@@ -60,7 +60,7 @@ def recombination(
     if parts == 1:
         return np.ones((workers, 1)), 1.0
     candidates = _candidates(workers, holders.shape[1], parts, kind, seed)
-    rated = [(each, worst_amplification(each, holders)) for each in candidates]
+    rated = [(candidate, worst_amplification(candidate, holders)) for candidate in candidates]
     return min(rated, key=lambda pair: pair[1])
 
 

@@ -111,9 +111,9 @@ class FractionalRepetition(GradientCode):
 def _uneven(workers: int, stragglers: int) -> str:
     """Why groups of s + 1 do not make up all workers, and what would."""
     copies = stragglers + 1
-    fitting = [each for each in range(workers) if workers % (each + 1) == 0]
-    lower = max(each for each in fitting if each < stragglers)
-    upper = min(each for each in fitting if each > stragglers)
+    fitting = [index for index in range(workers) if workers % (index + 1) == 0]
+    lower = max(item for item in fitting if item < stragglers)
+    upper = min(item for item in fitting if item > stragglers)
     fewer = workers // copies * copies
     return (
         f"workers = {workers} is not a multiple of stragglers + 1 = {copies}; take stragglers = "

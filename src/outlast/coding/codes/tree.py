@@ -68,12 +68,12 @@ class NodePlan:
                 sum: the node should then wait for more.
         """
         present = sorted(set(delivered))
-        strange = [each for each in present if each not in self.children]
+        strange = [number for number in present if number not in self.children]
         if strange:
             raise CodingError(f"nodes {strange} are no children of node {self.node}")
         if self.code is None:
             return np.zeros(0)
-        decoded = self.code.decode([each - self.children.start for each in present])
+        decoded = self.code.decode([number - self.children.start for number in present])
         if not decoded.certificate.exact:
             raise CodingError(
                 f"node {self.node} cannot decode the messages of {len(present)} of its "
@@ -136,7 +136,7 @@ class CodedReduce:
                 "the groups of a tree need one that gives all equally many"
             )
         remaining = self._remaining(Fraction(int(loads[0]), self.code.chunks))
-        local = math.lcm(*((each / self.code.chunks).denominator for each in remaining))
+        local = math.lcm(*((fraction / self.code.chunks).denominator for fraction in remaining))
         fewest = int(local * remaining[0])
         self.points = fewest if points is None else points
         if self.points < 1 or self.points % fewest:

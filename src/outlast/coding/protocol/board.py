@@ -143,7 +143,7 @@ class Board:
     def read_all(self, keys: Sequence[str]) -> list[str]:
         """What is written under these keys, which are known to be written, in one exchange."""
         with _noticing_loss():
-            return [each.decode() for each in self._store.multi_get(list(keys))]
+            return [item.decode() for item in self._store.multi_get(list(keys))]
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget keys that nobody reads any more."""

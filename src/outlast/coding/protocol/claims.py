@@ -77,17 +77,17 @@ class Claims:
     @property
     def own(self) -> list[int]:
         """This worker's own wanted chunks, in order."""
-        return [each for each in self._spread.own(self.worker) if each in self.wanted]
+        return [number for number in self._spread.own(self.worker) if number in self.wanted]
 
     @property
     def backups(self) -> list[int]:
         """Wanted chunks of others that this worker may compute."""
         held = self._spread.backups(self.worker).tolist()
-        return [each for each in held if each in self.wanted]
+        return [row for row in held if row in self.wanted]
 
     def finished(self, *chunks: int) -> bool:
         """Whether all of these chunks are finished."""
-        return not chunks or self._board.has(*(self.key(f"c{each}") for each in chunks))
+        return not chunks or self._board.has(*(self.key(f"c{chunk}") for chunk in chunks))
 
     def begin(self, chunk: int) -> int:
         """Announce that this worker begins another's chunk; returns how many have, with it."""
@@ -165,7 +165,7 @@ class Claims:
             if begun == 0 or not patient:
                 behind.append((begun, progress[owner], chunk))
         # Chunks of one owner stay in their order: its last ones, which it comes to last, first.
-        for begun, _, chunk in sorted(behind, key=lambda each: each[:2]):
+        for begun, _, chunk in sorted(behind, key=lambda row: row[:2]):
             before = self.begin(chunk) - 1 + self._owner_is_at(chunk)
             if before <= begun or not patient:
                 return chunk
@@ -188,4 +188,4 @@ class Claims:
     def _owner_is_at(self, chunk: int) -> int:
         """1 where the owner works on this chunk now: all its earlier ones are finished."""
         first = chunk - chunk % self._size
-        return int(self.finished(*(each for each in range(first, chunk) if each in self.wanted)))
+        return int(self.finished(*(index for index in range(first, chunk) if index in self.wanted)))

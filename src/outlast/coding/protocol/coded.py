@@ -141,11 +141,13 @@ class CodedAllReduce:
     ) -> None:
         deadline = timeout_seconds if deadline_seconds is None else deadline_seconds
         _check_times(deadline, timeout_seconds)
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._decoding = Decoding(
             code,
             Rules(on_lost, largest_error, decoder),
-            {each.dtype for each in self._parameters},
+            {parameter.dtype for parameter in self._parameters},
         )
         if board is None:
             board = Board(board_name("coded", group))
@@ -166,7 +168,7 @@ class CodedAllReduce:
             timeout_seconds=timeout_seconds,
         )
         self._deadline_seconds = deadline
-        self._sharded = any(local(each) is not each for each in self._parameters)
+        self._sharded = any(local(parameter) is not parameter for parameter in self._parameters)
         # Two, since gradients of the step before may still live in the other one.
         self._buffers = [FlatGradients(self._parameters), FlatGradients(self._parameters)]
         self._interrupt: Interrupt | None = None
@@ -200,7 +202,7 @@ class CodedAllReduce:
         Raises:
             CodingError: For a chunk that is not this worker's.
         """
-        dtypes = (each.dtype for each in self._parameters)
+        dtypes = (parameter.dtype for parameter in self._parameters)
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         return self._losses.of_samples(chunk_of_sample, wide)
 
@@ -266,7 +268,7 @@ class CodedAllReduce:
             raise self._left_behind()
         remaining = None if finished else self._remaining_seconds()
         if finished:
-            synchronise(each.device for each in self._parameters)
+            synchronise(parameter.device for parameter in self._parameters)
         decision = self._decider.agree(
             self._round,
             self._members.epoch,
@@ -408,7 +410,7 @@ class CodedAllReduce:
 
     def _saved_seconds(self, round_: int, late: frozenset[int]) -> float | None:
         estimates = [self._decider.read_late(round_, worker) for worker in sorted(late)]
-        known = [each for each in estimates if each is not None]
+        known = [estimate for estimate in estimates if estimate is not None]
         return max(known) if known else None
 
 

@@ -113,7 +113,7 @@ class Decoding:
 
 def _message_dtype(code: GradientCode, dtypes: Iterable[torch.dtype]) -> str:
     """The gradients' type that rounds most."""
-    names = [str(each).removeprefix("torch.") for each in dtypes]
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not names:
         raise CodingError("the model has no parameter that is trained")
     coarsest = max(names, key=roundoff)

@@ -107,8 +107,8 @@ class Encoder:
     def begin(self) -> None:
         """Forget what was added."""
         self.added.clear()
-        for each in self._message:
-            each.zero_()
+        for item in self._message:
+            item.zero_()
 
     def add(self, chunk: int) -> None:
         """Add the parameters' gradients, which are those of `chunk`, and clear them.
@@ -123,8 +123,8 @@ class Encoder:
 
     def write(self, views: Sequence[Tensor]) -> None:
         """Copy the message into a letter; takes its `Layout.views`."""
-        for view, each in zip(views, self._message, strict=True):
-            view.copy_(each)
+        for view, item in zip(views, self._message, strict=True):
+            view.copy_(item)
 
 
 class Shelf:
@@ -169,13 +169,13 @@ class Shelf:
             chunks: Which chunks.
             coefficients: (chunks, parts).
         """
-        for each in self._message:
-            each.zero_()
+        for item in self._message:
+            item.zero_()
         for chunk, row in zip(chunks, coefficients, strict=True):
             if row.any():
                 encode_(self._message, self._places[int(chunk)].buffers, row)
-        for view, each in zip(views, self._message, strict=True):
-            view.copy_(each)
+        for view, item in zip(views, self._message, strict=True):
+            view.copy_(item)
 
 
 def check_chunk(chunk: int, own: Sequence[int], added: set[int]) -> None:

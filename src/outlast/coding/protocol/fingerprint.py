@@ -40,7 +40,7 @@ class Fingerprint:
     @classmethod
     def read(cls, text: str) -> Fingerprint:
         """The inverse of `text`."""
-        return cls(tuple(float.fromhex(each) for each in text.split(",")))
+        return cls(tuple(float.fromhex(part) for part in text.split(",")))
 
     def difference(self, other: Fingerprint) -> float:
         """Root mean square difference of the projections, as a share of the larger norm.
@@ -67,7 +67,9 @@ class Fingerprints:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> Fingerprint:
         """The fingerprint of tensors of any shapes, on one device; reads each number once."""
-        parts = [self._of(each.detach().reshape(-1), place) for place, each in enumerate(tensors)]
+        parts = [
+            self._of(tensor.detach().reshape(-1), place) for place, tensor in enumerate(tensors)
+        ]
         total = torch.stack(parts).sum(0)
         total[0] = total[0].sqrt()
         return Fingerprint(tuple(total.tolist()))

@@ -28,7 +28,7 @@ class FlatGradients:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.parameters = [each for each in parameters if each.requires_grad]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in enumerate(self.parameters):
             groups.setdefault((parameter.dtype, parameter.device), []).append(number)
@@ -44,7 +44,7 @@ class FlatGradients:
     @property
     def bytes(self) -> int:
         """Size of the buffers."""
-        return sum(each.numel() * each.element_size() for each in self.buffers)
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def zero_(self) -> None:
         """Set everything to 0."""

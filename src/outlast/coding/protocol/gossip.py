@@ -128,7 +128,7 @@ class Gossip:
         self.deadline_seconds = deadline_seconds
         self._weights = metropolis_weights(ranks, list(edges))[self.rank]
         self._weights[self.rank] = 0.0
-        self.neighbours = tuple(int(each) for each in np.flatnonzero(self._weights))
+        self.neighbours = tuple(int(item) for item in np.flatnonzero(self._weights))
         self._gradients = FlatGradients(model.parameters())
         self._layout = Layout(self._gradients.buffers)
         fixed = code.fixed_weights(np.ones(ranks, dtype=bool))[self.rank] * ranks
@@ -139,7 +139,7 @@ class Gossip:
         )
         slots = len(self.neighbours) + 1
         self._post = Post(self.neighbours, self._layout.payload_bytes, slots=slots)
-        self._kept = {each: Newest() for each in self.neighbours}
+        self._kept = {neighbour: Newest() for neighbour in self.neighbours}
         self._awaited = set(self.neighbours)
         self._newest = 0
 
@@ -200,7 +200,7 @@ class Gossip:
         return Mixed(
             step=step,
             answered=tuple(sorted(answered)),
-            left_out=tuple(each for each in self.neighbours if each not in answered),
+            left_out=tuple(neighbour for neighbour in self.neighbours if neighbour not in answered),
             late=late,
             disagreement=disagreement,
             seconds=time.monotonic() - begun,
@@ -228,9 +228,9 @@ class Gossip:
                 letter = self._post.receive(0.0)
                 continue
             missing = {
-                each
-                for each in self._awaited - self._post.gone
-                if not self._answers(self._kept[each], position)
+                number
+                for number in self._awaited - self._post.gone
+                if not self._answers(self._kept[number], position)
             }
             remaining = deadline - time.monotonic()
             if not missing or remaining <= 0:
@@ -249,7 +249,7 @@ class Gossip:
         Its letter of the next round alone says nothing: letters may overtake each other.
         """
         rounds = [self._place(letter) for letter in kept]
-        return any(each == position or each > position + 1 for each in rounds)
+        return any(round_ == position or round_ > position + 1 for round_ in rounds)
 
     def _keep(self, letter: Letter, position: int) -> bool:
         header = letter.header
@@ -286,8 +286,10 @@ class Gossip:
     def _average(self, letters: dict[int, Letter]) -> float:
         """Move towards the neighbours; returns the sum of squared distances from them."""
         disagreement = 0.0
-        moved = [torch.zeros_like(local(each)) for each in self._gradients.parameters]
-        numbers = {id(each): number for number, each in enumerate(self._gradients.parameters)}
+        moved = [torch.zeros_like(local(parameter)) for parameter in self._gradients.parameters]
+        numbers = {
+            id(parameter): number for number, parameter in enumerate(self._gradients.parameters)
+        }
         # In the order of ranks, so that the sum does not depend on who was first.
         for neighbour in sorted(letters):
             weight = float(self._weights[neighbour])

@@ -85,7 +85,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         if _is_compiled(module)
         for child in module.modules()
     }
-    modules = [each for each in model.modules() if id(each) not in inside]
+    modules = [module for module in model.modules() if id(module) not in inside]
     layers = [
         layer
         for module in modules
@@ -93,7 +93,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         for layer in module
         if id(layer) not in inside
     ]
-    return layers or [each for each in modules if not any(each.children())]
+    return layers or [module for module in modules if not any(module.children())]
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ class Members:
         deadline = time.monotonic() + self.timeout_seconds
         self.sums += 1
         try:
-            works = [self._group.allreduce([each]) for each in tensors]
+            works = [self._group.allreduce([tensor]) for tensor in tensors]
             for work, tensor in zip(works, tensors, strict=True):
                 _wait(work, deadline, broken, on_device=tensor.is_cuda)
         except (RuntimeError, TimeoutError) as error:

@@ -281,7 +281,7 @@ def places(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter with its place in a letter, which is its gradient's in the flat tensors."""
     numbers = layout.views(letter.payload)
-    starts = [each.untyped_storage().data_ptr() for each in gradients.buffers]
+    starts = [buffer.untyped_storage().data_ptr() for buffer in gradients.buffers]
     for view, parameter in zip(gradients.views, gradients.parameters, strict=True):
         whole = numbers[starts.index(view.untyped_storage().data_ptr())]
         first = view.storage_offset()

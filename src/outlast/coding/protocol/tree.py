@@ -218,7 +218,7 @@ class TreeRoot(Leader):
         return self.gradients, TreeOutcome(
             step=step,
             delivered=tuple(sorted(group.letters)),
-            stragglers=tuple(each for each in self.plan.children if each not in group.letters),
+            stragglers=tuple(child for child in self.plan.children if child not in group.letters),
             gone=self.gone,
             late=late,
             payload_bytes=self._parameters.payload_bytes,
@@ -227,7 +227,7 @@ class TreeRoot(Leader):
         )
 
     def _refuse(self, group: Group) -> None:
-        missing = [each for each in self.plan.children if each not in group.letters]
+        missing = [child for child in self.plan.children if child not in group.letters]
         alive = np.ones(self.tree.workers + 1, dtype=bool)
         alive[missing] = False
         off = np.abs(self.tree.coefficients(alive) - 1.0) > 1e-6

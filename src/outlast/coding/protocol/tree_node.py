@@ -89,7 +89,7 @@ class TreeNode(Follower):
             # What comes later must not change the messages while they are added up.
             group.closed = True
         if not came:
-            missing = [each for each in self.plan.children if each not in group.letters]
+            missing = [child for child in self.plan.children if child not in group.letters]
             raise CodingError(
                 f"step {step}: node {self.plan.node} waited {self.patience_seconds:g} s in vain "
                 f"for messages of its children {missing}"

@@ -286,12 +286,12 @@ def _limits(ends: Array, levels: tuple[float, ...]) -> list[float]:
     finite = ends[np.isfinite(ends)]
     if not finite.size:
         return []
-    return [float(each) for each in np.unique(np.quantile(finite, levels, method="higher"))]
+    return [float(item) for item in np.unique(np.quantile(finite, levels, method="higher"))]
 
 
 def _fastest(tried: list[Candidate]) -> list[Candidate]:
     """The best of several settings, if there is one."""
-    return [min(tried, key=lambda each: each.useful_seconds)] if tried else []
+    return [min(tried, key=lambda candidate: candidate.useful_seconds)] if tried else []
 
 
 def _quantile(seconds: Array, level: float) -> float:

@@ -254,9 +254,9 @@ class Fixed(_Sampled):
     slowdowns: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for each in self.slowdowns:
-            if not each > 0.0:
-                raise CodingError(f"slowdown {each} is not above 0")
+        for slowdown in self.slowdowns:
+            if not slowdown > 0.0:
+                raise CodingError(f"slowdown {slowdown} is not above 0")
 
     def draw(self, shape: Shape, generator: np.random.Generator) -> Delays:
         """See `DelayModel`."""

@@ -79,7 +79,7 @@ def fit(chunk_seconds: Array) -> Fitted:
     if worker_share > _OWN_SHARE:
         means = chunk_seconds.mean(axis=0)
         unit = float(np.median(means))
-        candidates.append((Fixed(tuple(float(each) for each in means / unit)), unit))
+        candidates.append((Fixed(tuple(float(mean) for mean in means / unit)), unit))
     else:
         candidates.append(_exponential(chunk_seconds))
         if persistence is not None and 0.0 < slow_share < 0.5:
@@ -88,7 +88,7 @@ def fit(chunk_seconds: Array) -> Fitted:
         _judged(chunk_seconds, model, unit, (worker_share, slow_share, persistence))
         for model, unit in candidates
     ]
-    return min(fits, key=lambda each: each.distance)
+    return min(fits, key=lambda fitted: fitted.distance)
 
 
 def slow_ones(chunk_seconds: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

@@ -80,7 +80,7 @@ def intensity(region: str) -> Intensity:
     found = table().get(region.upper())
     if found is not None:
         return found
-    names = {each.name.lower(): each.region for each in table().values()}
+    names = {row.name.lower(): row.region for row in table().values()}
     named = difflib.get_close_matches(region.lower(), names, 1)
     near = [names[name] for name in named] or difflib.get_close_matches(
         region.upper(), list(table()), 1, 0.4

@@ -241,7 +241,7 @@ def applied(
     """
     devices = _sequence(controllers)
     wanted = _wanted(settings, len(devices))
-    dry = {isinstance(each, DryRun) for each in devices}
+    dry = {isinstance(device, DryRun) for device in devices}
     if len(dry) != 1:
         raise EnergyError("controllers must all be dry runs, or none, and at least one is needed")
     held = tuple(_held(*pair) for pair in zip(wanted, devices, strict=True))

@@ -132,7 +132,7 @@ class Gpu:
             )
         with self.explained(f"list the processes on {self.uuid}"):
             found = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
-        foreign = sorted({int(each.pid) for each in found} - _own_pids() - set(allowed_pids))
+        foreign = sorted({int(name.pid) for name in found} - _own_pids() - set(allowed_pids))
         if foreign:
             raise EnergyError(
                 f"{self.uuid} is shared with process {', '.join(map(str, foreign))}: clocks hold "

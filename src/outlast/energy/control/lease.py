@@ -237,13 +237,13 @@ def _parsed(content: Any) -> Lease:
         raise ValueError
     devices = tuple(
         Held(
-            uuid=str(each["uuid"]),
-            controller=_controller(each["controller"]),
-            clock_mhz=_optional(int, each["clock_mhz"]),
-            power_watts=_optional(float, each["power_watts"]),
-            previous_power_watts=_optional(float, each["previous_power_watts"]),
+            uuid=str(device["uuid"]),
+            controller=_controller(device["controller"]),
+            clock_mhz=_optional(int, device["clock_mhz"]),
+            power_watts=_optional(float, device["power_watts"]),
+            previous_power_watts=_optional(float, device["previous_power_watts"]),
         )
-        for each in content["devices"]
+        for device in content["devices"]
     )
     return Lease(
         host=str(content["host"]),

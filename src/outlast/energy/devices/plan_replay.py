@@ -114,7 +114,7 @@ def replay_profile(
         ReplayDevice(profile, uuid=f"replay-{index}", switch_seconds=switch_seconds)
         for index in range(schedule.devices)
     ]
-    links = {each.key for each in schedule.operations if each.device < 0}
+    links = {operation.key for operation in schedule.operations if operation.device < 0}
     seconds = {key: profile.curve(key).top.seconds for key in links}
     return replay_plan(plan, schedule, devices, link_seconds=seconds)
 
@@ -160,7 +160,7 @@ def _step(
             for device, before in zip(devices, begun_joules, strict=True)
         ),
         switches=switches,
-        kind="simulated" if any(each.kind == "simulated" for each in devices) else "replayed",
+        kind="simulated" if any(device.kind == "simulated" for device in devices) else "replayed",
         source="clock plan on " + ", ".join(sorted({device.name for device in devices})),
     )
 

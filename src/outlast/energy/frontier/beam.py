@@ -145,9 +145,9 @@ class Beam:
         plans = max(min(width.plans, _KEPT_ENDS // (self._slot_count * count)), 1)
         searches = _Searches(
             plans,
-            np.repeat([each.pull for each in leanings], plans)[:, None],
-            np.repeat([each.pull * each.early for each in leanings], plans)[:, None],
-            np.array([[max(each.grain * self._mean_seconds, 1e-300)] for each in leanings]),
+            np.repeat([leaning.pull for leaning in leanings], plans)[:, None],
+            np.repeat([leaning.pull * leaning.early for leaning in leanings], plans)[:, None],
+            np.array([[max(leaning.grain * self._mean_seconds, 1e-300)] for leaning in leanings]),
         )
         lost = np.full((count, plans), np.inf)
         lost[:, 0] = 0.0
@@ -167,7 +167,7 @@ class Beam:
         found = np.zeros((count, len(self._order)), dtype=np.intp)
         for index, (before, chosen) in zip(reversed(self._order), reversed(history), strict=True):
             found[:, index], row = chosen[row], before[row]
-        return [[int(place) for place in each] for each in found]
+        return [[int(place) for place in tensor] for tensor in found]
 
     def _options(self, index: int, count: int) -> tuple[Indices, Array, Array]:
         """Places that lose least at the operation's price, their seconds and losses."""

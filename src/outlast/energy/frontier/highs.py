@@ -56,7 +56,7 @@ def programme(
     model.a_matrix_.value_ = matrix.data
     if integral is not None:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        model.integrality_ = [kinds[bool(each)] for each in integral]
+        model.integrality_ = [kinds[bool(item)] for item in integral]
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     # One thread: the problems are small, and the order of pivots must not depend on the machine.

@@ -100,7 +100,7 @@ class Programme:
         self._constant = float(sum(effective(hull[0], blocking_watts) for hull in hulls))
         lengths = [np.diff([point.seconds for point in hull]) for hull in hulls]
         # Which operation each segment belongs to.
-        self._owner = np.repeat(np.arange(count), [len(each) for each in lengths])
+        self._owner = np.repeat(np.arange(count), [len(length) for length in lengths])
         costs = [slope for hull in hulls for slope in slopes(hull, blocking_watts)]
         self._segments = np.concatenate(lengths) / self._unit
         self._last = [i for i in range(count) if not schedule.successors[i]]

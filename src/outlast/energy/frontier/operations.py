@@ -26,7 +26,7 @@ def curves_of(profile: Profile, schedule: Schedule) -> list[Curve]:
         EnergyError: When an operation is not in the profile, or a value there is no time, energy
             or power; and when nothing takes energy.
     """
-    if not any(each.device >= 0 for each in schedule.operations):
+    if not any(operation.device >= 0 for operation in schedule.operations):
         raise EnergyError(
             "the schedule has no operations on devices: there is nothing to plan for links alone"
         )
@@ -36,19 +36,19 @@ def curves_of(profile: Profile, schedule: Schedule) -> list[Curve]:
             f"blocking_watts = {watts:g} must be the power of a waiting device in W, e.g. 84"
         )
     known: dict[tuple[Key, bool], Curve] = {}
-    for each in schedule.operations:
-        place = (each.key, each.device < 0)
+    for operation in schedule.operations:
+        place = (operation.key, operation.device < 0)
         if place not in known:
-            curve = profile.curve(each.key)
-            _check(each.key, curve)
-            if each.device < 0:
+            curve = profile.curve(operation.key)
+            _check(operation.key, curve)
+            if operation.device < 0:
                 fixed = curve.top
                 joules = fixed.joules + watts * fixed.seconds
                 curve = Curve((Point(0, fixed.seconds, joules),))
             known[place] = curve
     if not watts and not any(point.joules for curve in known.values() for point in curve.points):
         raise EnergyError("no operation of the schedule takes energy: there is nothing to save")
-    return [known[each.key, each.device < 0] for each in schedule.operations]
+    return [known[operation.key, operation.device < 0] for operation in schedule.operations]
 
 
 def baseline(schedule: Schedule, curves: list[Curve]) -> list[Point]:

@@ -32,7 +32,10 @@ def fingerprint(schedule: Schedule) -> str:
     """16 hexadecimal digits that change with any operation, edge or the number of devices."""
     content = (
         schedule.devices,
-        [[each.device, each.stage, each.phase, each.microbatch] for each in schedule.operations],
+        [
+            [operation.device, operation.stage, operation.phase, operation.microbatch]
+            for operation in schedule.operations
+        ],
         sorted(schedule.edges),
     )
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -81,7 +84,7 @@ def plan_of(content: Mapping[str, Any], where: str) -> ClockPlan:
     Raises:
         EnergyError: Names the first field that is missing, unknown or has a wrong value.
     """
-    names = {each.name for each in fields(ClockPlan)}
+    names = {field.name for field in fields(ClockPlan)}
     given = {name: value for name, value in content.items() if name not in {"format", "version"}}
     for name in sorted(names - given.keys()):
         raise EnergyError(f'{where} has no "{name}": it is not a complete plan, so write it again')
@@ -177,7 +180,7 @@ def _refuse(constant: str) -> float:
 def _problem(name: str, value: Any) -> str:
     """What is wrong with a field's value; empty if nothing."""
     if name == "clocks_mhz":
-        valid = isinstance(value, list) and value and all(_is_count(each) for each in value)
+        valid = isinstance(value, list) and value and all(_is_count(item) for item in value)
         return "" if valid else "must be a list of whole MHz, one for each operation"
     if name in _WORDS:
         allowed = _WORDS[name]

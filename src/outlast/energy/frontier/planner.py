@@ -219,7 +219,7 @@ class _Solver:
 
     def _within(self, relaxed: Relaxed, seconds: float) -> Grouped:
         if self._switches_allowed == "free" and not self._delays.switch_seconds:
-            nearby = [self._programme.solve(each) for each in self._near(seconds)]
+            nearby = [self._programme.solve(value) for value in self._near(seconds)]
             points = rounded(self._schedule, self._choices, relaxed, seconds, nearby)
             return Grouped(points, relaxed.joules)
         if self._switches_allowed != "free":
@@ -265,8 +265,8 @@ class _Solver:
         if self._switches_allowed == "free":
             budgets = ["per_stage", "free"] if self._delays.switch_seconds else []
         return [
-            GroupedProgramme(self._schedule, self._profile, each, self._delays.switch_seconds)
-            for each in budgets
+            GroupedProgramme(self._schedule, self._profile, budget, self._delays.switch_seconds)
+            for budget in budgets
         ]
 
     def _blocked(self, seconds: float) -> float:

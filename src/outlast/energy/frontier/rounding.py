@@ -128,10 +128,10 @@ def rounded(
     rounds = max(_PLACED // max(len(fastest), 1), _FEWEST_ROUNDS)
     rough = curves.below(relaxed.seconds.tolist())
     best = _better(schedule, curves, fastest, ([rough], limit))
-    for each in _ROUNDS[:rounds]:
-        if curves.energy(best) - relaxed.joules > each.above * full:
-            optimum = _between(relaxed, mean, each)
-            plans = _searched(schedule, curves, optimum, (deadline, each.backwards))
+    for round_ in _ROUNDS[:rounds]:
+        if curves.energy(best) - relaxed.joules > round_.above * full:
+            optimum = _between(relaxed, mean, round_)
+            plans = _searched(schedule, curves, optimum, (deadline, round_.backwards))
             best = _better(schedule, curves, best, (plans, limit))
     return [own[place] for own, place in zip(choices.points, best, strict=True)]
 
@@ -139,15 +139,15 @@ def rounded(
 def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relaxed:
     """The mean of optima, as if all were for the deadline; its prices are a flow as well."""
     every = [relaxed]
-    for each in nearby:
-        longer = deadline / float((each.starts + each.seconds).max())
-        every.append(replace(each, starts=each.starts * longer, seconds=each.seconds * longer))
+    for item in nearby:
+        longer = deadline / float((item.starts + item.seconds).max())
+        every.append(replace(item, starts=item.starts * longer, seconds=item.seconds * longer))
     return replace(
         relaxed,
-        starts=np.mean([each.starts for each in every], axis=0),
-        seconds=np.mean([each.seconds for each in every], axis=0),
-        edge_watts=np.mean([each.edge_watts for each in every], axis=0),
-        operation_watts=np.mean([each.operation_watts for each in every], axis=0),
+        starts=np.mean([said.starts for said in every], axis=0),
+        seconds=np.mean([said.seconds for said in every], axis=0),
+        edge_watts=np.mean([said.edge_watts for said in every], axis=0),
+        operation_watts=np.mean([said.operation_watts for said in every], axis=0),
     )
 
 

@@ -84,17 +84,17 @@ class Slack:
         heapq.heapify(later)
         while later:
             _, other = heapq.heappop(later)
-            start = max(starts[each] + durations[each] for each in self._before[other])
+            start = max(starts[item] + durations[item] for item in self._before[other])
             if start > starts[other]:
                 starts[other] = start
-                for each in self._after[other]:
-                    heapq.heappush(later, (self._rank[each], each))
+                for item in self._after[other]:
+                    heapq.heappush(later, (self._rank[item], item))
         earlier = [(-self._rank[other], other) for other in self._before[index]]
         heapq.heapify(earlier)
         while earlier:
             _, other = heapq.heappop(earlier)
-            end = min(ends[each] - durations[each] for each in self._after[other])
+            end = min(ends[item] - durations[item] for item in self._after[other])
             if end < ends[other]:
                 ends[other] = end
-                for each in self._before[other]:
-                    heapq.heappush(earlier, (-self._rank[each], each))
+                for item in self._before[other]:
+                    heapq.heappush(earlier, (-self._rank[item], item))

@@ -122,7 +122,7 @@ def _smooth(curves: Sequence[Curve], sigma: float) -> list[Curve]:
     ):
         mean = values.mean(axis=0)
         common = _whittaker(clocks, mean, sigma / len(curves) ** 0.5)
-        found.append([common + _whittaker(clocks, each - mean, sigma) for each in values])
+        found.append([common + _whittaker(clocks, name - mean, sigma) for name in values])
     return [
         Curve(
             tuple(

@@ -111,7 +111,7 @@ class Frontier:
             joules=plan.joules_until(straggler_seconds),
             waiting_joules=watts * (straggler_seconds - plan.seconds),
             fastest_joules=plan.fastest_joules + waited,
-            unused_seconds=max(useful - max(each.deadline_seconds for each in self.plans), 0.0),
+            unused_seconds=max(useful - max(plan.deadline_seconds for plan in self.plans), 0.0),
         )
 
     def save(self, path: Path | str) -> None:
@@ -141,7 +141,7 @@ class Frontier:
         """
         content = read(Path(path), _FORMAT)
         plans, useful = content.get("plans"), content.get("longest_useful_seconds")
-        if not isinstance(plans, list) or not all(isinstance(each, dict) for each in plans):
+        if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
             raise EnergyError(f'{path} has no list "plans": write the frontier again')
         if not plans:
             raise EnergyError(f'{path}: "plans" is empty: write the frontier again')

@@ -91,8 +91,8 @@ class GroupedProgramme:
         clocked = [any(point.clock_mhz for point in curve) for curve in curves]
         parts = _parts(schedule) if budget == "free" else [""] * len(operations)
         labels = [
-            _label(each, budget, parts[index]) if own else (index,)
-            for index, (each, own) in enumerate(zip(operations, clocked, strict=True))
+            _label(item, budget, parts[index]) if own else (index,)
+            for index, (item, own) in enumerate(zip(operations, clocked, strict=True))
         ]
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._group = np.array([numbers[label] for label in labels])

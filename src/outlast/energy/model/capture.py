@@ -110,10 +110,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops=float(_flops(func, args, kwargs, result)),
             link_bytes=_link_bytes(name, args, result) if collective else 0.0,
             pointwise=torch.Tag.pointwise in func.tags,
-            written_bytes=float(sum(_bytes(each) for each in outputs)),
+            written_bytes=float(sum(_bytes(output) for output in outputs)),
             reads=[
-                (self._makers.get(_storage(each)), _bytes(each))
-                for each in inputs
+                (self._makers.get(_storage(tensor_in)), _bytes(tensor_in))
+                for tensor_in in inputs
                 if name.removesuffix("_like") not in _WRITERS
             ],
         )
@@ -122,8 +122,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for maker, _ in made.reads:
             if maker is not None:
                 maker.consumers.append(made)
-        for each in outputs:
-            self._makers[_storage(each)] = made
+        for output in outputs:
+            self._makers[_storage(output)] = made
         self.operations.append(made)
 
     def _continues(self, made: _Operation) -> bool:
@@ -141,7 +141,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _work(one: _Operation, fused: bool) -> Work:
     """What an operation adds, given whom it can be fused with."""
     reads = sum(size for maker, size in one.reads if not (fused and one.joins(maker)))
-    inside = [each.joins(one) for each in one.consumers] if fused else []
+    inside = [consumer.joins(one) for consumer in one.consumers] if fused else []
     kept = inside and all(inside)
     return Work(
         flops=one.flops,
@@ -153,15 +153,18 @@ def _work(one: _Operation, fused: bool) -> Work:
 
 def _is_view(func: Any) -> bool:
     """Whether the result shares memory with an input and nothing is written."""
-    aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
+    aliases = [
+        return_.alias_info for return_ in func._schema.returns if return_.alias_info is not None
+    ]
     writes = any(
-        each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
     )
     return bool(aliases) and not writes
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
 def _bytes(tensor: torch.Tensor) -> float:
@@ -180,10 +183,10 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     packet = func.overloadpacket
     # The CPU kernels of attention are missing in torch's table.
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        shapes = [each.shape for each in args[:3]]
+        shapes = [argument.shape for argument in args[:3]]
         return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        shapes = [each.shape for each in args[:4]]
+        shapes = [argument.shape for argument in args[:4]]
         return float(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
     formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
@@ -195,7 +198,7 @@ def _link_bytes(name: str, args: Any, result: Any) -> float:
     All-reduce sends 2 (n - 1) / n of its data, all-gather, reduce-scatter and all-to-all (n - 1) /
     n of their larger side (Thakur et al., 2005), send its tensor, receive nothing.
     """
-    size = max(sum(_bytes(each) for each in _tensors(side)) for side in (*args, result))
+    size = max(sum(_bytes(tensor) for tensor in _tensors(side)) for side in (*args, result))
     if name.startswith("recv"):
         return 0.0
     if name == "send":
@@ -210,15 +213,15 @@ def _ranks(args: Any) -> int:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-    for each in reversed(args):
-        if isinstance(each, str):
+    for argument in reversed(args):
+        if isinstance(argument, str):
             try:
-                return _resolve_process_group(GroupName(each)).size()
+                return _resolve_process_group(GroupName(argument)).size()
             except (ValueError, RuntimeError, LookupError):
                 continue  # The name of the reduction, not of the group.
-        if isinstance(each, torch.ScriptObject):
+        if isinstance(argument, torch.ScriptObject):
             try:
-                return ProcessGroup.unbox(each).size()
+                return ProcessGroup.unbox(argument).size()
             except RuntimeError:
                 continue  # A reduction boxed likewise.
     return 1

@@ -74,13 +74,13 @@ def deviation_of(curve: Curve, response: Response, constants: DeviceConstants) -
 def mean(deviations: Sequence[Deviation]) -> Deviation:
     """Of several operations, at the clocks of the first."""
     clocks = np.array(deviations[0].clocks_mhz)
-    found = [each.at(clocks) for each in deviations]
+    found = [deviation.at(clocks) for deviation in deviations]
     return Deviation(
         clocks_mhz=deviations[0].clocks_mhz,
-        seconds=tuple(np.mean([each[0] for each in found], axis=0).tolist()),
-        joules=tuple(np.mean([each[1] for each in found], axis=0).tolist()),
-        time_noise=float(np.mean([each.time_noise for each in deviations])),
-        energy_noise=float(np.mean([each.energy_noise for each in deviations])),
+        seconds=tuple(np.mean([pair[0] for pair in found], axis=0).tolist()),
+        joules=tuple(np.mean([pair[1] for pair in found], axis=0).tolist()),
+        time_noise=float(np.mean([deviation.time_noise for deviation in deviations])),
+        energy_noise=float(np.mean([deviation.energy_noise for deviation in deviations])),
     )
 
 

@@ -116,7 +116,8 @@ def calibrate(profile: Profile, *, strict: bool = True) -> Calibration:
     constants, responses = problem.unpack(solution.x)
     errors = _standard_errors(solution.jac, problem.misfit(solution.x))
     capped = [
-        cap_clock_mhz(constants, each.activity_watts_per_mhz) < 1.02 * top for each in responses
+        cap_clock_mhz(constants, response.activity_watts_per_mhz) < 1.02 * top
+        for response in responses
     ]
     if not any(capped):
         constants = replace(constants, power_limit_watts=math.inf)

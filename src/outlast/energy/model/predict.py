@@ -209,9 +209,12 @@ def margin_of(predicted: Mapping[Key, Prediction]) -> float:
     return max(
         (
             (high - low) / 2 / point.seconds
-            for each in predicted.values()
+            for prediction in predicted.values()
             for point, low, high in zip(
-                each.curve.points, each.low_seconds, each.high_seconds, strict=True
+                prediction.curve.points,
+                prediction.low_seconds,
+                prediction.high_seconds,
+                strict=True,
             )
         ),
         default=0.0,
@@ -241,8 +244,8 @@ def predicted_profile(
         for key, points in probes.items()
     }
     about: dict[str, list[str]] = {}
-    for key, each in sorted(predicted.items()):
-        for flag in each.flags:
+    for key, item in sorted(predicted.items()):
+        for flag in item.flags:
             about.setdefault(flag, []).append(f"stage {key.stage} {key.phase}")
     flags = [f"{', '.join(names)}: {flag}" for flag, names in about.items()]
     if predicted:
@@ -338,7 +341,7 @@ def _deviation(calibration: Calibration, key: Key | None) -> tuple[Deviation | N
     known = calibration.deviations
     if not known:
         return None, False
-    alike = [each for other, each in known.items() if key and other.phase == key.phase]
+    alike = [known_item for other, known_item in known.items() if key and other.phase == key.phase]
     return mean(alike or list(known.values())), bool(alike)
 
 

@@ -52,8 +52,8 @@ def choose_probes(
         wanted = [top, knee, (top + knee) / 2]
     chosen: list[int] = []
     for clock in wanted[:count]:
-        left = [each for each in known if each not in chosen]
-        chosen.append(min(left, key=lambda each: abs(each - clock)))
+        left = [number for number in known if number not in chosen]
+        chosen.append(min(left, key=lambda name: abs(name - clock)))
     return tuple(sorted(chosen))
 
 
@@ -70,7 +70,7 @@ def probe(measure: Callable[[int], Point], clocks_mhz: Sequence[int]) -> tuple[P
     points = []
     for clock in sorted(clocks_mhz, reverse=True):
         point = measure(clock)
-        good = all(math.isfinite(each) and each > 0 for each in (point.seconds, point.joules))
+        good = all(math.isfinite(item) and item > 0 for item in (point.seconds, point.joules))
         if point.clock_mhz != clock or not good:
             raise EnergyError(
                 f"the probe at {clock} MHz gave {point.seconds} s and {point.joules} J at "

@@ -41,14 +41,18 @@ def with_tail(schedule: Schedule) -> Schedule:
     device that has one keeps it.
     """
     operations, edges = list(schedule.operations), list(schedule.edges)
-    ended = {each.device for each in schedule.operations if each.phase == "tail"}
+    ended = {operation.device for operation in schedule.operations if operation.phase == "tail"}
     sent = [
         index
-        for index, each in enumerate(schedule.operations)
-        if each.device == LINK and not schedule.successors[index]
+        for index, operation in enumerate(schedule.operations)
+        if operation.device == LINK and not schedule.successors[index]
     ]
-    for device in sorted({each.device for each in schedule.operations} - ended - {LINK}):
-        own = [index for index, each in enumerate(schedule.operations) if each.device == device]
+    for device in sorted({operation.device for operation in schedule.operations} - ended - {LINK}):
+        own = [
+            index
+            for index, operation in enumerate(schedule.operations)
+            if operation.device == device
+        ]
         inside = set(own)
         last = [i for i in own if inside.isdisjoint(schedule.successors[i])]
         edges += [(before, len(operations)) for before in (*last, *sent)]
@@ -59,4 +63,4 @@ def with_tail(schedule: Schedule) -> Schedule:
 
 def link_keys(schedule: Schedule) -> frozenset[Key]:
     """What a profile must know about links, besides the devices' operations."""
-    return frozenset(each.key for each in schedule.operations if each.device == LINK)
+    return frozenset(operation.key for operation in schedule.operations if operation.device == LINK)

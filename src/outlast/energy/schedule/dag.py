@@ -68,11 +68,11 @@ class Schedule:
         Raises:
             EnergyError: Names the first thing that is wrong and what would be right.
         """
-        for number, each in enumerate(self.operations):
-            if not -1 <= each.device < self.devices:
+        for number, operation in enumerate(self.operations):
+            if not -1 <= operation.device < self.devices:
                 raise EnergyError(
-                    f"{where}: operation {number} ({_name(each)}) is on device {each.device}, but "
-                    f"there are {self.devices}: number devices from 0, and links -1"
+                    f"{where}: operation {number} ({_name(operation)}) is on device "
+                    f"{operation.device}, but there are {self.devices}: number devices from 0, and links -1"
                 )
         for edge in self.edges:
             if not all(0 <= end < len(self.operations) for end in edge):

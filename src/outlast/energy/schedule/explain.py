@@ -73,7 +73,7 @@ class Explanation:
         added = self.schedule.operations[len(self.profiled.operations) :]
         links = link_keys(self.schedule)
         curves = dict(profile.curves)
-        for key in {each.key for each in added}:
+        for key in {name.key for name in added}:
             seconds = self.transfer_seconds if key in links else self.tail_seconds
             joules = 0.0 if key in links else profile.blocking_watts * seconds
             curves[key] = Curve((Point(0, seconds, joules),))

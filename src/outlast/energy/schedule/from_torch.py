@@ -44,7 +44,7 @@ def from_torch(pipeline: Any) -> Schedule:
     if not ranks or ranks != list(range(len(ranks))):
         raise EnergyError(f"the pipeline order has the ranks {ranks}; it must have 0, 1, 2, ...")
     works = [[work for action in order[rank] for work in _works(action)] for rank in ranks]
-    return linked([_counted_from_0(each) for each in works])
+    return linked([_counted_from_0(work) for work in works])
 
 
 def _order_of(pipeline: Any) -> Mapping[int, Any]:
@@ -82,8 +82,8 @@ def _works(action: Any) -> Iterator[Work]:
             f"{action!r} in the pipeline order is no action of torch.distributed.pipelining"
         ) from error
     if kind == _OVERLAPPED:
-        for each in action.sub_actions or ():
-            yield from _works(each)
+        for sub_action in action.sub_actions or ():
+            yield from _works(sub_action)
     elif kind in _PHASES:
         yield Work(int(stage), _PHASES[kind], int(batch))
     elif kind not in _SKIPPED:

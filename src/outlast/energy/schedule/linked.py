@@ -43,7 +43,10 @@ def linked(orders: Sequence[Sequence[Work]]) -> Schedule:
     operations = tuple(
         Operation(device, *work) for device, order in enumerate(orders) for work in order
     )
-    index = {Work(each.stage, each.phase, each.microbatch): i for i, each in enumerate(operations)}
+    index = {
+        Work(operation.stage, operation.phase, operation.microbatch): i
+        for i, operation in enumerate(operations)
+    }
     _check(operations)
     edges = [
         (i, i + 1)
@@ -79,13 +82,13 @@ def _check(operations: Sequence[Operation]) -> None:
     """Each stage on one device, and each of its micro-batches once forward and once backward."""
     devices: dict[int, int] = {}
     phases: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    for each in operations:
-        if devices.setdefault(each.stage, each.device) != each.device:
+    for operation in operations:
+        if devices.setdefault(operation.stage, operation.device) != operation.device:
             raise EnergyError(
-                f"stage {each.stage} runs on device {devices[each.stage]} and on device "
-                f"{each.device}; a stage belongs to one device"
+                f"stage {operation.stage} runs on device {devices[operation.stage]} and on device "
+                f"{operation.device}; a stage belongs to one device"
             )
-        phases[each.stage, each.microbatch][each.phase] += 1
+        phases[operation.stage, operation.microbatch][operation.phase] += 1
     if sorted(devices) != list(range(len(devices))) or not devices:
         known = ", ".join(map(str, sorted(devices))) or "none"
         raise EnergyError(f"stages must be numbered 0, 1, 2, ... without gaps; there are {known}")

@@ -191,9 +191,9 @@ def _clocks(schedule: Schedule, steps: Sequence[ExecutedStep]) -> dict[Key, Effe
 
 def _by_key(schedule: Schedule) -> dict[Key, list[int]]:
     found: dict[Key, list[int]] = {}
-    for index, each in enumerate(schedule.operations):
-        if each.device >= 0:
-            found.setdefault(each.key, []).append(index)
+    for index, operation in enumerate(schedule.operations):
+        if operation.device >= 0:
+            found.setdefault(operation.key, []).append(index)
     return found
 
 

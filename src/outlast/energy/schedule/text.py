@@ -79,11 +79,12 @@ def schedule_from_content(content: object, source: str = "the schedule") -> Sche
     if not operations:
         raise EnergyError(f"{source} has no operations; a step has at least one")
     seen: dict[Operation, int] = {}
-    for index, each in enumerate(operations):
-        if seen.setdefault(each, index) != index:
+    for index, operation in enumerate(operations):
+        if seen.setdefault(operation, index) != index:
             raise EnergyError(
-                f"{source}: operation {index} repeats operation {seen[each]} ({each.phase} of "
-                f"stage {each.stage}, micro-batch {each.microbatch}); name each once"
+                f"{source}: operation {index} repeats operation {seen[operation]} "
+                f"({operation.phase} of stage {operation.stage}, micro-batch {operation.microbatch}); "
+                "name each once"
             )
     edges: dict[tuple[int, int], None] = {}
     for index, row in enumerate(_rows(content, "edges", source)):
@@ -120,7 +121,7 @@ def _operation(row: object, name: str, devices: int) -> Operation:
 def _edge(row: object, name: str, operations: int) -> tuple[int, int]:
     if not isinstance(row, list) or len(row) != 2:
         raise EnergyError(f"{name} = {row!r:.60} is not [before, after]")
-    before, after = (_whole(each, name, most=operations - 1) for each in row)
+    before, after = (_whole(item, name, most=operations - 1) for item in row)
     return before, after
 
 

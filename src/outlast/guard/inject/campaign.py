@@ -169,9 +169,9 @@ def campaign(
         patience: Steps within which a finding still belongs to an event.
     """
     groups: dict[tuple[int, int, str, str], bool] = {}
-    for each in injections:
-        key = (each.fault, each.step, each.site, each.module)
-        groups[key] = groups.get(key, False) or each.changed
+    for injection in injections:
+        key = (injection.fault, injection.step, injection.site, injection.module)
+        groups[key] = groups.get(key, False) or injection.changed
     events = [
         _event(key, changed and key[1] in harmful_steps, findings, patience)
         for key, changed in groups.items()

@@ -178,7 +178,7 @@ class Injector:
         row_index, column = divmod(index, row_length)
         if memory.dim() > 1:
             place = torch.unravel_index(torch.tensor(row_index), memory.shape[:-1])
-            row = memory[tuple(int(each) for each in place)]
+            row = memory[tuple(int(name) for name in place)]
         else:
             row = memory.view(-1)
         before = row.clone()

@@ -55,7 +55,9 @@ def _configurations() -> list[triton.Config]:
 def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> Any:
     """Configurations whose tiles fit in shared memory; 4-byte operands take twice the room."""
     size = arguments["x"].element_size()
-    return [each for each in configs if _shared_bytes(each, size) <= _SHARED_BYTES] or configs[-1:]
+    return [
+        config for config in configs if _shared_bytes(config, size) <= _SHARED_BYTES
+    ] or configs[-1:]
 
 
 _SHARED_BYTES = 200 * 1024
@@ -153,7 +155,7 @@ def matmul_checked(
     x, w = rows_contiguous(x), rows_contiguous(w)
     (rows, terms), outputs = x.shape, len(w)
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    fewest = min(each.kwargs["tile_outputs"] for each in matmul_kernel.configs)
+    fewest = min(config.kwargs["tile_outputs"] for config in matmul_kernel.configs)
     dots, powers = torch.empty((2, triton.cdiv(outputs, fewest), rows), device=x.device)
 
     def programs(tile: dict[str, int]) -> tuple[int]:

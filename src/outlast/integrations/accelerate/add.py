@@ -118,8 +118,8 @@ def add_guard(
     """
     section = with_section("guard", {"policy": policy, **settings}).guard
     models = accelerator._models
-    model = models[0] if len(models) == 1 else nn.ModuleList([unwrapped(each) for each in models])
-    optimizers = [each.optimizer for each in accelerator._optimizers]
+    model = models[0] if len(models) == 1 else nn.ModuleList([unwrapped(model) for model in models])
+    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
     guard = RunGuard(section, seed, model, optimizers)
     for message in guard.warnings:
         warnings.warn(message, stacklevel=2)

@@ -76,7 +76,7 @@ def newest_own_folder(parent: Path) -> OwnFolder | None:
         parent: Of the folders that automatic names are given to.
     """
     found = [
-        OwnFolder(max(each.stat().st_mtime for each in states), folder)
+        OwnFolder(max(state.stat().st_mtime for state in states), folder)
         for folder in (parent.iterdir() if parent.is_dir() else ())
         if not (folder / _NAME).exists() and (states := [*folder.glob(_OWN)])
     ]

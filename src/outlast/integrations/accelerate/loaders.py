@@ -66,7 +66,7 @@ class ProcessEntry:
         gradients = {}
         if not self._accelerator.sync_gradients:
             gradients = {
-                name: each.grad for name, each in self._parameters() if each.grad is not None
+                name: item.grad for name, item in self._parameters() if item.grad is not None
             }
         return {**random_states(), "loaders": self._places(), "gradients": gradients}
 
@@ -87,7 +87,7 @@ class ProcessEntry:
         """
         self._within.clear()
         places = self._restored
-        self._restored = {name: each for name, each in places.items() if "begun" in each}
+        self._restored = {name: place for name, place in places.items() if "begun" in place}
         for number, loader in enumerate(self._loaders):
             if (place := places.get(str(number))) is not None:
                 loader.iteration = place["iteration"]
@@ -120,20 +120,20 @@ class ProcessEntry:
             loader: What Accelerate has made of it.
             batches: How many.
         """
-        number = next((n for n, each in enumerate(self._loaders) if each is whole), None)
+        number = next((n for n, loader in enumerate(self._loaders) if loader is whole), None)
         if number is not None:
             self._follow(loader, number, batches)
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, model in enumerate(self._accelerator._models):
-            for name, each in model.named_parameters():
-                yield f"{number}.{name}", each
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
 
     def _places(self) -> dict[str, Any]:
         """Where the prepared loaders stand, those within an epoch with all that they have drawn."""
         found: dict[str, Any] = {}
         self._within = {
-            number: each for number, each in self._within.items() if each.iterator() is not None
+            number: item for number, item in self._within.items() if item.iterator() is not None
         }
         for number, loader in enumerate(self._loaders):
             if not isinstance(loader, DataLoaderShard):
@@ -159,14 +159,14 @@ class ProcessEntry:
         def set_once(module: torch.nn.Module, *_: Any) -> None:
             if not module.training:
                 return
-            for each in handles:
-                each.remove()
+            for handle in handles:
+                handle.remove()
             if self._restored:
                 set_random_states(self._random)
                 self._restored = {}
 
         models = self._accelerator._models
-        handles = [each.register_forward_pre_hook(set_once) for each in models]
+        handles = [model.register_forward_pre_hook(set_once) for model in models]
 
     def _follow(self, loader: Any, number: int, skipped: int) -> None:
         """Note what a loader does, and let it begin as the restored one did."""

@@ -50,8 +50,8 @@ class Remembering:
         self._memory = LoopMemory(
             job, self._ranks, directory, saving.store, self._state, note=self._note
         )
-        for each in accelerator._optimizers:
-            each.optimizer.register_step_pre_hook(self._settle)
+        for optimizer in accelerator._optimizers:
+            optimizer.optimizer.register_step_pre_hook(self._settle)
         own_end = accelerator.end_training
 
         def end_training() -> None:

@@ -155,8 +155,8 @@ class Saving(Saves):
             wanted = self._wanted(facts)
             restored = store.restore(wanted, step=number)
             assert restored is not None
-            for each in restored.skipped:
-                self._tell(f"{each}; the version of step {restored.step} was loaded")
+            for name in restored.skipped:
+                self._tell(f"{name}; the version of step {restored.step} was loaded")
             if restored.step == facts["number"]:
                 break
             # The newest is damaged, beyond what was read of it first.
@@ -230,8 +230,8 @@ class Saving(Saves):
         try:
             yield
         finally:
-            for name, each in kept.items():
-                setattr(accelerator, name, each)
+            for name, kept_item in kept.items():
+                setattr(accelerator, name, kept_item)
 
     def facts(self, entries: Sequence[str]) -> dict[str, Any]:
         """What is saved beside the objects.
@@ -250,17 +250,17 @@ class Saving(Saves):
     def objects(self) -> dict[str, Any]:
         """The live objects that are saved and restored, of all processes the same."""
         accelerator = self._accelerator
-        models = [unwrapped(each) for each in accelerator._models]
+        models = [unwrapped(model) for model in accelerator._models]
         found: dict[str, Any] = {}
         if models:
             found["model"] = models[0] if len(models) == 1 else nn.ModuleList(models)
-        optimizers = [each.optimizer for each in accelerator._optimizers]
+        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
         if optimizers:
             found["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        for number, each in enumerate(accelerator._schedulers):
-            found[f"scheduler-{number}"] = each.scheduler
-        for number, each in enumerate(accelerator._custom_objects):
-            found[f"registered-{number}"] = each
+        for number, scheduler in enumerate(accelerator._schedulers):
+            found[f"scheduler-{number}"] = scheduler.scheduler
+        for number, object_ in enumerate(accelerator._custom_objects):
+            found[f"registered-{number}"] = object_
         if accelerator.scaler is not None:
             found["scaler"] = accelerator.scaler
         return found
@@ -268,7 +268,7 @@ class Saving(Saves):
     def _wanted(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The live objects to load into, with what is this process's own."""
         found = self.objects()
-        saved = {each for each in facts["entries"] if not each.startswith(_RANDOM)}
+        saved = {fact for fact in facts["entries"] if not fact.startswith(_RANDOM)}
         if differing := saved ^ {*found}:
             name = min(differing)
             raise CheckpointError(

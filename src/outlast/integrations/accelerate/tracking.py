@@ -76,12 +76,14 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
         self._closed = self._due = False
         self._step = 0 if saving is None else saving.steps
         models = accelerator._models
-        parameters = {id(each): each for model in models for each in model.parameters()}
+        parameters = {
+            id(parameter): parameter for model in models for parameter in model.parameters()
+        }
         facts = LoopFacts(
             framework="accelerate",
             steps=steps,
             tokens_per_step=tokens_per_step,
-            parameters=sum(each.numel() for each in parameters.values()),
+            parameters=sum(parameter.numel() for parameter in parameters.values()),
             versions={"accelerate": accelerate.__version__},
         )
         self._recording = Recording(

@@ -142,7 +142,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         files, self._files = self._files, {}
         folder = Path(info.save_dir) / info.tag
         told = gather_objects((bool(files), _refusal(folder, files)))
-        if refused := next((each for _, each in told if each), ""):
+        if refused := next((item for _, item in told if item), ""):
             raise CheckpointError(refused)
         if not any(has_files for has_files, _ in told):
             return True
@@ -233,8 +233,8 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"{len(saved)} ranks saved the optimizer's partitions of step {step}, without the "
                 f"shapes of what is in them: load it on as many, not on {ranks}"
             )
-        files = [self._content(each, step) for each in saved]
-        states = [each["optimizer_state_dict"] for each in files]
+        files = [self._content(name, step) for name in saved]
+        states = [file["optimizer_state_dict"] for file in files]
         own = repartitioned(states, self._elements, dist.get_rank(), ranks)
         return {**files[0], "optimizer_state_dict": own}
 
@@ -244,7 +244,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: When they are parts of parts of the model.
         """
-        version = next(each for each in self._versions()[::-1] if each.step == step)
+        version = next(version for version in self._versions()[::-1] if version.step == step)
         names = load(self._store.storage, version).catalogue.values
         matches = [match for name in names if (match := _PARTITION.fullmatch(name))]
         refuse_parts(len({match[2] for match in matches}))
@@ -255,7 +255,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return list_versions(self._store.storage)
 
     def _tags(self) -> str:
-        steps = {each.step for each in self._versions()}
+        steps = {version.step for version in self._versions()}
         return ", ".join(f"global_step{step}" for step in sorted(steps)) or "none"
 
     def _mend(self) -> None:
@@ -291,21 +291,21 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _stub_folders(self) -> list[Path]:
         folders = self.directory.iterdir() if self.directory.is_dir() else ()
         return [
-            each
-            for each in folders
-            if each.name != STORE
-            and _STEP.search(each.name)
-            and any(map(_is_stub, each.glob("*.pt")))
+            folder
+            for folder in folders
+            if folder.name != STORE
+            and _STEP.search(folder.name)
+            and any(map(_is_stub, folder.glob("*.pt")))
         ]
 
     def _drop_old_stubs(self) -> None:
         """Remove DeepSpeed's names of versions that are kept no longer, and nothing else."""
-        steps = {each.step for each in self._versions()}
+        steps = {version.step for version in self._versions()}
         for folder in self._stub_folders():
             if _step_of(folder.name) not in steps:
                 with contextlib.suppress(OSError):
-                    for each in filter(_is_stub, folder.glob("*.pt")):
-                        each.unlink()
+                    for path in filter(_is_stub, folder.glob("*.pt")):
+                        path.unlink()
                     # Where there is anything else in it, it stays.
                     folder.rmdir()
 
@@ -337,7 +337,7 @@ def _refusal(folder: Path, files: Mapping[str, Any]) -> str:
                 "leave pipeline and tensor parallelism out, or keep DeepSpeed's own checkpoint "
                 "engine"
             )
-    if others := sorted(each.name for each in folder.glob("*.pt") if not _is_stub(each)):
+    if others := sorted(path.name for path in folder.glob("*.pt") if not _is_stub(path)):
         return (
             f"{folder} holds {others[0]}, which DeepSpeed itself has written, and which this save "
             "would replace: move the folder away, or save under another tag"

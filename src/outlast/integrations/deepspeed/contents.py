@@ -34,11 +34,11 @@ def plain(value: Any) -> Any:
         kind = type(value).__name__
         return {_CLASS: f"torch.{kind}", "value": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, set, frozenset)):
-        return type(value)(plain(each) for each in value)
+        return type(value)(plain(item) for item in value)
     if isinstance(value, tuple):
-        return tuple(plain(each) for each in value)
+        return tuple(plain(item) for item in value)
     if _name_of(value) in _KNOWN:
         return {_CLASS: _name_of(value), "value": plain(vars(value))}
     return value
@@ -51,11 +51,11 @@ def rebuilt(value: Any) -> Any:
         CheckpointError: For a class that is not one of those that are known.
     """
     if isinstance(value, (list, set, frozenset, tuple)):
-        return type(value)(rebuilt(each) for each in value)
+        return type(value)(rebuilt(item) for item in value)
     if not isinstance(value, dict):
         return value
     if _CLASS not in value:
-        return {key: rebuilt(each) for key, each in value.items()}
+        return {key: rebuilt(item) for key, item in value.items()}
     name, content = value[_CLASS], rebuilt(value["value"])
     if name == "torch.Size":
         return torch.Size(content)

@@ -30,7 +30,9 @@ def elements_of(states: Mapping[str, Any]) -> list[int]:
     Args:
         states: Content of the module's file.
     """
-    return [sum(each.numel() for each in group.values()) for group in states["param_shapes"] or ()]
+    return [
+        sum(member.numel() for member in group.values()) for group in states["param_shapes"] or ()
+    ]
 
 
 def adapt_ranks(states: dict[str, Any], ranks: int) -> None:
@@ -134,7 +136,7 @@ class _Flat:
 
     def part(self, partitions: Sequence[torch.Tensor], *, padded: bool) -> torch.Tensor:
         """The rank's part of what `partitions` are; `padded`: with zeros up to the full length."""
-        whole = torch.cat([each.reshape(-1) for each in partitions])[: self.size]
+        whole = torch.cat([partition.reshape(-1) for partition in partitions])[: self.size]
         if whole.numel() != self.size:
             raise CheckpointError(
                 f"the partitions of a parameter group hold {whole.numel()} of its {self.size} "

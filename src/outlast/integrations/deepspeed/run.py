@@ -133,7 +133,7 @@ class Run(plain.Run):
             # What is in memory is of the newest start that has done steps, or of one after it.
             run = read_run(directory.path)
             newest = max((record.attempt for record, _ in run.of(StepsDone)), default=0)
-            found.update(each.world_size for each in run.attempts if each.number >= newest)
+            found.update(attempt.world_size for attempt in run.attempts if attempt.number >= newest)
         return sorted(gather_objects(found)[0] - {0})
 
     def _installed_guard(self) -> RunGuard | None:
@@ -203,7 +203,7 @@ def _refuse(engine: deepspeed.DeepSpeedEngine) -> None:
             "this Run keeps engines of data parallelism alone; leave pipeline and tensor "
             "parallelism out"
         )
-    parts = max((getattr(each, "ep_size", 1) for each in engine.module.modules()), default=1)
+    parts = max((getattr(module, "ep_size", 1) for module in engine.module.modules()), default=1)
     if parts > 1:
         raise IntegrationError(
             f"the engine spreads experts over {parts} ranks (ep_size), and this Run would keep "

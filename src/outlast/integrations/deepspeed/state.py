@@ -77,10 +77,10 @@ class EngineState:
             self._engine.checkpoint_engine = before
         # They are as they are now until the optimizer of the next step changes them.
         places = places_of([self._engine.module], [self._engine.basic_optimizer])
-        files = {name: settled(each, places) for name, each in taken.files.items()}
-        self._own.content = {name: each for name, each in files.items() if "optim_states" in name}
+        files = {name: settled(file, places) for name, file in taken.files.items()}
+        self._own.content = {name: file for name, file in files.items() if "optim_states" in name}
         self._shared.content = {
-            name: each for name, each in files.items() if name not in self._own.content
+            name: file for name, file in files.items() if name not in self._own.content
         }
 
     def _load(self) -> None:
@@ -90,7 +90,7 @@ class EngineState:
             CheckpointError: When partitions of it are missing, or cannot be divided anew.
         """
         shared = rebuilt(self._shared.content)
-        saved_ranks = next(each["dp_world_size"] for each in shared.values())
+        saved_ranks = next(number["dp_world_size"] for number in shared.values())
         for states in shared.values():
             adapt_ranks(states, self._ranks)
         files = {**shared, **self._partition(shared, saved_ranks)}
@@ -112,18 +112,18 @@ class EngineState:
         """This rank's file of ZeRO's partitions, if there are any."""
         if saved_ranks == self._ranks:
             return dict(rebuilt(self._own.content))
-        elements = next((elements_of(each) for each in shared.values()), [])
+        elements = next((elements_of(value) for value in shared.values()), [])
         if not elements:
             return {}
         parts = [self._parts.get(rank) for rank in range(saved_ranks)]
-        saved = [rebuilt(each.content) for each in parts if each is not None and each.content]
+        saved = [rebuilt(part.content) for part in parts if part is not None and part.content]
         if len(saved) < saved_ranks:
             raise CheckpointError(
                 f"the checkpoint is of {saved_ranks} ranks, and the partitions of {len(saved)} are "
                 "there: start again, or on as many"
             )
-        files = [next(iter(each.values())) for each in saved]
-        states = [each["optimizer_state_dict"] for each in files]
+        files = [next(iter(name.values())) for name in saved]
+        states = [file["optimizer_state_dict"] for file in files]
         name = next(iter(saved[0])).replace("pp_rank_0_", f"pp_rank_{self._rank}_")
         own = repartitioned(states, elements, self._rank, self._ranks)
         return {name: {**files[0], "optimizer_state_dict": own}}

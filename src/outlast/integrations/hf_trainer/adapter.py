@@ -183,11 +183,11 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
 
     def _tell_of_memory(self, remembering: Remembering) -> None:
         events, remembering.events = remembering.events, []
-        for each in events:
+        for event in events:
             if self.recorder is not None and self.recorder.recording is not None:
-                self.recorder.recording.write(each)
-            if isinstance(each, Warned) and ranks_here().is_first:
-                warnings.warn(each.message, stacklevel=2)
+                self.recorder.recording.write(event)
+            if isinstance(event, Warned) and ranks_here().is_first:
+                warnings.warn(event.message, stacklevel=2)
 
     def _train(self, own: Any, resume: str | bool | None, *arguments: Any, **options: Any) -> Any:
         """The trainer's own `train` within all that was added."""

@@ -83,7 +83,7 @@ class Recorder:
             steps=trainer.state.max_steps,
             samples_per_step=trainer.get_total_train_batch_size(trainer.args),
             tokens_per_step=self._tokens_per_step,
-            parameters=sum(each.numel() for each in trainer.model.parameters()),
+            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
             versions={"transformers": transformers.__version__},
         )
         self._losses, self._norm, self._rate = [], math.nan, math.nan

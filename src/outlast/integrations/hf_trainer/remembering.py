@@ -194,7 +194,9 @@ class Remembering:
         if step is None:
             return True
         found = {
-            each.step for each in list_versions(self._storage) if is_published(self._storage, each)
+            version.step
+            for version in list_versions(self._storage)
+            if is_published(self._storage, version)
         }
         has_best, has_any = gather_objects((step in found, bool(found)))[0]
         if has_best:
@@ -241,7 +243,7 @@ class StateText:
         # The last one may have been given more figures since.
         known = min(len(self._history), len(entries)) - 1
         del self._history[max(known, 0) :]
-        self._history += [_written(each) for each in entries[len(self._history) :]]
+        self._history += [_written(name) for name in entries[len(self._history) :]]
         others = {**vars(state)}
         del others["log_history"]
         head = _written({"ranks": ranks, "state": others})
@@ -298,10 +300,12 @@ def state_of(trainer: Trainer) -> TrainerState:
     """The trainer's state with those of its callbacks as they are now, as it would be saved."""
     handler = trainer.callback_handler
     callbacks = [
-        each for each in [*handler.callbacks, trainer.control] if isinstance(each, ExportableState)
+        callback
+        for callback in [*handler.callbacks, trainer.control]
+        if isinstance(callback, ExportableState)
     ]
     fields = {
-        each.name: getattr(trainer.state, each.name) for each in dataclasses.fields(TrainerState)
+        field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(TrainerState)
     }
     return TrainerState(**{**fields, "stateful_callbacks": callbacks})
 

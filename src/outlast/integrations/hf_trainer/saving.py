@@ -243,7 +243,7 @@ class Saving(Saves):
         rank = self._ranks.rank % self._content["ranks"]
         self._random = RandomEntry()
         wanted = {**self.objects(), f"{_RANDOM}{rank}": self._random}
-        state = {name: each for name, each in wanted.items() if name in entries}
+        state = {name: item for name, item in wanted.items() if name in entries}
         if _OPTIMIZER not in entries:
             self._tell(
                 "only the model was saved (save_only_model): the optimizer and the schedule begin "
@@ -251,8 +251,8 @@ class Saving(Saves):
             )
         restored = self._source.restore(state, step=self._step)
         assert restored is not None
-        for each in restored.skipped:
-            self._tell(f"{each}; the training goes on from step {restored.step}")
+        for item in restored.skipped:
+            self._tell(f"{item}; the training goes on from step {restored.step}")
         if restored.step != self._content["state"]["global_step"]:
             raise _WentBackError(restored.step)
         seconds = time.perf_counter() - begun

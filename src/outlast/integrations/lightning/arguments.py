@@ -75,7 +75,7 @@ def with_outlast(
         prediction=prediction,
         memory=memory,
     )
-    saving = [each for each in own if isinstance(each, ModelCheckpoint)]
+    saving = [callback for callback in own if isinstance(callback, ModelCheckpoint)]
     if not saving:
         own.append(_last_checkpoint(job, directory.path / "lightning"))
     else:
@@ -96,7 +96,7 @@ def _last_checkpoint(job: LoopJob, place: Path) -> ModelCheckpoint:
 
 
 def _check_own(job: LoopJob, saving: Sequence[ModelCheckpoint]) -> None:
-    if not any(each.save_last for each in saving):
+    if not any(checkpoint.save_last for checkpoint in saving):
         raise IntegrationError(
             "no ModelCheckpoint has save_last=True: a training that is stopped saves under that "
             'name, and ckpt_path="last" goes on from it; add save_last=True to one of them'

@@ -110,9 +110,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         finished = progress.is_last_batch or progress.current.ready >= loop.max_batches
         ahead = len(getattr(loop._data_fetcher, "batches", ()))
         return [
-            each.outlast_place.noted(finished=finished, ahead=ahead)
-            for each in loop._combined_loader.flattened
-            if isinstance(each, PlacedLoader)
+            item.outlast_place.noted(finished=finished, ahead=ahead)
+            for item in loop._combined_loader.flattened
+            if isinstance(item, PlacedLoader)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             steps=int(steps) if 0 < steps < math.inf else 0,
             samples_per_step=batch * trainer.accumulate_grad_batches * trainer.world_size,
             tokens_per_step=self._tokens_per_step,
-            parameters=sum(each.numel() for each in pl_module.parameters()),
+            parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
             versions={"lightning": lightning.__version__},
         )
 
@@ -274,9 +274,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         assert self._recording is not None
         self._recording.write(StopRequested(self._step, why))
         saving = next(
-            each
-            for each in trainer.checkpoint_callbacks
-            if isinstance(each, ModelCheckpoint) and each.save_last
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.save_last
         )
         # Where it is a link to another checkpoint, there may be none of this step.
         kind, saving.save_last = saving.save_last, True

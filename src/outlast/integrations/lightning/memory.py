@@ -92,8 +92,8 @@ class TrainerMemory:
         if not self._trainer.lightning_module.automatic_optimization:
             # The step of an optimizer without Lightning's wrapper calls no callback.
             self._hooks = [
-                each.register_step_pre_hook(lambda *_: self.settle())
-                for each in self._trainer.optimizers
+                optimizer.register_step_pre_hook(lambda *_: self.settle())
+                for optimizer in self._trainer.optimizers
             ]
 
     def settle(self) -> None:
@@ -130,8 +130,8 @@ class TrainerMemory:
             forget: Give the memory back: all is on disk, or may be wrong. Otherwise it is kept
                 for a restart.
         """
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._hooks = []
         memory, self._memory = self._memory, None
         store, self._store = self._store, None
@@ -268,7 +268,7 @@ def _last_files(trainer: Trainer) -> list[str]:
     """The files of which ``ckpt_path="last"`` means the newest."""
     return [
         str(found)
-        for each in trainer.checkpoint_callbacks
-        if isinstance(each, ModelCheckpoint)
-        for found in each._find_last_checkpoints(trainer)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        for found in callback._find_last_checkpoints(trainer)
     ]

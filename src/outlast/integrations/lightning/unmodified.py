@@ -60,12 +60,12 @@ class _Outlast(OutlastCallback):
 
     def _end(self, trainer: Trainer, why: str) -> None:
         last = [
-            each
-            for each in trainer.checkpoint_callbacks
-            if isinstance(each, ModelCheckpoint) and each.save_last
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.save_last
         ]
         if not isinstance(last[0], GoOnFrom):
-            own = next(each for each in last if isinstance(each, GoOnFrom))
+            own = next(number for number in last if isinstance(number, GoOnFrom))
             trainer.save_checkpoint(Path(own.dirpath) / _NAME)
         super()._end(trainer, why)
 
@@ -165,8 +165,8 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
     mine = {
         "class": type(model).__qualname__,
         "parameters": {
-            name: None if is_lazy(each) else [*each.shape]
-            for name, each in model.named_parameters()
+            name: None if is_lazy(parameter) else [*parameter.shape]
+            for name, parameter in model.named_parameters()
         },
     }
     file = folder / _MODEL
@@ -188,7 +188,7 @@ def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
     if saved["class"] != mine["class"]:
         return f"but this trainer is given a {mine['class']}"
     old, new = saved["parameters"], mine["parameters"]
-    name = next(each for each in [*old, *new] if old.get(each, ()) != new.get(each, ()))
+    name = next(result for result in [*old, *new] if old.get(result, ()) != new.get(result, ()))
     return f"whose parameter {name} is {old.get(name, 'missing')}, here {new.get(name, 'missing')}"
 
 
@@ -209,12 +209,14 @@ def _options(handed: HandedOver, folder: Path, options: dict[str, Any]) -> dict[
     job = load_loop_job(None, given)
     store = StoreCheckpointIO(directory_of(job).checkpoints, job.checkpoint)
     callbacks, plugins = _listed(options.get("callbacks")), _listed(options.get("plugins"))
-    checkpoints = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if not checkpoints and options.get("enable_checkpointing", True):
         # As the trainer does where it is given none.
         callbacks.append(ModelCheckpoint())
-    others = next((each for each in plugins if isinstance(each, CheckpointIO)), TorchCheckpointIO())
-    kept = [each for each in plugins if each is not others]
+    others = next(
+        (plugin for plugin in plugins if isinstance(plugin, CheckpointIO)), TorchCheckpointIO()
+    )
+    kept = [plugin for plugin in plugins if plugin is not others]
     return {
         "callbacks": [
             _Outlast(job, store.files),

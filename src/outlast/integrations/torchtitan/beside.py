@@ -186,14 +186,14 @@ def _facts_of(trainer: Trainer) -> LoopFacts:
     training, dims = trainer.config.training, trainer.parallel_dims
     replicas = dims.dp_replicate * dims.dp_shard
     samples = training.local_batch_size * replicas * trainer.gradient_accumulation_steps
-    parameters = [each for part in trainer.model_parts for each in part.parameters()]
+    parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
     return LoopFacts(
         framework="torchtitan",
         steps=training.steps,
         samples_per_step=samples,
         tokens_per_step=samples * training.seq_len,
         # A rank of a pipeline has a part of them.
-        parameters=0 if dims.pp_enabled else sum(each.numel() for each in parameters),
+        parameters=0 if dims.pp_enabled else sum(parameter.numel() for parameter in parameters),
         flops_per_token=float(trainer.metrics_processor.num_flops_per_token),
         parallel={name: getattr(dims, own) for name, own in _DEGREES.items()},
         versions={"torchtitan": version("torchtitan")},

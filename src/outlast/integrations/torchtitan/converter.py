@@ -186,9 +186,9 @@ class TensorizeConverter(ModelConfigConverter):  # type: ignore[misc]
         used: set[str] = set()
         before = after = 0
         for name, layer, parent, place in list(model_config.traverse(Linear.Config)):
-            fitting = [each for each in self.config.match if fnmatch.fnmatchcase(name, each)]
+            fitting = [item for item in self.config.match if fnmatch.fnmatchcase(name, item)]
             if name == "lm_head":
-                fitting = [each for each in fitting if each == name]
+                fitting = [item for item in fitting if item == name]
             used.update(fitting)
             if not fitting or parent is None:
                 continue
@@ -199,7 +199,7 @@ class TensorizeConverter(ModelConfigConverter):  # type: ignore[misc]
                 parent[place] = new
             else:
                 setattr(parent, place, new)
-        if unused := [each for each in self.config.match if each not in used]:
+        if unused := [name for name in self.config.match if name not in used]:
             raise TensorizeError(
                 f"match = {unused[0]!r} fits no linear layer of the model; names are like "
                 "layers.0.feed_forward.w1"

@@ -66,7 +66,7 @@ class Guarding:
             # Where CUDA graphs replay the passes, the gradients must stay where they are.
             trainer.optimizers.zero_grad(set_to_none=trainer.config.training.disable_cuda_graphs)
             trainer.ntokens_seen = self._tokens_before
-            again = [own(**each).detach().clone() for each in self._parts]
+            again = [own(**part).detach().clone() for part in self._parts]
             loss = torch.stack(again).sum() - sum(told)
         self._parts, self._losses = [], []
         return loss

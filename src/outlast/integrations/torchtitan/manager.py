@@ -225,7 +225,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         done, events = memory.restore()
         for event in events:
             self._write(event)
-        if not any(isinstance(each, CheckpointRestored | StateRecovered) for each in events):
+        if not any(isinstance(event, CheckpointRestored | StateRecovered) for event in events):
             return False
         self.entries.loaded(wanted)
         self._done_step = done
@@ -318,9 +318,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Save the model alone, as the last save or a seed."""
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
         weights = {
-            name: each.to(dtype) if each.is_floating_point() else each
-            for name, each in self.states[MODEL].state_dict().items()
-            if isinstance(each, torch.Tensor)
+            name: state.to(dtype) if state.is_floating_point() else state
+            for name, state in self.states[MODEL].state_dict().items()
+            if isinstance(state, torch.Tensor)
         }
         if self.config.last_save_in_hf:
             from torchtitan.components.checkpointer import AsyncMode

@@ -87,7 +87,7 @@ class Source:
             else {
                 name: state
                 for name, state in states.items()
-                if name != MODEL and any(f"{each}.".startswith(f"{name}.") for each in wanted)
+                if name != MODEL and any(f"{item}.".startswith(f"{name}.") for item in wanted)
             }
         )
         CheckpointManager.dcp_load(

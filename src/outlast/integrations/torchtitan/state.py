@@ -51,10 +51,10 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     for name, tensor in tensors.items():
         *path, own = name.split(".")
         module = whole
-        for each in path:
-            if each not in module._modules:
-                module.add_module(each, nn.Module())
-            module = module.get_submodule(each)
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
         module.register_buffer(own, tensor)
     return whole
 
@@ -118,8 +118,8 @@ class Entries:
         self._model = joined(model_parts)
         self._still = {
             f"{MODEL}.{name}"
-            for name, each in module_tensors(self._model)
-            if isinstance(each, nn.Parameter)
+            for name, item in module_tensors(self._model)
+            if isinstance(item, nn.Parameter)
         }
 
     def model(self) -> dict[str, Any]:
@@ -176,9 +176,9 @@ class Entries:
     def loaded(self, entries: Mapping[str, Any]) -> None:
         """Give the data loader what its entries have got."""
         found = {
-            name.removeprefix(f"{DATALOADER}."): each.value
-            for name, each in entries.items()
-            if isinstance(each, Key)
+            name.removeprefix(f"{DATALOADER}."): entry.value
+            for name, entry in entries.items()
+            if isinstance(entry, Key)
         }
         if found:
             self._states[DATALOADER].load_state_dict(found)

@@ -168,7 +168,10 @@ def _tables(calibration: Calibration) -> dict[str, Any]:
         }
     if calibration.residual is not None:
         tables["residual"] = _listed(
-            {each.name: getattr(calibration.residual, each.name) for each in fields(ResidualPoints)}
+            {
+                field.name: getattr(calibration.residual, field.name)
+                for field in fields(ResidualPoints)
+            }
         )
     return tables
 
@@ -195,7 +198,7 @@ def _table_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
     if name == "constants":
         for inner, constant in table.items():
             yield f"[constants.{_key(inner)}]"
-            yield from (f"{_key(field)} = {_value(each)}" for field, each in constant.items())
+            yield from (f"{_key(field)} = {_value(item)}" for field, item in constant.items())
             yield ""
         if not table:
             yield "[constants]"
@@ -212,10 +215,10 @@ def _table_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join(_value(each) for each in value) + "]"
+        return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return (
-            "{ " + ", ".join(f"{_key(key)} = {_value(each)}" for key, each in value.items()) + " }"
+            "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
         )
     if isinstance(value, str):
         return _quoted(value)

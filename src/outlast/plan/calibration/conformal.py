@@ -132,7 +132,7 @@ def conformal(
             f"residuals = {residuals.shape}, deviations = {deviations.shape}, groups = "
             f"{len(groups)}: give at least one row and as many of each"
         )
-    if not all(np.all(np.isfinite(each)) for each in (residuals, deviations, away)):
+    if not all(np.all(np.isfinite(item)) for item in (residuals, deviations, away)):
         raise PlanError(
             "residuals, deviations or distances are not all finite: leave such rows out"
         )

@@ -91,7 +91,7 @@ def columns_of(whose: Sequence[Belonging]) -> tuple[Column, ...]:
     found = [Column(name) for name in NAMES]
     found += [Column(name, "chip", chip) for name, chip in KNOWN_OF_CHIPS]
     for level in LEVELS:
-        for group in sorted({each.of(level) for each in whose}):
+        for group in sorted({belonging.of(level) for belonging in whose}):
             found += [Column(name, level, group) for name in NAMES if level in PRIORS[name].spreads]
     return tuple(dict.fromkeys(found))
 
@@ -120,7 +120,10 @@ class Fit:
         One `Belonging` may stand for all runs: then `runs` is 1, which broadcasts.
         """
         counted: Array = np.array(
-            [[float(column.counts_for(each)) for each in whose] for column in self.columns]
+            [
+                [float(column.counts_for(belonging)) for belonging in whose]
+                for column in self.columns
+            ]
         )
         return counted
 
@@ -167,7 +170,7 @@ class Fit:
         for index, name in enumerate(NAMES):
             for level in PRIORS[name].spreads:
                 unknown = np.array(
-                    [Column(name, level, each.of(level)) not in known for each in whose]
+                    [Column(name, level, belonging.of(level)) not in known for belonging in whose]
                 )
                 spread = Column(name, level, "").deviation
                 variance = variance + unknown * (slopes[index] * spread) ** 2
@@ -248,7 +251,10 @@ def believed(whose: Sequence[Belonging] = (), prior: Fit | None = None) -> Fit:
     """
     columns = columns_of(whose)
     if prior is not None:
-        columns = (*prior.columns, *(each for each in columns if each not in set(prior.columns)))
+        columns = (
+            *prior.columns,
+            *(column for column in columns if column not in set(prior.columns)),
+        )
     deviations = np.array([column.deviation for column in columns])
     values = np.array([column.mean for column in columns])
     covariance = np.diag(deviations**2)

@@ -67,8 +67,8 @@ def folds(keys: Sequence[str], count: int, seed: int = 0) -> NDArray[np.intp]:
         )
     found = np.zeros(len(keys), np.intp)
     filled = [0] * count
-    for key in sorted(members, key=lambda each: (-len(members[each]), _hash(seed, each))):
-        fold = min(range(count), key=lambda each: (filled[each], each))
+    for key in sorted(members, key=lambda member: (-len(members[member]), _hash(seed, member))):
+        fold = min(range(count), key=lambda index: (filled[index], index))
         found[members[key]] = fold
         filled[fold] += len(members[key])
     return found

@@ -31,7 +31,7 @@ class Known:
     def times(self, framework: str) -> bool:
         """Whether runs of a framework have taught its time."""
         columns = self.step.constants.columns
-        return any(each.level == "framework" and each.group == framework for each in columns)
+        return any(column.level == "framework" and column.group == framework for column in columns)
 
 
 def known_of(calibration: Calibration) -> Known:

@@ -188,8 +188,8 @@ def _kinds(cls: type[Transformer] | type[Configuration]) -> tuple[dict[str, type
     """Type of each field, choices being texts; and the fields that have a default."""
     hints = get_type_hints(cls)
     kinds = {
-        each.name: hints[each.name] if hints[each.name] in (int, bool, str) else str
-        for each in fields(cls)
-        if each.compare
+        field.name: hints[field.name] if hints[field.name] in (int, bool, str) else str
+        for field in fields(cls)
+        if field.compare
     }
-    return kinds, {each.name for each in fields(cls) if each.default is not MISSING}
+    return kinds, {field.name for field in fields(cls) if field.default is not MISSING}

@@ -84,7 +84,7 @@ def probe_job(setting: Setting, folder: Path, steps: int) -> Job:
         "launch": {"nproc": ranks, "restarts": 0},
         "schedule": {"name": "constant", "warmup_steps": 0},
     }
-    sections = {name: getattr(job, name).model_copy(update=each) for name, each in quiet.items()}
+    sections = {name: getattr(job, name).model_copy(update=item) for name, item in quiet.items()}
     return job.model_copy(update=sections)
 
 

@@ -84,7 +84,7 @@ class Probing:
         """
         self._read_kept()
         deadline = time.monotonic() + self.seconds
-        left = [each for each in self.settings if each.name not in self._names()]
+        left = [setting for setting in self.settings if setting.name not in self._names()]
         while left and len(self.probes) < MOST and len(self.failures) < _FAILURES:
             chosen = self._choose(left, deadline - time.monotonic())
             if not chosen:
@@ -94,7 +94,7 @@ class Probing:
                 if self._cost(seconds) > remaining:
                     break
                 self._one(setting, seconds, remaining)
-            left = [each for each in left if each not in [setting for setting, _ in chosen]]
+            left = [item for item in left if item not in [setting for setting, _ in chosen]]
         if len(self.probes) < FEWEST:
             reasons = f" ({self.failures[-1]})" if self.failures else ""
             raise PlanError(
@@ -152,7 +152,7 @@ class Probing:
         numbers, whose = numbers_of(left, self.cluster), [self._whose] * len(left)
         expected = step_seconds(numbers, found.constants(whose))
         within = (expected <= LONGEST_STEP_SECONDS) & (expected >= SHORTEST_STEP_SECONDS)
-        costs = np.array([self._cost(each) for each in expected])
+        costs = np.array([self._cost(item) for item in expected])
         room = fits(numbers, memory_constants(), LEAST_HEADROOM)
         possible = np.flatnonzero(within & room & (costs <= seconds))
         if not possible.size:
@@ -203,7 +203,7 @@ def directions(numbers: Cases) -> Array:
     columns += [np.sign(getattr(numbers, name)) for name in ("half", "recompute", "sharding")]
     columns.append(np.minimum(numbers.devices - 1.0, 1.0))
     count = len(numbers)
-    found: Array = np.stack([np.broadcast_to(each, (count,)) for each in columns], axis=1)
+    found: Array = np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
     return found
 
 
@@ -214,4 +214,9 @@ def numbers_of(settings: Sequence[Setting], cluster: Cluster) -> Cases:
         settings: At least one.
         cluster: As `here.measured_cluster` gives it.
     """
-    return cases([(each.model, each.run, divided(cluster, each.run.devices)) for each in settings])
+    return cases(
+        [
+            (setting.model, setting.run, divided(cluster, setting.run.devices))
+            for setting in settings
+        ]
+    )

@@ -179,5 +179,5 @@ def _design(cases: Cases) -> Array:
         kept * cases.half,
         logits,
     )
-    found: Array = np.stack([np.broadcast_to(each, (count,)) for each in columns], axis=1)
+    found: Array = np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
     return found

@@ -75,8 +75,8 @@ class Residual:
         mean = np.zeros(len(asked))
         variance = np.full(len(asked), self.amplitude**2)
         for here in sorted(set(places) & set(self.places)):
-            rows = np.array([each == here for each in places])
-            columns = np.array([each == here for each in self.places])
+            rows = np.array([place == here for place in places])
+            columns = np.array([place == here for place in self.places])
             near = _kernel(asked[rows], self.features[columns], self.amplitude, self.length)
             mean[rows] = near @ self._weights[columns]
             inverse = self._inverse[np.ix_(columns, columns)]

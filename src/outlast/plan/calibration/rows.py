@@ -89,7 +89,7 @@ class Row:
     def fits_memory(self) -> bool:
         """Whether the memory may be fitted."""
         known = (self.reserved_bytes, self.allocated_bytes, self.held_bytes)
-        return any(each is not None for each in known) and not self.flags
+        return any(name is not None for name in known) and not self.flags
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -131,12 +131,12 @@ def configuration_key(model: Transformer, run: Configuration, cluster: Cluster) 
     fills in `gradient_bytes` and the like: rows of several releases fall in one fold.
     """
     sizes = [
-        str(getattr(model, each.name))
-        for each in fields(model)
-        if each.compare and each.name != "name"
+        str(getattr(model, field.name))
+        for field in fields(model)
+        if field.compare and field.name != "name"
     ]
     ignored = ("gradient_bytes", "loss_bytes", "balance", "fused_attention", "sharding_ranks")
-    ways = [str(getattr(run, each.name)) for each in fields(run) if each.name not in ignored]
+    ways = [str(getattr(run, field.name)) for field in fields(run) if field.name not in ignored]
     return "/".join([cluster.device, *sizes, *ways])
 
 

@@ -50,11 +50,11 @@ def slow_links(rows: Sequence[Row], away: Array) -> Iterator[tuple[int, str]]:
     for cluster in np.unique(clusters):
         here = (clusters == cluster) & np.isfinite(away)
         using = {
-            name: np.array([name in each for each in classes]) & here
+            name: np.array([name in klass for klass in classes]) & here
             for name in ("tensor", "context", "pipeline", "data")
         }
         scores = {name: _score(away[uses], away[here & ~uses]) for name, uses in using.items()}
-        name = max(scores, key=lambda each: scores[each])
+        name = max(scores, key=lambda score: scores[score])
         if scores[name] <= _SIGMAS:
             continue
         uses = using[name]

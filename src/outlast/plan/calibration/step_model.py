@@ -143,12 +143,12 @@ class StepModel:
         if not any(chip in name for name in self.places):
             reasons.append(f"no run on {whose.chip} was calibrated")
         for beginning in (same, chip):
-            alike = [each.ranges for name, each in self.places.items() if beginning in name]
+            alike = [place.ranges for name, place in self.places.items() if beginning in name]
             if alike:
                 break
         seen = alike[0] if alike else self.support
-        for each in alike[1:]:
-            seen = seen.joined(each)
+        for ranges in alike[1:]:
+            seen = seen.joined(ranges)
         return (*reasons, *_said(seen, first))
 
     def seconds(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
@@ -156,7 +156,7 @@ class StepModel:
         plain = step_seconds(cases, self.constants.constants(whose))
         if self.residual is None:
             return plain
-        mean, _ = self.residual.correction(cases, [place_of(each) for each in whose])
+        mean, _ = self.residual.correction(cases, [place_of(item) for item in whose])
         corrected: Array = plain * np.exp(mean)
         return corrected
 
@@ -164,7 +164,7 @@ class StepModel:
         """(cases,): log standard deviation from the constants and the correction."""
         variance = self.constants.log_deviation(cases, whose) ** 2
         if self.residual is not None:
-            _, left = self.residual.correction(cases, [place_of(each) for each in whose])
+            _, left = self.residual.correction(cases, [place_of(item) for item in whose])
             variance = variance + left
         deviation: Array = np.sqrt(variance)
         return deviation
@@ -218,7 +218,7 @@ def fitted(rows: Sequence[Row], prior: Fit | None = None) -> tuple[Fit, Residual
     numbers, whose = _numbers(rows), [belonging(row) for row in rows]
     found = fit(numbers, _seconds(rows), whose, prior=prior)
     plain = step_seconds(numbers, found.constants(whose))
-    places = [place_of(each) for each in whose]
+    places = [place_of(item) for item in whose]
     return found, fit_residual(numbers, np.log(_seconds(rows) / plain), places)
 
 
@@ -275,7 +275,7 @@ def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
         )
         asked, whose = numbers.taken(out), [belonging(rows[int(index)]) for index in out]
         predicted[out] = step_seconds(asked, found.constants(whose))
-        unseen = [Belonging(each.chip, UNSEEN, UNSEEN) for each in whose]
+        unseen = [Belonging(item.chip, UNSEEN, UNSEEN) for item in whose]
         deviations[out] = found.log_deviation(asked, unseen)
     return Validation(tuple(rows), predicted, deviations, np.zeros(len(rows)))
 
@@ -350,13 +350,13 @@ def _groups_of(cases: Cases, whose: Belonging) -> list[str]:
     mixtures = cases.experts > 1.0
     different = mixtures if mixtures.any() and not mixtures.all() else mixtures[:1]
     return [
-        interval_group(whose.framework, whose.chip, whose.cluster, mixture=bool(each))
-        for each in different
+        interval_group(whose.framework, whose.chip, whose.cluster, mixture=bool(item))
+        for item in different
     ]
 
 
 def _said(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(f"outside measured range: {each}" for each in ranges.outside(features))
+    return tuple(f"outside measured range: {span}" for span in ranges.outside(features))
 
 
 def _features(cases: Cases) -> dict[str, Array]:

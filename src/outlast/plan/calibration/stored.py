@@ -79,7 +79,7 @@ def shared(model: StepModel) -> StepModel:
     a correlation.
     """
     fitted = model.constants
-    kept = [index for index, each in enumerate(fitted.columns) if each.level != "cluster"]
+    kept = [index for index, column in enumerate(fitted.columns) if column.level != "cluster"]
     covariance = fitted.covariance[np.ix_(kept, kept)]
     deviations = _rounded(np.sqrt(np.diag(covariance)))
     exact = covariance / np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
@@ -106,7 +106,7 @@ def _name(column: Column) -> str:
 def _column(name: str) -> Column:
     constant, _, belonging = name.partition(_FOR)
     level, _, group = belonging.partition(" ")
-    known = [each for each in LEVELS if each == level]
+    known = [item for item in LEVELS if item == level]
     if constant not in PRIORS or (belonging and not known):
         raise PlanError(
             f"constant {name!r} of the calibration is not one of this version's: calibrate again"

@@ -63,13 +63,13 @@ def only_in_outlast(chosen: Settings, title: str) -> str:
         title: Of the framework.
     """
     plain = Settings()
-    for each in fields(chosen):
-        value = getattr(chosen, each.name)
-        if each.name in _OPTIONS and value != getattr(plain, each.name):
+    for field in fields(chosen):
+        value = getattr(chosen, field.name)
+        if field.name in _OPTIONS and value != getattr(plain, field.name):
             shown = "+".join(value) if isinstance(value, tuple) else value
             return (
-                f"{each.name} = {shown} cannot be expressed for {title}: it is a mechanism of "
-                f"Outlast; leave out {_OPTIONS[each.name]}, or give --target outlast"
+                f"{field.name} = {shown} cannot be expressed for {title}: it is a mechanism of "
+                f"Outlast; leave out {_OPTIONS[field.name]}, or give --target outlast"
             )
     return ""
 

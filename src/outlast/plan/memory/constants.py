@@ -164,7 +164,7 @@ class MemoryConstants:
 
 
 MEMORY_NAMES: tuple[str, ...] = tuple(
-    each.name for each in fields(MemoryConstants) if each.name in MEMORY_PRIORS
+    item.name for item in fields(MemoryConstants) if item.name in MEMORY_PRIORS
 )
 
 

@@ -243,7 +243,7 @@ class _Problem:
     def _members(self) -> dict[str, Array]:
         programs = self.runs.software
         return {
-            program: np.array([float(each == program) for each in programs])
+            program: np.array([float(name == program) for name in programs])
             for program in set(programs)
         }
 
@@ -261,9 +261,9 @@ class _Problem:
 
         errors = []
         for measured, modelled in (
-            (runs.allocated_bytes, largest(lambda each: each.allocated)),
-            (runs.peak_bytes, largest(lambda each: each.peak)),
-            (runs.reserved_bytes, largest(lambda each: each.reserved)),
+            (runs.allocated_bytes, largest(lambda item: item.allocated)),
+            (runs.peak_bytes, largest(lambda item: item.peak)),
+            (runs.reserved_bytes, largest(lambda item: item.reserved)),
         ):
             known = np.isfinite(measured)
             errors.append(np.log(np.broadcast_to(modelled, known.shape)[known] / measured[known]))

@@ -35,7 +35,7 @@ def stage_parts(case: Cases, constants: MemoryConstants) -> tuple[tuple[Part, ..
     """
     if len(case) != 1:
         raise PlanError(f"{len(case)} cases: a table of stages is of one; take one of them")
-    return tuple(_parts(case, constants, each) for each in stages_of(case))
+    return tuple(_parts(case, constants, item) for item in stages_of(case))
 
 
 def _parts(cases: Cases, constants: MemoryConstants, of: Stage) -> tuple[Part, ...]:

@@ -68,8 +68,8 @@ _WORDS = {
 
 def divisors(number: int) -> tuple[int, ...]:
     """All whole numbers that divide `number`, rising."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return tuple(sorted({*small, *(number // each for each in small)}))
+    small = [index for index in range(1, int(number**0.5) + 1) if number % index == 0]
+    return tuple(sorted({*small, *(number // item for item in small)}))
 
 
 def usual(
@@ -141,21 +141,21 @@ def _usual(
 
 
 def _check(axes: Axes, cluster: Cluster) -> None:
-    for each in fields(axes):
-        choices = getattr(axes, each.name)
+    for field in fields(axes):
+        choices = getattr(axes, field.name)
         if not choices or len(set(choices)) < len(choices):
             raise PlanError(
-                f"{each.name} = {choices}: give at least one choice, and each of them once"
+                f"{field.name} = {choices}: give at least one choice, and each of them once"
             )
-        if each.name in _WORDS:
-            words = get_args(_WORDS[each.name])
+        if field.name in _WORDS:
+            words = get_args(_WORDS[field.name])
             wrong = [choice for choice in choices if choice not in words]
             if wrong:
-                raise PlanError(f"{each.name} = {wrong[0]!r} is none of {', '.join(words)}")
+                raise PlanError(f"{field.name} = {wrong[0]!r} is none of {', '.join(words)}")
             continue
-        least = 0 if each.name in ("sharding_ranks", "sequence_parallel") else 1
+        least = 0 if field.name in ("sharding_ranks", "sequence_parallel") else 1
         if min(choices) < least:
-            raise PlanError(f"{each.name} = {min(choices)}: give at least {least}")
+            raise PlanError(f"{field.name} = {min(choices)}: give at least {least}")
     if max(axes.devices) > cluster.devices:
         raise PlanError(
             f"devices = {max(axes.devices):,} is more than the {cluster.devices:,} of "

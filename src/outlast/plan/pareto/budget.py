@@ -153,7 +153,7 @@ def limits(
     """
     found: dict[str, float] = {}
     wanted = [wanted] if isinstance(wanted, str) else wanted
-    named = wanted.items() if isinstance(wanted, Mapping) else ((None, each) for each in wanted)
+    named = wanted.items() if isinstance(wanted, Mapping) else ((None, name) for name in wanted)
     for figure, value in named:
         if figure is not None and figure not in FIGURES:
             raise PlanError(f"a limit of {figure!r}: known figures are {', '.join(FIGURES)}")

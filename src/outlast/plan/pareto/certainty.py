@@ -76,7 +76,7 @@ def probability_of_dominance(points: Uncertain, better: Sequence[int]) -> Floats
     from scipy.special import ndtr
 
     return np.asarray(
-        np.prod([ndtr(each) for each in _deviations(points, np.asarray(better))], axis=0)
+        np.prod([ndtr(deviation) for deviation in _deviations(points, np.asarray(better))], axis=0)
     )
 
 

@@ -175,9 +175,9 @@ def runnable(
     shape = table["data"].shape
     stays = np.broadcast_to(legal(layouts, devices=cluster.devices, framework=framework), shape)
     table, layouts = kept(table, stays), layouts.taken(stays)
-    for each in dict.fromkeys((framework, target)):
-        if each in TARGETS and len(table["data"]):
-            able = _written(each, model, base, cluster, table=table, layouts=layouts)
+    for fromkey in dict.fromkeys((framework, target)):
+        if fromkey in TARGETS and len(table["data"]):
+            able = _written(fromkey, model, base, cluster, table=table, layouts=layouts)
             table, layouts = kept(table, able), layouts.taken(able)
     return table, layouts
 

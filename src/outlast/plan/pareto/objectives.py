@@ -39,8 +39,8 @@ class Figure:
 
 
 FIGURES = {
-    each.name: each
-    for each in (
+    figure.name: figure
+    for figure in (
         Figure("hours", "time to finish", "h"),
         Figure("kwh", "energy", "kWh"),
         Figure("lost_hours", "expected lost time", "h"),
@@ -123,7 +123,7 @@ class Objectives:
         return next(iter(sizes - {1}), 1)
 
     def _columns(self) -> dict[str, NDArray[np.generic]]:
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
         own = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
         return own | {f"half_widths {name}": value for name, value in self.half_widths.items()}
 
@@ -161,7 +161,7 @@ class Objectives:
         column = self.column(name)
         if isinstance(column, Unavailable):
             return column
-        low, middle, high = (float(each[row]) for each in ends(self, name))
+        low, middle, high = (float(end[row]) for end in ends(self, name))
         return Interval(low, middle, high, self.coverage)
 
     def extrapolated(self, row: int) -> tuple[str, ...] | None:
@@ -177,7 +177,7 @@ class Objectives:
                 return value
             return np.broadcast_to(value, (count,))[rows]
 
-        named = {each.name: some(getattr(self, each.name)) for each in fields(self)}
+        named = {item.name: some(getattr(self, item.name)) for item in fields(self)}
         named["half_widths"] = {name: some(value) for name, value in self.half_widths.items()}
         if self.flags is not None:
             named["flags"] = Taken(self.flags, np.arange(count)[rows])
@@ -245,15 +245,15 @@ def joined(parts: Sequence[Objectives]) -> Objectives:
     if len({part.coverage for part in parts}) > 1:
         raise PlanError("parts with intervals of different coverage cannot be joined")
     named: dict[str, object] = {"coverage": parts[0].coverage}
-    for each in fields(Objectives):
-        if each.name in ("coverage", "half_widths", "flags"):
+    for item in fields(Objectives):
+        if item.name in ("coverage", "half_widths", "flags"):
             continue
-        values = [getattr(part, each.name) for part in parts]
+        values = [getattr(part, item.name) for part in parts]
         lacking = next((v for v in values if isinstance(v, Unavailable)), None)
         if lacking is not None:
-            named[each.name] = lacking
+            named[item.name] = lacking
             continue
-        named[each.name] = np.concatenate(
+        named[item.name] = np.concatenate(
             [np.broadcast_to(v, (len(p),)) for v, p in zip(values, parts, strict=True)]
         )
     names = dict.fromkeys(name for part in parts for name in part.half_widths)

@@ -175,7 +175,7 @@ def space(
         )
     layout = np.repeat(np.arange(count), len(settings))
     setting = np.tile(np.arange(len(settings)), count)
-    copies = np.array([each.coding_copies for each in settings])
+    copies = np.array([setting.coding_copies for setting in settings])
     if copies.max() > 1:
         possible = copies[setting] <= table["data"][layout]
         layout, setting = layout[possible], setting[possible]

@@ -104,9 +104,11 @@ def _short_groups(settings: Reliability, nodes: Array) -> Array:
     """Mean replica groups that wait for a repair because no spare is left."""
     batches = batches_of(settings, nodes, np.ones(1))
     groups = column(settings.replicas.groups)
-    load = sum((each.load * each.nodes for each in batches), np.zeros(1))
-    square = sum((each.load * each.nodes**2 for each in batches), np.zeros(1))
-    hit = sum((each.load * groups_hit(settings, nodes, each.nodes) for each in batches), groups * 0)
+    load = sum((batch.load * batch.nodes for batch in batches), np.zeros(1))
+    square = sum((batch.load * batch.nodes**2 for batch in batches), np.zeros(1))
+    hit = sum(
+        (batch.load * groups_hit(settings, nodes, batch.nodes) for batch in batches), groups * 0
+    )
     peaked = np.maximum(1.0, square / np.maximum(load, SMALLEST_RATE))
     missing = missing_nodes(column(settings.restart.spares), np.where(groups > 1, load, 0), peaked)
     return missing * hit / np.maximum(load, SMALLEST_RATE)

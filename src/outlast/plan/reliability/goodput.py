@@ -170,7 +170,7 @@ def goodput(settings: Reliability) -> Goodput:
     }
     # The exposed parts add up to 1 only as far as rounding lets them.
     scale = factor / (share.running + sum(terms.values(), np.zeros(1)))
-    terms = {name: each * scale for name, each in terms.items()}
+    terms = {name: term * scale for name, term in terms.items()}
     terms["silent errors"] = 1.0 - factor
     left = _paced(settings, going.up, share.running * scale, terms)
     per_second = scale / np.maximum(left, SMALLEST_RATE)
@@ -273,8 +273,8 @@ def _waiting(settings: Reliability, nodes: Array, detection: Array) -> tuple[Arr
     batches = batches_of(settings, nodes, slow)
     spares = column(settings.restart.spares)
     ratio = np.where(column(settings.replicas.groups) > 1.0, 0.0, waited(batches, spares))
-    load = sum((each.load for each in batches), np.zeros(1))
-    rate = sum((each.per_second for each in batches), np.zeros(1))
+    load = sum((batch.load for batch in batches), np.zeros(1))
+    rate = sum((batch.per_second for batch in batches), np.zeros(1))
     return ratio * slow, load / np.maximum(rate, SMALLEST_RATE) / (spares + 1.0)
 
 

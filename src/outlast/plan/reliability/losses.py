@@ -52,12 +52,12 @@ def of_stops(
     found = []
     for (name, count, detection, offset, tier), rate in zip(stops, rates, strict=True):
         between = sum(
-            (np.where(tier == index, each, 0.0) for index, each in enumerate(apart)), np.zeros(1)
+            (np.where(tier == index, item, 0.0) for index, item in enumerate(apart)), np.zeros(1)
         )
         strikes = sum(
             (
-                np.where(other[4] >= tier, each, 0.0)
-                for other, each in zip(stops, rates, strict=True)
+                np.where(other[4] >= tier, rate, 0.0)
+                for other, rate in zip(stops, rates, strict=True)
             ),
             np.zeros(1),
         )

@@ -72,15 +72,15 @@ class Strikes:
         self._start = end
         drawn = [s.draw(start, end, self._trials, self._generator) for s in self._sources]
         last = np.arange(self._trials, dtype=np.int64)
-        trial = np.concatenate([*(each[0] for each in drawn), last])
-        seconds = np.concatenate([*(each[1] for each in drawn), np.full(self._trials, end)])
+        trial = np.concatenate([*(item[0] for item in drawn), last])
+        seconds = np.concatenate([*(item[1] for item in drawn), np.full(self._trials, end)])
         cause = np.concatenate(
-            [np.full(each[0].size, index, dtype=np.int64) for index, each in enumerate(drawn)]
+            [np.full(item[0].size, index, dtype=np.int64) for index, item in enumerate(drawn)]
             + [np.full(self._trials, END, dtype=np.int64)]
         )
-        hits = [each.nodes_hit for each in self._run.causes] + [1]
+        hits = [cause.nodes_hit for cause in self._run.causes] + [1]
         first = np.concatenate(
-            [each[2] * hit for each, hit in zip(drawn, hits, strict=True)] + [last * 0]
+            [item[2] * hit for item, hit in zip(drawn, hits, strict=True)] + [last * 0]
         )
         order = np.lexsort((seconds, trial))
         counts = np.bincount(trial, minlength=self._trials)
@@ -149,7 +149,7 @@ class _Renewed:
             empty = np.zeros(0, dtype=np.int64)
             return empty, np.zeros(0), empty
         return (
-            np.concatenate([each[0] for each in found]),
-            np.concatenate([each[1] for each in found]),
-            np.concatenate([each[2] for each in found]),
+            np.concatenate([drawn[0] for drawn in found]),
+            np.concatenate([drawn[1] for drawn in found]),
+            np.concatenate([drawn[2] for drawn in found]),
         )

@@ -126,17 +126,17 @@ def units_of(taken: Sequence[Taken], groups: Array) -> list[Units]:
         groups: All.
     """
     found: list[Units] = []
-    for number in sorted({each.nodes_hit for each in taken}, reverse=True):
-        same = [each for each in taken if each.nodes_hit == number]
+    for number in sorted({item.nodes_hit for item in taken}, reverse=True):
+        same = [item for item in taken if item.nodes_hit == number]
         hit = np.minimum(same[0].hit, groups)
         kind = Units(
             number,
             groups / hit,
             hit,
-            sum((each.rate for each in same), np.zeros(1)),
-            sum((each.down for each in same), np.zeros(1)),
-            sum((each.short for each in same), np.zeros(1)),
-            sum((each.repairs for each in same), np.zeros(1)),
+            sum((taken.rate for taken in same), np.zeros(1)),
+            sum((taken.down for taken in same), np.zeros(1)),
+            sum((taken.short for taken in same), np.zeros(1)),
+            sum((taken.repairs for taken in same), np.zeros(1)),
         )
         if found:
             # Racks may take no more groups than nodes do; then their units are the same.
@@ -175,12 +175,12 @@ def last_ones(units: Sequence[Units], absent: Array, groups: Array) -> list[Arra
     """
     alone = _last_of(groups, absent)
     found: list[Array] = []
-    for index, each in reversed(list(enumerate(units))):
-        gone = (each.down + each.short) / (1.0 + each.down + each.short)
-        chance = np.maximum(alone, _last_of(each.number, gone))
+    for index, unit in reversed(list(enumerate(units))):
+        gone = (unit.down + unit.short) / (1.0 + unit.down + unit.short)
+        chance = np.maximum(alone, _last_of(unit.number, gone))
         if found:
             # Racks may take no more groups than nodes do; then their units are the same.
-            chance = np.where(each.hit == units[index + 1].hit, found[-1], chance)
+            chance = np.where(unit.hit == units[index + 1].hit, found[-1], chance)
         found.append(chance)
     return found[::-1]
 

@@ -111,7 +111,7 @@ def _knapsack(batches: Sequence[Batch], spares: Array) -> Array:
         large = np.where(running > 1e100, 1e-100, 1.0)
         if (large < 1.0).any():
             running, waiting = running * large, waiting * large
-            recent = [each * large for each in recent]
+            recent = [array * large for array in recent]
     return waiting / running
 
 
@@ -129,8 +129,8 @@ class _Others:
     def of(cls, batches: Sequence[Batch], before: Sequence[Array], weight: Array) -> _Others:
         safe = np.maximum(weight, 1e-300)
         number = per_second = np.zeros(1)
-        for batch, each in zip(batches, before, strict=True):
-            returns = batch.per_second * each / safe
+        for batch, item in zip(batches, before, strict=True):
+            returns = batch.per_second * item / safe
             number = number + returns * batch.repair_seconds
             per_second = per_second + returns
         return cls(number, per_second)

@@ -65,7 +65,7 @@ class Curves:
 def counted_in(events: Iterable[Event]) -> dict[str, int]:
     """How often each kind of fault is among the events of earlier attempts, by its curve."""
     counts: dict[str, int] = {}
-    for name in (each for event in events for each in _counted(event)):
+    for name in (name for event in events for name in _counted(event)):
         counts[name] = counts.get(name, 0) + 1
     return counts
 

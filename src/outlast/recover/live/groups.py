@@ -96,8 +96,8 @@ class LiveGroups:
         self._refuge, self._known, self._returning = refuge, known, returning
         self._timeout_seconds = timeout_seconds
         self._host = host
-        models = [each for each in state.values() if isinstance(each, nn.Module)]
-        self._parameters = [p for each in models for p in each.parameters() if p.requires_grad]
+        models = [item for item in state.values() if isinstance(item, nn.Module)]
+        self._parameters = [p for model in models for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise RecoverError("the state has no module with parameters that are trained; give one")
         self._buckets = Buckets(self._parameters)
@@ -383,8 +383,8 @@ class LiveGroups:
 
 def _refuse_running_statistics(models: list[nn.Module]) -> None:
     for model in models:
-        for name, each in model.named_modules():
-            if getattr(each, "track_running_stats", False):
+        for name, module in model.named_modules():
+            if getattr(module, "track_running_stats", False):
                 raise RecoverError(
                     f"parts: {name or 'the model'} keeps running statistics of the samples that "
                     "its own group has seen, which depend on deaths; leave parts out, or use "
@@ -393,5 +393,5 @@ def _refuse_running_statistics(models: list[nn.Module]) -> None:
 
 
 def _named(found: Membership) -> str:
-    numbers = ", ".join(str(each.number) for each in found.members)
+    numbers = ", ".join(str(member.number) for member in found.members)
     return f"the groups {numbers}"

@@ -141,7 +141,7 @@ class Transfer:
         if why or problem:
             raise RoundFailedError(why or f"group {source.number} gave no state: {problem[0]}")
         tensors = found[0]["tensors"].values()
-        return Fetched(found[0], sum(each.numel() * each.element_size() for each in tensors))
+        return Fetched(found[0], sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     def install(self, fetched: Fetched) -> None:
         """Put what was fetched in place.
@@ -151,7 +151,7 @@ class Transfer:
         """
         content = fetched.content
         saved = Saved(
-            {name: Kind(*each) for name, each in content["kinds"].items()},
+            {name: Kind(*kind) for name, kind in content["kinds"].items()},
             content["values"],
             content["values"],
         )
@@ -178,7 +178,7 @@ def _copy(targets: Targets, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _buffers(state: State) -> set[int]:
-    modules = [each for each in state.values() if isinstance(each, nn.Module)]
+    modules = [item for item in state.values() if isinstance(item, nn.Module)]
     return {id(buffer) for module in modules for buffer in module.buffers()}
 
 

@@ -148,7 +148,7 @@ class Seat:
             # A lighthouse that was started again is another one to connect to.
             self._client = None
             raise
-        members = [Member(**each.data) for each in quorum.participants]
+        members = [Member(**participant.data) for participant in quorum.participants]
         return Round(f"{quorum.created.seconds:012d}.{quorum.created.nanos:09d}", members)
 
     def _connect(self) -> None:
@@ -193,10 +193,10 @@ class Seat:
         Returns:
             Why it is hopeless, or an empty text when `done` is set.
         """
-        others = [each for each in peers if each.life != self.life]
+        others = [peer for peer in peers if peer.life != self.life]
         deadline = time.monotonic() + seconds
         while not done.wait(self._settings.heartbeat_seconds / _LOOKS):
-            silent = [each for each in others if not self._pulse.beats(each.address)]
+            silent = [other for other in others if not self._pulse.beats(other.address)]
             why = f"group {silent[0].number} does not answer" if silent else hopeless()
             if not why and time.monotonic() > deadline:
                 why = f"it took longer than {seconds:g} s"

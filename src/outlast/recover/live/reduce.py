@@ -63,10 +63,10 @@ class Connections:
         self._members = found.members
         # All members decide alike: a group that was stopped meanwhile may still hold old ones.
         same = self._link is not None and self._link.found.lives == found.lives
-        if same and all(each.connected == self.round for each in found.members):
+        if same and all(member.connected == self.round for member in found.members):
             return
         self.drop()
-        self._given_up = [each for each in self._given_up if not each.closed()]
+        self._given_up = [link for link in self._given_up if not link.closed()]
         if found.count == 1:
             return
         done, problem, link = threading.Event(), [], _Link(found)
@@ -117,8 +117,8 @@ class Connections:
                 raise RoundFailedError("there are no connections")
             return
         try:
-            for each in tensors:
-                self._link.works.append(self._link.group.allreduce([each], _sum_options()))
+            for tensor in tensors:
+                self._link.works.append(self._link.group.allreduce([tensor], _sum_options()))
             for work in self._link.works:
                 self._await(work)
             self._link.works = []
@@ -172,7 +172,7 @@ class _Link:
 
     def closed(self) -> bool:
         """End the process group if nothing is under way in it; whether it is ended."""
-        if all(each.is_completed() for each in self.works):
+        if all(work.is_completed() for work in self.works):
             self.works = []
             self.group.abort(errored=False)
             return True
@@ -187,7 +187,7 @@ def _sum_options() -> Any:
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | None]:
     """The part of every gradient that this process holds; None for a parameter without one."""
-    return [_local(each.grad) for each in parameters]
+    return [_local(parameter.grad) for parameter in parameters]
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -205,8 +205,8 @@ class Buckets:
         self._parameters = list(parameters)
         self._buckets: list[list[int]] = []
         size, last = 0, None
-        for number, each in enumerate(self._parameters):
-            local = _local(each.detach())
+        for number, parameter in enumerate(self._parameters):
+            local = _local(parameter.detach())
             assert local is not None
             kind = (local.dtype, local.device)
             if kind != last or size > BUCKET_BYTES:
@@ -229,19 +229,19 @@ class Buckets:
                     gradient = torch.zeros_like(local)
                 parts.append(gradient.detach().reshape(-1))
             flat.append(torch.cat(parts))
-        return flat, [0.0 if each is None else 1.0 for each in gradients]
+        return flat, [0.0 if gradient is None else 1.0 for gradient in gradients]
 
     def drop(self) -> None:
         """Leave no parameter a gradient."""
-        for each in self._parameters:
-            each.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def zeros(self) -> list[torch.Tensor]:
         """What `packed` gives where there is no gradient."""
         found = []
         for bucket in self._buckets:
             locals_ = [_local(self._parameters[number].detach()) for number in bucket]
-            sizes = [each.numel() for each in locals_ if each is not None]
+            sizes = [name.numel() for name in locals_ if name is not None]
             first = locals_[0]
             assert first is not None
             found.append(torch.zeros(sum(sizes), dtype=first.dtype, device=first.device))
@@ -264,9 +264,9 @@ class Buckets:
     def bytes(self) -> int:
         """Summed in each step by this process."""
         return sum(
-            each.numel() * each.element_size()
-            for each in map(_local, self._parameters)
-            if each is not None
+            parameter.numel() * parameter.element_size()
+            for parameter in map(_local, self._parameters)
+            if parameter is not None
         )
 
 

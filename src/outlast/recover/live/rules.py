@@ -90,12 +90,12 @@ class Membership:
     @property
     def lives(self) -> tuple[str, ...]:
         """Which starts of which groups."""
-        return tuple(each.life for each in self.members)
+        return tuple(member.life for member in self.members)
 
     @property
     def complete(self) -> bool:
         """Whether all groups are there that everybody awaits."""
-        return self.count >= min(each.awaits for each in self.members)
+        return self.count >= min(member.awaits for member in self.members)
 
     @property
     def committed(self) -> bool:
@@ -124,7 +124,7 @@ def membership(round_name: str, present: list[Member], life: str) -> Membership:
     Raises:
         RecoverError: When this group does not fit the others.
     """
-    (me,) = (each for each in present if each.life == life)
+    (me,) = (member for member in present if member.life == life)
     identity = _common_identity(present)
     if me.identity != identity:
         raise RecoverError(
@@ -132,24 +132,26 @@ def membership(round_name: str, present: list[Member], life: str) -> Membership:
             f"train already ({identity}); start it with the same job file and the same versions"
         )
     members = sorted(
-        (each for each in present if each.identity == identity),
-        key=lambda each: (each.number, each.life),
+        (member for member in present if member.identity == identity),
+        key=lambda member: (member.number, member.life),
     )
-    step, lineage = max(each.state for each in members)
-    sources = [each for each in members if each.state == (step, lineage)]
-    behind = [each for each in members if each.state != (step, lineage)]
-    pairs = {each.life: sources[number % len(sources)] for number, each in enumerate(behind)}
-    computing = [each.life for each in sources]
+    step, lineage = max(member.state for member in members)
+    sources = [member for member in members if member.state == (step, lineage)]
+    behind = [member for member in members if member.state != (step, lineage)]
+    pairs = {item.life: sources[number % len(sources)] for number, item in enumerate(behind)}
+    computing = [source.life for source in sources]
     return Membership(
         round=round_name,
         members=tuple(members),
-        index=next(number for number, each in enumerate(members) if each.life == life),
+        index=next(number for number, member in enumerate(members) if member.life == life),
         share=(computing.index(life) if life in computing else 0, len(computing)),
         source=pairs.get(life),
-        heals=tuple(each.number for each in behind if pairs[each.life].life == life),
+        heals=tuple(member.number for member in behind if pairs[member.life].life == life),
         step=step,
         lineage=lineage,
-        writer=min(sources, key=lambda each: (not each.since, each.since, each.number)).life,
+        writer=min(
+            sources, key=lambda source: (not source.since, source.since, source.number)
+        ).life,
     )
 
 
@@ -157,11 +159,11 @@ def _common_identity(present: list[Member]) -> str:
     """Of those that have trained together, else of most, else of the lowest number."""
 
     def weight(identity: str) -> tuple[bool, int, int]:
-        those = [each for each in present if each.identity == identity]
-        trained = any(each.lineage.startswith(_COMMITTED) for each in those)
-        return trained, len(those), -min(each.number for each in those)
+        those = [item for item in present if item.identity == identity]
+        trained = any(item.lineage.startswith(_COMMITTED) for item in those)
+        return trained, len(those), -min(item.number for item in those)
 
-    return max({each.identity for each in present}, key=weight)
+    return max({member.identity for member in present}, key=weight)
 
 
 def must_restore(
@@ -208,10 +210,10 @@ def changed(
         step: Its number.
         seconds: Since the last commit.
     """
-    lost = [each for each in before.members if each.life not in found.lives]
-    joined = [each for each in found.members if each.life not in before.lives]
+    lost = [member for member in before.members if member.life not in found.lives]
+    joined = [member for member in found.members if member.life not in before.lives]
     events: list[MemberLost | MembershipChanged] = [
-        MemberLost(step, f"group {each.number}", "dead", seconds) for each in lost
+        MemberLost(step, f"group {member.number}", "dead", seconds) for member in lost
     ]
     left = before.count - len(lost)
     if lost:

@@ -145,13 +145,13 @@ class PartSums:
         return self._nodes[node]
 
     def _total(self, node: Span, exchange: Callable[[Flat], None]) -> Flat:
-        spans = [span_of(self.parts, each, self._groups) for each in range(self._groups)]
+        spans = [span_of(self.parts, index, self._groups) for index in range(self._groups)]
         if any(low <= node[0] and node[1] <= high for low, high in spans):
             mine = self._nodes.pop(node, None)
             flat = self._buckets.zeros() if mine is None else mine
             # Of all groups one has it. Bits are summed as whole numbers: a float's sum with zeros
             # would lose the sign of a zero.
-            exchange([_bits(each) for each in flat])
+            exchange([_bits(tensor) for tensor in flat])
             return flat
         left, right = halves(node)
         return _added(self._total(left, exchange), self._total(right, exchange))

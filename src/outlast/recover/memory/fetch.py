@@ -53,7 +53,9 @@ def fill(targets: Targets, state: Whole, peers: Group) -> int:
             seen.add(id(tensor))
             fillings.append(Filling(name, tensor, tensors[name]))
     found = _by_name(state)
-    wanted = [pieces_of(each.box, found.get(each.name, []), peers.node) for each in fillings]
+    wanted = [
+        pieces_of(filling.box, found.get(filling.name, []), peers.node) for filling in fillings
+    ]
     slots = {piece.slot for pieces in wanted for piece in pieces}
     readers = peers.raise_together(lambda: _opened(state, slots, peers))
     far = [
@@ -77,9 +79,9 @@ def fill(targets: Targets, state: Whole, peers: Group) -> int:
 
 def _by_name(state: Whole) -> dict[str, list[tuple[int, int, Found, Entry]]]:
     found: dict[str, list[tuple[int, int, Found, Entry]]] = {}
-    for slot, each in enumerate(state.slots):
-        for number, entry in enumerate(each.kept.catalogue.entries):
-            found.setdefault(entry.name, []).append((slot, number, each, entry))
+    for slot, item in enumerate(state.slots):
+        for number, entry in enumerate(item.kept.catalogue.entries):
+            found.setdefault(entry.name, []).append((slot, number, item, entry))
     return found
 
 
@@ -93,7 +95,7 @@ def pieces_of(wanted: Box, holders: list[tuple[int, int, Found, Entry]], node: s
     """
     pieces: list[Piece] = []
     taken: list[Box] = []
-    for slot, number, _, entry in sorted(holders, key=lambda each: each[2].node != node):
+    for slot, number, _, entry in sorted(holders, key=lambda holder: holder[2].node != node):
         box = entry.box.overlap(wanted)
         # Equal boxes on several nodes are copies of each other.
         if box is not None and box not in taken:
@@ -105,9 +107,9 @@ def pieces_of(wanted: Box, holders: list[tuple[int, int, Found, Entry]], node: s
 def _opened(state: Whole, slots: set[int], peers: Group) -> dict[int, SlotReader]:
     """Readers of the slots of this node that this process reads, for itself or for others."""
     return {
-        number: SlotReader(each.kept.path)
-        for number, each in enumerate(state.slots)
-        if each.node == peers.node and (number in slots or each.reader == peers.rank)
+        number: SlotReader(slot.kept.path)
+        for number, slot in enumerate(state.slots)
+        if slot.node == peers.node and (number in slots or slot.reader == peers.rank)
     }
 
 

@@ -49,13 +49,13 @@ class Whole:
 
     def tensors(self) -> dict[str, Entry]:
         """Name to one of the entries of every tensor."""
-        return {entry.name: entry for each in self.slots for entry in each.kept.catalogue.entries}
+        return {entry.name: entry for slot in self.slots for entry in slot.kept.catalogue.entries}
 
     def values(self) -> dict[str, Any]:
         """Name to value; of several processes the first."""
         found: dict[str, Any] = {}
-        for each in self.slots:
-            for name, value in each.kept.values.items():
+        for slot in self.slots:
+            for name, value in slot.kept.values.items():
                 found.setdefault(name, value)
         return found
 
@@ -68,11 +68,11 @@ def generation_folder(folder: Path, number: int) -> Path:
 def generations(folder: Path) -> list[int]:
     """The numbers of the generations that are in `folder`, ascending."""
     try:
-        names = [each.name for each in folder.iterdir()]
+        names = [path.name for path in folder.iterdir()]
     except OSError:
         return []
     found = [name.removeprefix(_GENERATION) for name in names if name.startswith(_GENERATION)]
-    return sorted(int(each) for each in found if each.isdecimal())
+    return sorted(int(name) for name in found if name.isdecimal())
 
 
 def scan(folder: Path, identity: str, node: str, reader: int) -> list[Found]:
@@ -89,10 +89,10 @@ def scan(folder: Path, identity: str, node: str, reader: int) -> list[Found]:
 def newest_whole(found: Iterable[Found]) -> Whole | None:
     """The newest state of which no element is missing: of the newest generation, its last step."""
     groups: dict[tuple[int, int, str, str], list[Found]] = {}
-    for each in found:
-        catalogue = each.kept.catalogue
-        key = (each.generation, each.kept.step, catalogue.everything, catalogue.lineage)
-        groups.setdefault(key, []).append(each)
+    for found_item in found:
+        catalogue = found_item.kept.catalogue
+        key = (found_item.generation, found_item.kept.step, catalogue.everything, catalogue.lineage)
+        groups.setdefault(key, []).append(found_item)
     for key in sorted(groups, reverse=True):
         generation, step, everything, _ = key
         slots = groups[key]
@@ -104,9 +104,9 @@ def newest_whole(found: Iterable[Found]) -> Whole | None:
 def _is_whole(slots: list[Found], everything: str) -> bool:
     boxes: dict[str, list[Entry]] = {}
     values: set[str] = set()
-    for each in slots:
-        values.update(each.kept.values)
-        for entry in each.kept.catalogue.entries:
+    for slot in slots:
+        values.update(slot.kept.values)
+        for entry in slot.kept.catalogue.entries:
             boxes.setdefault(entry.name, []).append(entry)
     if digest_of(boxes, values) != everything:
         return False

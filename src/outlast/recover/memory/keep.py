@@ -134,10 +134,10 @@ class StateKeeper:
         slot = self._next
         self._next = (slot + 1) % _SLOTS
         self._slots[slot].begin()
-        for each in self._copies:
-            if each.at_once:
+        for copy_ in self._copies:
+            if copy_.at_once:
                 # Objects hand out new tensors each time.
-                each.make(slot, local_box(self._live.tensors[each.name])[1])
+                copy_.make(slot, local_box(self._live.tensors[copy_.name])[1])
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="outlast-memory")
         for stream in self._streams:
@@ -182,9 +182,9 @@ class StateKeeper:
             for stream in self._streams:
                 # Beside the training's own work; `settle` waits for it.
                 streams.enter_context(torch.cuda.stream(stream))
-            for each in self._copies:
-                if not each.at_once:
-                    each.make(slot, each.source)
+            for copy_ in self._copies:
+                if not copy_.at_once:
+                    copy_.make(slot, copy_.source)
             for stream in self._streams:
                 stream.synchronize()
         new = self._slots[slot]
@@ -212,21 +212,21 @@ class StateKeeper:
         catalogue = Catalogue(self._identity, everything, self._lineage, tuple(entries))
         self._text = json.dumps({name: live.values[name] for name in self._values}).encode()
         sizes = self._peers.gather((self._peers.node, _SLOTS * catalogue.data_bytes))
-        size = sum(each for node, each in sizes if node == self._peers.node)
+        size = sum(item for node, item in sizes if node == self._peers.node)
         self._peers.raise_together(lambda: check_room(self._folder, size, self._folder.parent))
         slots = self._peers.raise_together(lambda: self._new_slots(catalogue))
-        self._stale += [each.path for each in self._slots]
+        self._stale += [slot.path for slot in self._slots]
         self._let_go()
         self._slots, self._next = slots, 0
         self._spread_parity(holdings)
         # Tied tensors are one memory, kept once.
         self._copies = [
-            self._copy(each, memory[each.name][1], live)
-            for each in entries
-            if each.name not in held.tied
+            self._copy(name, memory[name.name][1], live)
+            for name in entries
+            if name.name not in held.tied
         ]
-        devices = {each.source.device for each in self._copies if each.source.is_cuda}
-        self._streams = [torch.cuda.Stream(each) for each in devices]  # type: ignore[no-untyped-call]
+        devices = {copy_.source.device for copy_ in self._copies if copy_.source.is_cuda}
+        self._streams = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
         self._planned = _places(live)
 
     def _spread_parity(self, holdings: list[Holding]) -> None:
@@ -265,18 +265,18 @@ class StateKeeper:
                 name = f"rank-{self._peers.rank}.plan-{self._plans}.slot-{number}"
                 slots.append(Slot(self._folder / name, catalogue, len(self._text)))
         except RecoverError:
-            for each in slots:
-                each.close()
-                each.path.unlink(missing_ok=True)
+            for slot in slots:
+                slot.close()
+                slot.path.unlink(missing_ok=True)
             raise
         return slots
 
     def _copy(self, entry: Entry, source: torch.Tensor, live: Live) -> Copy:
         targets = tuple(
-            torch.frombuffer(each.memory, dtype=torch.uint8, count=entry.size, offset=entry.start)
+            torch.frombuffer(slot.memory, dtype=torch.uint8, count=entry.size, offset=entry.start)
             if entry.size
             else torch.empty(0, dtype=torch.uint8)
-            for each in self._slots
+            for slot in self._slots
         )
         return Copy(entry.name, source, targets, at_once=entry.name in live.varying)
 
@@ -286,8 +286,8 @@ class StateKeeper:
         if self._parity is not None:
             self._parity.close()
             self._parity = None
-        for each in self._slots:
-            each.close()
+        for slot in self._slots:
+            slot.close()
         self._slots = []
 
 

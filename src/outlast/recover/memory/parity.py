@@ -52,7 +52,7 @@ class SlotParity:
 def parity_group(spread: Spread, folder: Path, peers: Group, role: int, name: str) -> ParityGroup:
     """The group of the process that stands for rank `role` of `spread`."""
     number, members = next(
-        (number, each) for number, each in enumerate(spread.groups()) if role in each
+        (number, group) for number, group in enumerate(spread.groups()) if role in group
     )
     store = dist.PrefixStore(f"outlast/parity/{name}/{number}", _get_default_store())
     # A group of torch's own would number its members by their ranks of now.
@@ -84,7 +84,7 @@ def rebuild(folder: Path, identity: str, peers: Group) -> bool:
     Raises:
         RecoverError: When more is lost than the parity makes good.
     """
-    numbers = {each for found in peers.gather(generations(folder)) for each in found}
+    numbers = {name for found in peers.gather(generations(folder)) for name in found}
     problem = None
     for number in sorted(numbers, reverse=True):
         try:
@@ -102,7 +102,7 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool
     """Rebuild the slots of one generation; the same result, or error, on all processes."""
     place = generation_folder(folder, generation)
     found = peers.gather((peers.node, read_spread(place)))
-    spread = next((each[0] for _, each in found if each is not None), None)
+    spread = next((item[0] for _, item in found if item is not None), None)
     if spread is None:
         return False
     nodes = nodes_of([node for node, _ in found])
@@ -139,7 +139,7 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool
 
 
 def _counted(nodes: tuple[tuple[int, ...], ...]) -> str:
-    sizes = [len(each) for each in nodes]
+    sizes = [len(node) for node in nodes]
     counted = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} with"
     if len(set(sizes)) == 1:
         return f"{counted} {sizes[0]} process{'es' if sizes[0] > 1 else ''} each"

@@ -120,7 +120,7 @@ def _is_leftover(folder: Path) -> bool:
     try:
         with (folder / _OWNER).open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            newest = max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:
         return False
     return time.time() - newest > _LEFTOVER_SECONDS

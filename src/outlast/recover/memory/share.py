@@ -55,8 +55,8 @@ class Holding:
         for name in self.parts:
             names.setdefault(self.tied.get(name, name), []).append(name)
         return {
-            (tuple(each), self.parts[first].box): self.parts[first].size
-            for first, each in names.items()
+            (tuple(name), self.parts[first].box): self.parts[first].size
+            for first, name in names.items()
         }
 
 
@@ -114,19 +114,19 @@ def share(holdings: Sequence[Holding], rank: int) -> tuple[list[str], set[str]]:
     vary between them, and values, to the first.
     """
     node = holdings[rank].node
-    local = [each for each, held in enumerate(holdings) if held.node == node]
+    local = [item for item, held in enumerate(holdings) if held.node == node]
     sizes: dict[tuple[tuple[str, ...], Box], int] = {}
     holders: dict[tuple[tuple[str, ...], Box], list[int]] = {}
     values: dict[str, int] = {}
-    for each in local:
-        for memory, size in holdings[each].memories().items():
+    for item in local:
+        for memory, size in holdings[item].memories().items():
             sizes.setdefault(memory, size)
-            holders.setdefault(memory, []).append(each)
-        for name in holdings[each].values:
-            values.setdefault(name, each)
+            holders.setdefault(memory, []).append(item)
+        for name in holdings[item].values:
+            values.setdefault(name, item)
     load = dict.fromkeys(local, 0)
     mine: list[str] = []
-    for memory in sorted(sizes, key=lambda each: -sizes[each]):
+    for memory in sorted(sizes, key=lambda size: -sizes[size]):
         first = holders[memory][0]
         varies = holdings[first].parts[memory[0][0]].varies
         owner = first if varies else min(holders[memory], key=load.__getitem__)
@@ -140,8 +140,8 @@ def everything_of(holdings: Iterable[Holding]) -> str:
     """Digest of what all processes hold together."""
     held = list(holdings)
     return digest_of(
-        {name for each in held for name in each.parts},
-        {name for each in held for name in each.values},
+        {name for item in held for name in item.parts},
+        {name for item in held for name in item.values},
     )
 
 

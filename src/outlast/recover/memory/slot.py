@@ -90,7 +90,7 @@ class Catalogue:
     @property
     def data_bytes(self) -> int:
         """Of all entries, with the gaps between them."""
-        return max((aligned(each.start + each.size) for each in self.entries), default=0)
+        return max((aligned(entry.start + entry.size) for entry in self.entries), default=0)
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ def _to_json(catalogue: Catalogue) -> dict[str, Any]:
         "everything": catalogue.everything,
         "lineage": catalogue.lineage,
         "tensors": [
-            [each.name, each.dtype, each.shape, each.box.offset, each.box.shape, each.start]
-            + [each.size]
-            for each in catalogue.entries
+            [entry.name, entry.dtype, entry.shape, entry.box.offset, entry.box.shape, entry.start]
+            + [entry.size]
+            for entry in catalogue.entries
         ],
     }
 

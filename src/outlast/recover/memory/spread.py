@@ -51,13 +51,13 @@ class Spread:
 
     def problem(self) -> str:
         """Why parity cannot be spread so; empty where it can."""
-        if self.domain == "node" and len({len(each) for each in self.nodes}) > 1:
+        if self.domain == "node" and len({len(node) for node in self.nodes}) > 1:
             return (
                 f"recover.parity = {self.losses} needs as many processes on each node, but nodes "
-                f"have {sorted({len(each) for each in self.nodes})}; start equal numbers, or set "
+                f"have {sorted({len(node) for node in self.nodes})}; start equal numbers, or set "
                 "recover.parity = 0"
             )
-        smallest = min(len(each) for each in self.groups())
+        smallest = min(len(group) for group in self.groups())
         count = sum(map(len, self.nodes)) if self.domain == "process" else len(self.nodes)
         if smallest <= self.losses:
             return (
@@ -137,7 +137,7 @@ def read_spread(folder: Path) -> tuple[Spread, int] | None:
     """What `Spread.write` has left in `folder`: the spread, and the number of the node."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="ascii"))
-        nodes = tuple(tuple(each) for each in found["nodes"])
+        nodes = tuple(tuple(node) for node in found["nodes"])
         spread = Spread(nodes, found["losses"], found["largest"], found["domain"])
         return spread, found["node"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -149,7 +149,7 @@ def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     found: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
-    return tuple(tuple(each) for each in found.values())
+    return tuple(tuple(row) for row in found.values())
 
 
 def roles(
@@ -164,7 +164,7 @@ def roles(
         nodes: Ranks on each node, now.
         survived: Number of a node now to its number before, where its memory is still there.
     """
-    if [len(each) for each in sorted(nodes)] != [len(each) for each in sorted(spread.nodes)]:
+    if [len(node) for node in sorted(nodes)] != [len(node) for node in sorted(spread.nodes)]:
         return None
     if spread.domain == "process":
         return {rank: rank for node in nodes for rank in node}
@@ -190,4 +190,4 @@ def needs_parity(holdings: Sequence[Holding], domain: Domain) -> bool:
         for name, part in held.parts.items():
             if part.size:
                 holders.setdefault((name, part.box), set()).add(own)
-    return len(domains) > 1 and any(len(each) == 1 for each in holders.values())
+    return len(domains) > 1 and any(len(holder) == 1 for holder in holders.values())

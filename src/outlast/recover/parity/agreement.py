@@ -18,7 +18,7 @@ class AgreedError(RecoverError):
 
 def gather(wire: Wire, content: Any) -> list[Any]:
     """What every member says, as JSON, in order of members."""
-    return [json.loads(each) for each in wire.gather(json.dumps(content).encode())]
+    return [json.loads(item) for item in wire.gather(json.dumps(content).encode())]
 
 
 def settle(wire: Wire, action: Callable[[], _Result]) -> _Result:

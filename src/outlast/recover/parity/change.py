@@ -83,7 +83,7 @@ class Change:
     @cached_property
     def _plain_rows(self) -> int:
         """The rows before this one are full of data that all changed: by far the most common."""
-        if not (self.whole or all(bool(each.all()) for each in self.changed)):
+        if not (self.whole or all(bool(flags.all()) for flags in self.changed)):
             return 0
         layout = self.layout
         full = [nbytes // layout.stripe_bytes for nbytes in self.after]
@@ -94,7 +94,10 @@ class Change:
     def _plain(self) -> list[RowChange]:
         size = self.layout.stripe_bytes
         return [
-            RowChange(How.WHOLE, tuple((each, size) for each in self.layout.contributors(row)))
+            RowChange(
+                How.WHOLE,
+                tuple((contributor, size) for contributor in self.layout.contributors(row)),
+            )
             for row in range(self.layout.members)
         ]
 

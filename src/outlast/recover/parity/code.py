@@ -48,24 +48,24 @@ def rebuilding(stripes: Collection[Stripe], lost: Collection[Stripe]) -> dict[St
         stripes: All of the row.
         lost: Those of them that are gone, not more than there are stripes of parity.
     """
-    data = [each for each in stripes if each.parity is None]
-    missing = [each for each in data if each in lost]
-    parities = [each for each in stripes if each.parity is not None and each not in lost]
+    data = [stripe for stripe in stripes if stripe.parity is None]
+    missing = [datum for datum in data if datum in lost]
+    parities = [stripe for stripe in stripes if stripe.parity is not None and stripe not in lost]
     used = parities[: len(missing)]
-    found: dict[Stripe, Combination] = {each: {each: 1} for each in data if each not in lost}
+    found: dict[Stripe, Combination] = {datum: {datum: 1} for datum in data if datum not in lost}
     if missing:
         known = [_sum([(1, {parity: 1}), *_parts(parity, found)]) for parity in used]
         mixed = invert(
-            [[weight(_which(parity), each.member) for each in missing] for parity in used]
+            [[weight(_which(parity), stripe.member) for stripe in missing] for parity in used]
         )
         found.update(
-            (each, _sum(zip(row, known, strict=True)))
-            for each, row in zip(missing, mixed, strict=True)
+            (item, _sum(zip(row, known, strict=True)))
+            for item, row in zip(missing, mixed, strict=True)
         )
-    for each in lost:
-        if each.parity is not None:
-            found[each] = _sum(_parts(each, found))
-    return {each: found[each] for each in lost}
+    for stripe in lost:
+        if stripe.parity is not None:
+            found[stripe] = _sum(_parts(stripe, found))
+    return {stripe: found[stripe] for stripe in lost}
 
 
 def _which(stripe: Stripe) -> int:
@@ -76,9 +76,9 @@ def _which(stripe: Stripe) -> int:
 def _parts(parity: Stripe, data: Mapping[Stripe, Combination]) -> list[tuple[int, Combination]]:
     """What stripes of data add to one of parity."""
     return [
-        (weight(_which(parity), each.member), made)
-        for each, made in data.items()
-        if each.parity is None
+        (weight(_which(parity), key.member), made)
+        for key, made in data.items()
+        if key.parity is None
     ]
 
 

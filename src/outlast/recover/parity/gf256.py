@@ -66,4 +66,4 @@ def invert(matrix: list[list[int]]) -> list[list[int]]:
         return [[inverse(matrix[0][0])]]
     (a, b), (c, d) = matrix
     scale = inverse(multiply(a, d) ^ multiply(b, c))
-    return [[multiply(scale, each) for each in row] for row in ((d, b), (c, a))]
+    return [[multiply(scale, item) for item in row] for row in ((d, b), (c, a))]

@@ -161,7 +161,7 @@ class ParityGroup:
         """
         with self._sound():
             found, _ = self._survey({epoch: as_bytes(slot) for epoch, slot in slots.items()})
-        return tuple(each.mark.epoch for each in found)
+        return tuple(name.mark.epoch for name in found)
 
     def recover(
         self,
@@ -184,7 +184,7 @@ class ParityGroup:
                 one has no room.
         """
         started, received = time.monotonic(), self._wire.received_bytes
-        own = {each: as_bytes(slot) for each, slot in slots.items()}
+        own = {key: as_bytes(slot) for key, slot in slots.items()}
         with self._sound():
             found, hashes = self._survey(own)
             situation = self._choose(found, epoch)
@@ -225,17 +225,17 @@ class ParityGroup:
             "changed": np.packbits(changed).tobytes().hex(),
         }
         hellos = gather(self._wire, hello)
-        if len(steps := {each["epoch"] for each in hellos}) > 1:
+        if len(steps := {array["epoch"] for array in hellos}) > 1:
             raise AgreedError(f"members would keep parity of different steps: {sorted(steps)}")
-        if any(each["last"] == epoch for each in hellos):
+        if any(array["last"] == epoch for array in hellos):
             raise AgreedError(f"step {epoch} is the one whose parity is kept already")
-        before, after = zip(*(each["lengths"] for each in hellos), strict=True)
+        before, after = zip(*(array["lengths"] for array in hellos), strict=True)
         change = Change(
             self._layout,
             tuple(before),
             tuple(after),
-            tuple(_flags(each["changed"]) for each in hellos),
-            whole=any(each["committed"] != hellos[0]["committed"] for each in hellos)
+            tuple(_flags(array["changed"]) for array in hellos),
+            whole=any(array["committed"] != hellos[0]["committed"] for array in hellos)
             or hellos[0]["committed"] is None,
         )
         settle(self._wire, lambda: self._file.begin(change.rows))
@@ -263,7 +263,7 @@ class ParityGroup:
             },
             self._file.marks,
         )
-        reports = [Report.from_json(each) for each in gather(self._wire, report.to_json())]
+        reports = [Report.from_json(array) for array in gather(self._wire, report.to_json())]
         return situations(self._layout, reports), hashes
 
     def _choose(self, found: list[Situation], epoch: int | None) -> Situation:
@@ -271,7 +271,7 @@ class ParityGroup:
             if epoch is None or situation.mark.epoch == epoch:
                 return situation
         what = "any step" if epoch is None else f"step {epoch}"
-        possible = [each.mark.epoch for each in found] or "no step"
+        possible = [situation.mark.epoch for situation in found] or "no step"
         raise AgreedError(
             f"the state of {what} cannot be rebuilt: more than {self._layout.losses} of "
             f"{self._layout.members} members lost it; possible: {possible}"

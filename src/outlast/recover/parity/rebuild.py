@@ -37,8 +37,10 @@ class Rebuild:
 
     def plan(self, row: int) -> RowWork:
         """What to do for one row."""
-        stripes = tuple(each for each in stripes_of(self.layout, row) if self._bytes(each, row))
-        lost = tuple(each for each in stripes if self._lost(each))
+        stripes = tuple(
+            stripe for stripe in stripes_of(self.layout, row) if self._bytes(stripe, row)
+        )
+        lost = tuple(stripe for stripe in stripes if self._lost(stripe))
         sends: list[tuple[int, Bytes]] = []
         receives: list[tuple[int, int]] = []
         finish = None

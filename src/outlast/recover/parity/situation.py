@@ -60,7 +60,7 @@ def situations(layout: Layout, reports: Sequence[Report]) -> list[Situation]:
     epochs = {epoch for report in reports for epoch in report.slots}
     epochs |= {mark.epoch for report in reports for mark in report.marks}
     best = (_best(layout, reports, epoch) for epoch in sorted(epochs, reverse=True))
-    return [each for each in best if each is not None]
+    return [situation for situation in best if situation is not None]
 
 
 def _best(layout: Layout, reports: Sequence[Report], epoch: int) -> Situation | None:
@@ -69,7 +69,11 @@ def _best(layout: Layout, reports: Sequence[Report], epoch: int) -> Situation | 
         lengths, digests = zip(*(report.slots[epoch] for report in reports), strict=True)
         marks.add(Mark(epoch, tuple(lengths), tuple(digests)))
     found = (_situation(reports, mark) for mark in marks)
-    possible = [each for each in found if layout.survives(each.lost_data, each.lost_parity)]
+    possible = [
+        situation
+        for situation in found
+        if layout.survives(situation.lost_data, situation.lost_parity)
+    ]
     return min(possible, key=_cost, default=None)
 
 

@@ -58,12 +58,12 @@ class Wire:
             np.frombuffer(len(content).to_bytes(_COUNT_BYTES, "little") + content, np.uint8),
             _SHORT_BYTES,
         )
-        lengths = [int.from_bytes(each[:_COUNT_BYTES].tobytes(), "little") for each in first]
+        lengths = [int.from_bytes(bytes_[:_COUNT_BYTES].tobytes(), "little") for bytes_ in first]
         if max(lengths) > _SHORT_BYTES - _COUNT_BYTES:
             whole = self._allgather(np.frombuffer(content, np.uint8), max(lengths))
         else:
-            whole = [each[_COUNT_BYTES:] for each in first]
-        return [each[:size].tobytes() for each, size in zip(whole, lengths, strict=True)]
+            whole = [bytes_[_COUNT_BYTES:] for bytes_ in first]
+        return [item[:size].tobytes() for item, size in zip(whole, lengths, strict=True)]
 
     def _allgather(self, content: Bytes, size: int) -> list[Bytes]:
         """The first `size` bytes of every member's content, with zeros behind a shorter one's."""
@@ -74,7 +74,7 @@ class Wire:
             self._group.allgather([all_of_them], [own]).wait(self._timeout)
         except RuntimeError as error:
             raise self._failed("the others", error) from error
-        return [each.numpy() for each in all_of_them]
+        return [item.numpy() for item in all_of_them]
 
     def stream(self, rows: Iterable[int], plan: Callable[[int], RowWork]) -> None:
         """Send, receive and finish rows in order, while the next few are on their way.

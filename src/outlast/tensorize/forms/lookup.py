@@ -74,7 +74,7 @@ def halves(network: Network) -> Halves:
     last = ends[-1] + 1
     cuts = [_parts(network, (0, cut, last, len(network.cores))) for cut in range(1, last)]
     cuts = cuts or [_parts(network, (0, last, len(network.cores)))]
-    parts = min(cuts, key=lambda each: sum(network.size(part.rows + part.rest) for part in each))
+    parts = min(cuts, key=lambda cut: sum(network.size(part.rows + part.rest) for part in cut))
     products = []
     have = parts[0].rest
     for place, part in enumerate(parts[1:], start=1):

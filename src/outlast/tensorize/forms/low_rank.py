@@ -88,13 +88,13 @@ class LowRankLinear(StructuredLinear):
     def _replaced(self) -> bool:
         """Whether the children are not plain linear layers any more, or are listened to."""
         return any(
-            type(each) is not nn.Linear
-            or each._forward_hooks
-            or each._forward_pre_hooks
-            or each._backward_hooks
-            or each._backward_pre_hooks
-            or "forward" in each.__dict__
-            for each in (self.down, self.up)
+            type(item) is not nn.Linear
+            or item._forward_hooks
+            or item._forward_pre_hooks
+            or item._backward_hooks
+            or item._backward_pre_hooks
+            or "forward" in item.__dict__
+            for item in (self.down, self.up)
         )
 
     def _suits(self, x: Tensor) -> bool:

@@ -78,10 +78,10 @@ class TiedHead(nn.Module):
 
 def tied_heads(model: nn.Module) -> dict[str, TiedHead]:
     """All such layers of a model by name."""
-    return {name: each for name, each in model.named_modules() if isinstance(each, TiedHead)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, TiedHead)}
 
 
 def name_of(module: nn.Module, model: nn.Module) -> str:
     """The first name of a module that is part of a model."""
-    name: str = next(name for name, each in model.named_modules() if each is module)
+    name: str = next(name for name, item in model.named_modules() if item is module)
     return name

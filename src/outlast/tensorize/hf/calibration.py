@@ -101,7 +101,7 @@ def _encoded(raw: bytes, directory: Path, vocabulary: int) -> tuple[list[int], b
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         text = raw.decode("utf-8", errors="replace")
-        ids = [int(each) for each in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = [int(id_) for id_ in tokenizer(text, add_special_tokens=False)["input_ids"]]
     except Exception as error:  # tokenizers raise errors of many kinds
         reason = " ".join(str(error).split())[:200]
         raise TensorizeError(f"the tokenizer of {directory} cannot be used: {reason}") from None

@@ -319,7 +319,7 @@ def _output_errors(
         on_batch=lambda number, errors: say("measuring layers", number + 1, len(read)),
     )
     return {
-        name: math.sqrt(sum(each**2 for each in errors) / len(errors))
+        name: math.sqrt(sum(error**2 for error in errors) / len(errors))
         for name, errors in found.items()
         if errors
     }

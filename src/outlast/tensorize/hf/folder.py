@@ -41,7 +41,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not target.is_dir() or target.is_symlink():
         raise TensorizeError(f"{target} is no folder: give another name to write the model to")
-    held = {each.name for each in target.iterdir()}
+    held = {path.name for path in target.iterdir()}
     if not held:
         return
     if not overwrite:

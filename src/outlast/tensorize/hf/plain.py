@@ -122,7 +122,7 @@ def merged_layer(layer: Structured) -> nn.Module:
         bias = layer.bias
         options = {"bias": bias is not None, "device": "meta", "dtype": factors[0].dtype}
         made = LowRankLinear(columns, rows, rank, **options)
-        made.down.weight, made.up.weight = (_learned(each, layer) for each in factors)
+        made.down.weight, made.up.weight = (_learned(factor, layer) for factor in factors)
         if bias is not None:
             made.up.bias = bias
     trained: nn.Module = made.train(layer.training)

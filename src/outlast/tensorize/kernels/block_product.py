@@ -52,9 +52,9 @@ def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) 
     """Configurations that fit in shared memory and are not wider than the matrix."""
     size, widest = arguments["x"].element_size(), max(padded(arguments["columns"]), 32)
     fitting = [
-        each
-        for each in configs
-        if _shared_bytes(each, size) <= SHARED_BYTES and each.kwargs["tile_columns"] <= widest
+        config
+        for config in configs
+        if _shared_bytes(config, size) <= SHARED_BYTES and config.kwargs["tile_columns"] <= widest
     ]
     return fitting or configs[-1:]
 

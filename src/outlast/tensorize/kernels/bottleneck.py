@@ -84,7 +84,7 @@ def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **launched
     """Configurations whose tiles fit in shared memory and whose sums fit in registers."""
     size = arguments["x"].element_size()
     rank = (arguments | launched)["tile_rank"]
-    return [each for each in configs if _is_small(each, rank, size)] or configs[-1:]
+    return [config for config in configs if _is_small(config, rank, size)] or configs[-1:]
 
 
 def _is_small(config: triton.Config, rank: int, size: int) -> bool:

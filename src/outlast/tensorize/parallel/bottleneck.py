@@ -107,7 +107,7 @@ def parallelize_bottleneck(
     _check_all_named(model, plan, [name for name, _ in blocks])
     if isinstance(plan, ModelPlan):
         ends = (plan.embedding, plan.norm, plan.head)
-        embedding, norm, head = (model.get_submodule(each) for each in ends)
+        embedding, norm, head = (model.get_submodule(end) for end in ends)
         check_ends(embedding, norm, head, ranks=mesh.size())
         assert isinstance(embedding, nn.Embedding)
         assert isinstance(head, nn.Linear)
@@ -149,7 +149,7 @@ def _check_all_named(model: nn.Module, plan: ModelPlan | BlockPlan, blocks: list
     """Refuse parameters that would stay whole: each rank would have another gradient of them."""
     block = plan.block if isinstance(plan, ModelPlan) else plan
     inside = [*block.projections, *(norm for norm, _ in block.groups)]
-    named = [f"{start}.{each}".lstrip(".") for start in blocks for each in inside]
+    named = [f"{start}.{norm}".lstrip(".") for start in blocks for norm in inside]
     if isinstance(plan, ModelPlan):
         named += [plan.embedding, plan.norm, plan.head]
     prefixes = tuple(f"{name}." for name in named)

@@ -100,7 +100,9 @@ class WholeCores:
             model: What is called on every rank: each backward pass through its output averages.
                 None: only those in which one of the parameters gets a gradient on this rank.
         """
-        if model is not None and any(each.requires_grad for each in self.parameters.values()):
+        if model is not None and any(
+            parameter.requires_grad for parameter in self.parameters.values()
+        ):
             self._hooks.append(model.register_forward_hook(self._called))
         for parameter in self.parameters.values():
             if parameter.requires_grad:
@@ -109,9 +111,9 @@ class WholeCores:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _called(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+        for item in tree_leaves(output):
+            if isinstance(item, Tensor) and item.requires_grad:
+                item.register_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: Tensor) -> None:
         # The number of the backward pass; one that was broken off leaves no state behind.
@@ -158,12 +160,15 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> N
     All ranks must call this with the same parameters; a missing gradient counts as zeros where
     another rank has one, and stays missing where none has.
     """
-    wanted = [each for each in parameters if each.requires_grad]
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted:
         return
-    given = [each.grad is not None for each in wanted]
-    pieces = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
-    dtype = functools.reduce(torch.promote_types, (each.dtype for each in pieces), torch.float32)
+    given = [parameter.grad is not None for parameter in wanted]
+    pieces = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in wanted
+    ]
+    dtype = functools.reduce(torch.promote_types, (piece.dtype for piece in pieces), torch.float32)
     had = torch.tensor(given, dtype=dtype, device=pieces[0].device)
     flat = torch.cat([*(piece.reshape(-1).to(dtype) for piece in pieces), had])
     for dimension in range(mesh.ndim):
@@ -195,7 +200,7 @@ def clip_gradients(
     Returns:
         The norm before, a scalar that is equal on all ranks; 0 without gradients.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
     groups: dict[Any, list[Tensor]] = {}
@@ -204,9 +209,9 @@ def clip_gradients(
         if isinstance(gradient, DTensor):
             layout = (id(gradient.device_mesh), gradient.placements)
         groups.setdefault(layout, []).append(gradient)
-    norms = [whole(torch.nn.utils.get_total_norm(each, norm_type)) for each in groups.values()]
+    norms = [whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in groups.values()]
     norm: Tensor = torch.linalg.vector_norm(
-        torch.stack([each.to(norms[0]) for each in norms]), norm_type
+        torch.stack([norm.to(norms[0]) for norm in norms]), norm_type
     )
     # No branch on the value: no rank waits for its device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -270,9 +275,9 @@ def shard_tensorized(
     policy = policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None:
         cores.cast(model, policy.param_dtype)
-    for each in (*units, model):
+    for unit in (*units, model):
         fully_shard(
-            each,
+            unit,
             mesh=mesh,
             mp_policy=policy,
             shard_placement_fn=place,

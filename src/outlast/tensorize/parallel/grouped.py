@@ -76,7 +76,7 @@ def group_projections(model: nn.Module, plan: BlockPlan = LLAMA_BLOCK) -> int:
     made = 0
     for name, block in list(blocks_with(model, plan)):
         for norm, readers in plan.groups:
-            if all(is_low_rank(block.get_submodule(each)) for each in readers):
+            if all(is_low_rank(block.get_submodule(reader)) for reader in readers):
                 make_group(block, norm, readers, where=name)
                 made += 1
     if not made:
@@ -93,8 +93,8 @@ def blocks_with(model: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Mod
     wanted = [*plan.projections, *(norm for norm, _ in plan.groups)]
     for name, module in model.named_modules():
         try:
-            for each in wanted:
-                module.get_submodule(each)
+            for item in wanted:
+                module.get_submodule(item)
         except AttributeError:
             continue
         yield name, module
@@ -113,7 +113,7 @@ class Readers:
 
     def weight(self) -> Tensor:
         """(sum of ranks, features / p): the down-projections of all readers."""
-        return torch.cat([local(each.down.weight) for each in self.projections])
+        return torch.cat([local(projection.down.weight) for projection in self.projections])
 
 
 class IntoLatents(nn.Module):

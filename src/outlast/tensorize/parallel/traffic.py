@@ -83,7 +83,7 @@ class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run `func`, and note it if it is a collective."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(type_, DTensor) for type_ in types):
             return NotImplemented  # DTensor turns itself into local operators, which come back here
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func.name().partition("::")
@@ -116,17 +116,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
     """Size of the group among a collective's arguments: a name, or a boxed group."""
-    for each in args:
-        if isinstance(each, str) and each not in ("sum", "avg", "max", "min", "product"):
-            return _resolve_process_group(each).size()  # type: ignore[arg-type]
-        if isinstance(each, dist.ProcessGroup):
-            return each.size()
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return int(dist.ProcessGroup.unbox(each).size())
+    for argument in args:
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
+            return _resolve_process_group(argument).size()  # type: ignore[arg-type]
+        if isinstance(argument, dist.ProcessGroup):
+            return argument.size()
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return int(dist.ProcessGroup.unbox(argument).size())
     raise AssertionError("a collective without a process group")

@@ -118,7 +118,7 @@ def store_timed(machine: str, dtype: str, threads: int, torch: str, plans: dict[
 def _entry(plan: Plan) -> dict[str, Any]:
     routes = (plan.forward, plan.input_gradient, *plan.core_gradients)
     return {
-        "routes": [[each.groups, each.backwards, each.layout, each.chunk] for each in routes],
+        "routes": [[route.groups, route.backwards, route.layout, route.chunk] for route in routes],
         "plain": plan.plain,
         "seconds": plan.seconds,
         "dense_seconds": plan.dense_seconds,

@@ -35,16 +35,16 @@ def _why(route: Route, best: Route, search: Search) -> str:
     """What one route has more of than another."""
     network, tokens, walker = search.network, search.tokens, search.walker
     terms = {}
-    for name, each in (("this", route), ("best", best)):
-        stages = lower(network, replace(each, chunk=0)).stages
-        parts = walker.chunks(each, tokens)
-        one = walker.one_pass(each, parts[0], chunked=len(parts) > 1)
+    for name, item in (("this", route), ("best", best)):
+        stages = lower(network, replace(item, chunk=0)).stages
+        parts = walker.chunks(item, tokens)
+        one = walker.one_pass(item, parts[0], chunked=len(parts) > 1)
         times = len(parts)
         moved = one.enter + sum(one.arrange) + one.leave
         terms[name] = {
             "products": sum(one.multiply) * times,
             "moving numbers between products": moved * times,
-            "merging cores": walker.merging(each),
+            "merging cores": walker.merging(item),
         }
         terms[name + " flops"] = {"": float(sum(s.b * s.m * s.k * s.f for s in stages))}
     more = {name: terms["this"][name] - terms["best"][name] for name in terms["this"]}
@@ -105,7 +105,7 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
         "what else there is:",
     ]
     chosen = replace(plan)
-    others = [each for each in search.uniform() if each[1] != chosen]
+    others = [pair for pair in search.uniform() if pair[1] != chosen]
     shown: list[tuple[float, Plan]] = []
     names: set[tuple[object, ...]] = set()
     for seconds, other in others:
@@ -113,8 +113,8 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
         if name not in names and len(shown) < _ALTERNATIVES:
             names.add(name)
             shown.append((seconds, other))
-    rebuilt = [each for each in others if len(each[1].forward.groups) == 1]
-    shown += [each for each in rebuilt[:1] if each not in shown]
+    rebuilt = [other for other in others if len(other[1].forward.groups) == 1]
+    shown += [pair for pair in rebuilt[:1] if pair not in shown]
     for seconds, other in shown:
         label = f"{other.forward}{', by autograd' if other.plain else ''}"
         lines.append(f"  {_time(seconds)}: {label}; {_why(other.forward, plan.forward, search)}")

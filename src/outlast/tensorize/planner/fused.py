@@ -143,7 +143,7 @@ def _half(
         memory: Which part of what is read, and of what is written, the memory sees.
     """
     blocks, columns, terms = sizes
-    read, written = (blocks * tokens * each for each in (terms, columns))
+    read, written = (blocks * tokens * item for item in (terms, columns))
     # Products are in tiles of at least 32 columns and terms.
     tiled = math.ceil(columns / 32) * math.ceil(terms / 32) * 1024
     rows = math.ceil(tokens / (2 * _TILE))

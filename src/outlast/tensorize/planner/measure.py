@@ -229,12 +229,12 @@ def _train(count: int) -> Network:
     """A chain of matrices of two rows and columns."""
     letters = "abcdefg"[: count + 1]
     cores = tuple(letters[at + 1] + letters[at] for at in range(count))
-    return Network(letters[0], letters[-1], cores, tuple((each, 2) for each in letters), 2, 2)
+    return Network(letters[0], letters[-1], cores, tuple((letter, 2) for letter in letters), 2, 2)
 
 
 def _blocks() -> Network:
     """Two block-diagonal matrices."""
-    sizes = tuple((each, 2) for each in "minor")
+    sizes = tuple((character, 2) for character in "minor")
     return Network("mi", "no", ("mnri", "nomr"), sizes, 4, 4)
 
 
@@ -312,7 +312,7 @@ def _launches(start: float, device: torch.device, options: Any) -> dict[str, flo
     matrix = torch.ones(2, 2, **options)
     product = clock(lambda: torch.mm(matrix, matrix.t()))
     turn = clock(lambda: torch.ones(2, 1, **options).t().contiguous())
-    two, four, blocks = (_Tiny(each, clock, options) for each in (_train(2), _train(4), _blocks()))
+    two, four, blocks = (_Tiny(item, clock, options) for item in (_train(2), _train(4), _blocks()))
     pairs = _Tiny(_train(4), clock, options, merged=2)
     merging, forward, backward = two.merging(), two.forward(), two.backward()
     path = merging / 2

@@ -112,7 +112,7 @@ class Search:
         """Plans without gradients, the fastest first; layers keep what they merged."""
         count = len(self.network.cores)
         found = [(self.forward(route), Plan.uniform(route, count)) for route in self.routes()]
-        return sorted(found, key=lambda each: each[0])
+        return sorted(found, key=lambda pair: pair[0])
 
     def uniform(self) -> list[tuple[float, Plan]]:
         """Plans that take one route for everything, the fastest first."""
@@ -123,17 +123,17 @@ class Search:
             if self.may_be_plain(route):
                 plans.append(Plan.uniform(route, count, plain=True))
         found = [(self.price(plan), plan) for plan in plans]
-        return sorted(found, key=lambda each: each[0])
+        return sorted(found, key=lambda pair: pair[0])
 
     def joint(self) -> list[tuple[float, Plan]]:
         """As `uniform`, after the best plan that takes several routes, if that is faster."""
         found = self.uniform()
-        best_seconds, best = next(each for each in found if not each[1].plain)
+        best_seconds, best = next(pair for pair in found if not pair[1].plain)
         pool = self._pool(found)
         while True:
             seconds, plan = min(
                 ((self.price(plan), plan) for plan in _neighbours(best, pool)),
-                key=lambda each: each[0],
+                key=lambda pair: pair[0],
                 default=(best_seconds, best),
             )
             # Less is no gain but noise of the prices.
@@ -141,7 +141,7 @@ class Search:
                 break
             best_seconds, best = seconds, plan
         mixed = [(best_seconds, best)] if all(best != plan for _, plan in found) else []
-        return sorted([*mixed, *found], key=lambda each: each[0])
+        return sorted([*mixed, *found], key=lambda pair: pair[0])
 
     def _pool(self, uniform: list[tuple[float, Plan]]) -> list[Route]:
         """Routes for the joint search: the best for all, and the best for one computation."""

@@ -101,13 +101,13 @@ class RankControl:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The gates, for an optimizer."""
-        return (each.gate for each in self._bonds)
+        return (bond.gate for bond in self._bonds)
 
     def _size(self, *, alive_only: bool) -> float:
         total = 0.0
-        for each in self._bonds:
-            alive = int((each.gate.detach().abs() > _ALIVE).sum()) if alive_only else len(each.gate)
-            total += alive * each.saved
+        for bond in self._bonds:
+            alive = int((bond.gate.detach().abs() > _ALIVE).sum()) if alive_only else len(bond.gate)
+            total += alive * bond.saved
         return total
 
     @property
@@ -118,10 +118,10 @@ class RankControl:
     def rank_term(self) -> Tensor:
         """The mean size of the living gates, each weighted by the parameters that it stands for."""
         total = torch.zeros((), device=self._bonds[0].gate.device)
-        for each in self._bonds:
-            size = each.gate.abs()
+        for bond in self._bonds:
+            size = bond.gate.abs()
             living = (size.detach() > _ALIVE).to(size.dtype)
-            total = total + (size * living).sum() * each.saved
+            total = total + (size * living).sum() * bond.saved
         return total / self._whole
 
     def objective(self, loss: Tensor, *, loss_for_choice: float | None = None) -> Tensor:
@@ -168,19 +168,19 @@ class RankControl:
             TensorizeError: The model was sharded or grouped, or an optimizer's state cannot follow;
                 nothing is changed then.
         """
-        for each in self._bonds:
-            check_here(each.layer, each.name, model=self._model)
-            check_states(optimizers, factor_parameters(each.layer))
-        living = [_living(each.gate, minimum) for each in self._bonds]
-        take_off(place for each in self._bonds for place in each.places)
+        for bond in self._bonds:
+            check_here(bond.layer, bond.name, model=self._model)
+            check_states(optimizers, factor_parameters(bond.layer))
+        living = [_living(bond.gate, minimum) for bond in self._bonds]
+        take_off(place for bond in self._bonds for place in bond.places)
         changes = []
-        for each, units in zip(self._bonds, living, strict=True):
-            forget(each.gate, optimizers)
-            if len(units) < each.layer.network.size(each.bond):
+        for bond, units in zip(self._bonds, living, strict=True):
+            forget(bond.gate, optimizers)
+            if len(units) < bond.layer.network.size(bond.bond):
                 changes.append(
-                    resize(each.layer, len(units), bond=each.bond, model=self._model,
-                           units=None if is_linear(each.layer) else units, optimizers=optimizers,
-                           name=each.name, on_change=on_change)
+                    resize(bond.layer, len(units), bond=bond.bond, model=self._model,
+                           units=None if is_linear(bond.layer) else units, optimizers=optimizers,
+                           name=bond.name, on_change=on_change)
                 )  # fmt: skip
         self._bonds = []
         return changes
@@ -202,6 +202,6 @@ def _gated(bonds: Sequence[tuple[str, StructuredLinear, str]], model: nn.Module)
         tensor = layer.factors()[core]
         gate = Gate(layer.network.size(bond), layer.network.cores[core].index(bond), tensor)
         found.append((_Bond(name, layer, bond, places_of(tensor, model), gate.gate), gate))
-    for each, gate in found:
-        put_on(gate, each.places)
-    return [each for each, _ in found]
+    for item, gate in found:
+        put_on(gate, item.places)
+    return [item for item, _ in found]

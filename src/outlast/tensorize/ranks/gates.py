@@ -68,7 +68,9 @@ def forget(gate: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
     """Take a gate out of optimizers, with its name and its state."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            kept = [place for place, each in enumerate(group["params"]) if each is not gate]
+            kept = [
+                place for place, parameter in enumerate(group["params"]) if parameter is not gate
+            ]
             for key in {"params", "param_names"} & group.keys():
                 group[key] = [group[key][place] for place in kept]
         optimizer.state.pop(gate, None)

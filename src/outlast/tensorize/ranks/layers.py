@@ -64,7 +64,7 @@ def check_here(layer: Layer, name: str = "", *, model: nn.Module | None = None) 
             "change of rank at the next step: change the ranks of the whole model and shard it "
             "again (outlast.tensorize.ranks.change_sharded)"
         )
-    if any(isinstance(each, HeldFactor) for each in layer.modules()):
+    if any(isinstance(module, HeldFactor) for module in layer.modules()):
         raise TensorizeError(
             f"{name} is in a group whose products are cut by its rank: change ranks before "
             "group_projections or parallelize_bottleneck"
@@ -81,7 +81,7 @@ def _is_sharded(layer: Layer) -> bool:
 
 
 def _has_units(model: nn.Module) -> bool:
-    return any(isinstance(each, FSDPModule) for each in model.modules())
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _hooks(parameter: Tensor) -> list[object]:
@@ -97,7 +97,7 @@ def _gated(layer: Layer, name: str) -> str | None:
     """Why cores that are computed from something else cannot be exchanged."""
     for owner in layer.modules():
         if parametrize.is_parametrized(owner):
-            if any(isinstance(each, Gate) for each in owner.modules()):
+            if any(isinstance(module, Gate) for module in owner.modules()):
                 return f"the ranks of {name} are gated: call RankControl.finish first"
             return f"a factor of {name} has a parametrization: remove it before ranks change"
     if not all(isinstance(factor, nn.Parameter) for factor in layer.factors()):
@@ -119,7 +119,7 @@ def _bound(layer: Layer, name: str, model: nn.Module | None) -> str | None:
     if model is None:
         return None
     held = {id(factor) for factor in factor_parameters(layer)}
-    inside = {id(module) for each in sharers(layer, model) for module in each.modules()}
+    inside = {id(module) for sharer in sharers(layer, model) for module in sharer.modules()}
     for other, module in model.named_modules():
         if id(module) not in inside and _holds(module, held):
             return (
@@ -139,13 +139,13 @@ def sharers(layer: Layer, model: nn.Module | None) -> tuple[Layer, ...]:
         return (layer,)
     mine = [id(factor) for factor in factor_parameters(layer)]
     found = [
-        each
-        for each in model.modules()
-        if isinstance(each, Layer)
-        and each is not layer
-        and any(_holds(module, set(mine)) for module in each.modules())
-        and [id(factor) for factor in factor_parameters(each)] == mine
-        and _kind(each) == _kind(layer)
+        pair
+        for pair in model.modules()
+        if isinstance(pair, Layer)
+        and pair is not layer
+        and any(_holds(module, set(mine)) for module in pair.modules())
+        and [id(factor) for factor in factor_parameters(pair)] == mine
+        and _kind(pair) == _kind(layer)
     ]
     return (layer, *found)
 

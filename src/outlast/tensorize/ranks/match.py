@@ -65,7 +65,10 @@ def match_ranks(
 def _checked_ranks(state: Mapping[str, Tensor], name: str, layer: Layer) -> dict[str, int]:
     """The sizes of a layer's bonds in a state dict, as far as that has them."""
     keys = {id(parameter): key for key, parameter in layer.named_parameters(prefix=name)}
-    network, places = layer.network, [keys.get(id(each), "") for each in factor_parameters(layer)]
+    network, places = (
+        layer.network,
+        [keys.get(id(parameter), "") for parameter in factor_parameters(layer)],
+    )
     ranks: dict[str, int] = {}
     for letters, key in zip(network.cores, places, strict=True):
         if key in state and state[key].ndim == len(letters):

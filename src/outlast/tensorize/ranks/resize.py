@@ -125,8 +125,8 @@ def resize(
         exchange(optimizers, old, fresh, moved)
         exchanged.append((old, fresh))
     sizes = tuple((letter, rank if letter == at.bond else size) for letter, size in network.sizes)
-    for each in sharers(layer, model):
-        _install(each, replace(network, sizes=sizes), dict(exchanged))
+    for sharer in sharers(layer, model):
+        _install(sharer, replace(network, sizes=sizes), dict(exchanged))
     change = RankChange(name, at.bond, before, rank, new.dropped, tuple(exchanged))
     if on_change is not None:
         on_change(change)

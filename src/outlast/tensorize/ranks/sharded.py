@@ -73,9 +73,9 @@ def change_sharded(
         own = plain(whole)
         set_optimizer_state_dict(whole, own, moments, options=_ALONE)
         change(whole, own)
-        weights = {name: each.detach().clone() for name, each in whole.state_dict().items()}
+        weights = {name: item.detach().clone() for name, item in whole.state_dict().items()}
         moments = get_optimizer_state_dict(whole, own, options=_ALONE)
-    sent: list[Any] = [{name: tuple(each.shape) for name, each in weights.items()}]
+    sent: list[Any] = [{name: tuple(weight.shape) for name, weight in weights.items()}]
     dist.broadcast_object_list(sent)
     match_ranks(whole, {n: torch.empty(shape, device="meta") for n, shape in sent[0].items()})
     fresh = shard(whole)

@@ -82,11 +82,11 @@ def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def exchange(
@@ -99,7 +99,9 @@ def exchange(
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [new if each is old else each for each in group["params"]]
+            group["params"] = [
+                new if parameter is old else parameter for parameter in group["params"]
+            ]
         told = getattr(optimizer, "exchange", None)
         if callable(told):
             told([(old, new)])

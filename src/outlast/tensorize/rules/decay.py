@@ -58,11 +58,13 @@ class ProductDecay:
         if not weight_decay >= 0.0:
             raise TensorizeError(f"weight_decay = {weight_decay} must be at least 0")
         self.weight_decay = weight_decay
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         layers = [
             layer
             for layer in structured_layers(model)
-            if any(id(each) in held and each.requires_grad for each in layer.parameters)
+            if any(
+                id(parameter) in held and parameter.requires_grad for parameter in layer.parameters
+            )
         ]
         self._layers = some_layers(layers, "structured layers whose factors this optimizer trains")
         self._refuse_double_decay(optimizer)
@@ -73,7 +75,7 @@ class ProductDecay:
         self._handle.remove()
 
     def _refuse_double_decay(self, optimizer: Optimizer) -> None:
-        factors = {id(each): layer for layer in self._layers for each in layer.parameters}
+        factors = {id(parameter): layer for layer in self._layers for parameter in layer.parameters}
         for group in optimizer.param_groups:
             found = next((factors[id(one)] for one in group["params"] if id(one) in factors), None)
             if found is not None and group.get("weight_decay"):

@@ -55,7 +55,7 @@ class StructuredPart:
     @property
     def is_gated(self) -> bool:
         """Whether cores are computed from parameters, such as gates of rank control."""
-        return any(parametrize.is_parametrized(each) for each in self.module.modules())
+        return any(parametrize.is_parametrized(module) for module in self.module.modules())
 
     @property
     def is_two_factor(self) -> bool:

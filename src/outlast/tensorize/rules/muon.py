@@ -173,9 +173,9 @@ class UnfoldedMuon(Optimizer):
             # A generator can be read only once.
             params = list(params)
             param_group["params"] = params
-        for each in [params] if isinstance(params, torch.Tensor) else params:
+        for item in [params] if isinstance(params, torch.Tensor) else params:
             # Parameters may come with their names.
-            parameter = each[1] if isinstance(each, tuple) else each
+            parameter = item[1] if isinstance(item, tuple) else item
             known = self._unfoldings.get(parameter, MATRIX)
             if sorted(known.order) != list(range(parameter.ndim)):
                 raise TensorizeError(

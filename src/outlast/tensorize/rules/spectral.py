@@ -209,7 +209,7 @@ class SpectralBound:
     ) -> tuple[Tensor, Tensor]:
         """``||dB A + B dA||_2`` and ``||dB dA||_2``."""
         # Only the product of left and right matters: with balanced columns nothing is rounded off.
-        sizes = [torch.linalg.matrix_norm(each) for each in (*old, *change)]
+        sizes = [torch.linalg.matrix_norm(tensor) for tensor in (*old, *change)]
         balance = (sizes[0] / sizes[2]).sqrt() * (sizes[1] / sizes[3]).sqrt()
         balance = torch.where(balance.isfinite() & (balance > 0.0), balance, 1.0)
         left = torch.cat([change[1] * balance, old[1]], dim=1)
@@ -218,7 +218,7 @@ class SpectralBound:
             first = self._power(layer, "first", left, right)
             return first, self._power(layer, "second", change[1], change[0])
         # The limit must be held for numbers of any size, whose squares may leave the range.
-        scales = [each.abs().max().clamp(min=_TINY) for each in (left, right)]
+        scales = [item.abs().max().clamp(min=_TINY) for item in (left, right)]
         left, right = left / scales[0], right / scales[1]
         grams = left.mT @ left, right @ right.mT
         rank = old[0].shape[0]
@@ -265,7 +265,9 @@ def _orthogonal(change: Tensor) -> Tensor:
 
 def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """The group of each parameter, by the parameter's identity."""
-    return {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    return {
+        id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
+    }
 
 
 def _share_of_peak(group: dict[str, Any] | None) -> float:

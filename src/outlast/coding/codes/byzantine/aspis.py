@@ -59,7 +59,7 @@ def maximum_cliques(adjacency: npt.NDArray[np.bool_]) -> list[frozenset[int]]:
         if size + candidates.bit_count() < largest:
             return
         pivot = max(
-            _bits(candidates | done), key=lambda each: (joined[each] & candidates).bit_count()
+            _bits(candidates | done), key=lambda bit: (joined[bit] & candidates).bit_count()
         )
         for vertex in _bits(candidates & ~joined[pivot]):
             bit = 1 << vertex
@@ -143,7 +143,7 @@ class AgreementVote(ReplicatedVote):
         self, worker: int, results: Mapping[tuple[int, int], npt.NDArray[np.float64]]
     ) -> bool:
         """Whether nothing came from a worker: a straggler is no adversary."""
-        return not any((worker, int(each)) in results for each in self.assignment.chunks_of(worker))
+        return not any((worker, int(item)) in results for item in self.assignment.chunks_of(worker))
 
 
 def _note_disagreements(

@@ -89,10 +89,10 @@ class DracoCyclic:
             CodingError: When no q workers explain what the messages contradict, or for messages of
                 workers that do not exist.
         """
-        strange = sorted(each for each in messages if not 0 <= each < self.workers)
+        strange = sorted(message for message in messages if not 0 <= message < self.workers)
         if strange:
             raise CodingError(f"workers {strange} are not in 0 to {self.workers - 1}")
-        lengths = Counter(len(each) for each in messages.values())
+        lengths = Counter(len(message) for message in messages.values())
         length = lengths.most_common(1)[0][0] if lengths else 0
         received = np.zeros((self.workers, length), dtype=complex)
         for worker, message in messages.items():

@@ -89,7 +89,7 @@ def majority(copies: Mapping[int, npt.NDArray[np.float64]], tolerance: float = 0
             same = agree(copies[workers[one]], copies[workers[other]], tolerance)
             votes[one, other] = votes[other, one] = same
     winner = int(votes.sum(axis=1).argmax())
-    dissenting = frozenset(workers[each] for each in np.flatnonzero(~votes[winner]))
+    dissenting = frozenset(workers[item] for item in np.flatnonzero(~votes[winner]))
     decided = 2 * int(votes[winner].sum()) > len(workers)
     return Vote(copies[workers[winner]], dissenting, decided)
 
@@ -155,7 +155,7 @@ class ReplicatedVote:
             CodingError: For results of a worker for a chunk that is not its own.
         """
         copies = self._copies(results)
-        return self._outcome([majority(each, tolerance) for each in copies])
+        return self._outcome([majority(copy_, tolerance) for copy_ in copies])
 
     def _copies(
         self, results: Mapping[tuple[int, int], npt.NDArray[np.float64]]
@@ -169,20 +169,20 @@ class ReplicatedVote:
             if not 0 <= worker < self.workers or chunk not in owned[worker]:
                 raise CodingError(f"chunk {chunk} is not one that worker {worker} computes")
             copies[chunk][worker] = value if value.shape == shape else np.full(shape, np.nan)
-        lost = tuple(chunk for chunk, each in enumerate(copies) if not each)
+        lost = tuple(chunk for chunk, copy_ in enumerate(copies) if not copy_)
         if lost:
             raise LostChunksError(f"there is no copy of chunks {list(lost)}", lost)
         return copies
 
     def _outcome(self, votes: list[Vote]) -> ByzantineOutcome:
-        values = np.stack([each.value for each in votes])
+        values = np.stack([vote.value for vote in votes])
         if self.aggregate == "sum":
             gradient = values.sum(axis=0)
         else:
             gradient = len(values) * np.median(values, axis=0)
-        suspects = frozenset[int]().union(*(each.dissenting for each in votes if each.decided))
-        disputed = frozenset(chunk for chunk, each in enumerate(votes) if each.dissenting)
-        undecided = frozenset(chunk for chunk, each in enumerate(votes) if not each.decided)
+        suspects = frozenset[int]().union(*(vote.dissenting for vote in votes if vote.decided))
+        disputed = frozenset(chunk for chunk, vote in enumerate(votes) if vote.dissenting)
+        undecided = frozenset(chunk for chunk, vote in enumerate(votes) if not vote.decided)
         return ByzantineOutcome(gradient, suspects, disputed, undecided)
 
     def distorted_fraction(self, adversaries: int) -> Bound:

@@ -138,7 +138,7 @@ class SelectiveReattempt(_OneCode):
 
     def tasks(self, round: int) -> list[list[Task]]:
         """As `Scheduler.tasks`; a worker tries an old job again instead of its task of the new."""
-        return [each[:1] for each in super().tasks(round)]
+        return [task[:1] for task in super().tasks(round)]
 
     def _give(self, job: int, slot: int) -> list[Task]:
         if slot == 0:
