@@ -201,6 +201,7 @@ def test_a_generator_goes_on_where_it_was(script, style):
 )
 def test_a_generator_that_cannot_be_saved_is_refused_with_its_place(script, text, sentence):
     path = script(f"{text}for batch in batches: train(batch)\n")
-    assert "saved" not in run(path, DictKeeper())
+    keeper = DictKeeper()
     with pytest.raises(AutosaveError, match=sentence):
-        run(path, DictKeeper(2))
+        run(path, keeper)
+    assert keeper.asked == [0]

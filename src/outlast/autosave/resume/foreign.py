@@ -166,8 +166,8 @@ class ForeignModules:
                     place.__delattr__(owner, number)
 
     def leave(self, owner: Owner, name: str) -> bool:
-        """Save a name of a package no more; gives whether that may be."""
-        if owner[0] not in self._packages or name in self._written:
+        """Save a name no more; gives whether that may be, since the program's text has none such."""
+        if name in self._written:
             return False
         self._left.add((owner, name))
         return True
@@ -189,7 +189,9 @@ class ForeignModules:
             return False
         if before is None or name in before:
             return name in self._written and before is not None
-        return name in self._written or not name.startswith("_")
+        # Libraries that are not looked into keep their own state in their own modules.
+        closed = in_closed_module(owner[0]) and not owner[0].startswith("torch.")
+        return name in self._written or not (closed or name.startswith("_"))
 
     def _counts(self, owner: Owner, name: str, value: Any, *, is_new: bool) -> bool:
         if isinstance(value, types.ModuleType) or (owner, name) in self._left:

@@ -423,7 +423,7 @@ class Session:
             return self._names.leave(error.root)
         if len(error.path) < 4 or error.path[0] != f"[{FOREIGN}]":
             return False
-        owner = next(item for item in foreign if f"[{item!r}]" == error.path[1])
+        owner = list(foreign)[int(error.path[1].removeprefix("[value ").removesuffix("]"))]
         return self._foreign.leave(owner, ast.literal_eval(error.path[3][1:-1]))
 
     def _dead(self, site: int | None) -> frozenset[str]:

@@ -83,8 +83,8 @@ def schedule_from_content(content: object, source: str = "the schedule") -> Sche
         if seen.setdefault(operation, index) != index:
             raise EnergyError(
                 f"{source}: operation {index} repeats operation {seen[operation]} "
-                f"({operation.phase} of stage {operation.stage}, micro-batch {operation.microbatch}); "
-                "name each once"
+                f"({operation.phase} of stage {operation.stage}, micro-batch "
+                f"{operation.microbatch}); name each once"
             )
     edges: dict[tuple[int, int], None] = {}
     for index, row in enumerate(_rows(content, "edges", source)):
