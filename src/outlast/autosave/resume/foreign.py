@@ -166,7 +166,7 @@ class ForeignModules:
                     place.__delattr__(owner, number)
 
     def leave(self, owner: Owner, name: str) -> bool:
-        """Save a name no more; gives whether that may be, since the program's text has none such."""
+        """Save a name no more; gives whether it may be left, as the program has none such."""
         if name in self._written:
             return False
         self._left.add((owner, name))
