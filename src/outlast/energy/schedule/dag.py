@@ -72,7 +72,8 @@ class Schedule:
             if not -1 <= operation.device < self.devices:
                 raise EnergyError(
                     f"{where}: operation {number} ({_name(operation)}) is on device "
-                    f"{operation.device}, but there are {self.devices}: number devices from 0, and links -1"
+                    f"{operation.device}, but there are {self.devices}: number devices from "
+                    "0, and links -1"
                 )
         for edge in self.edges:
             if not all(0 <= end < len(self.operations) for end in edge):
