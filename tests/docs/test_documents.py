@@ -231,8 +231,18 @@ def test_the_readme_quotes_the_committed_results() -> None:
         ("tensorize", f"cola 0.25, rate 0.002, 3 seed(s): {to_loss}", "CoLA in {:.2f}"),
         (
             "plan",
-            "step time, vtrain_multi (54 rows), cross-validated: median error",
+            "step time on unseen sites, each publication held out (370 rows): median error",
             "of a step {:.1f} %",
+        ),
+        (
+            "plan",
+            "90 % intervals on unseen sites, each publication held out: coverage",
+            "{:.0f} % of the 90 % intervals",
+        ),
+        (
+            "plan",
+            "90 % intervals on unseen sites, each publication held out: median half-width",
+            "half-width {:.0f} %",
         ),
     ):
         assert form.format(figures_of(area)[name]) in text, name
