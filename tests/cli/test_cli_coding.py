@@ -235,7 +235,7 @@ def test_the_commands_have_help_and_need_no_torch() -> None:
     script = (
         "import runpy, sys\n"
         "sys.argv = ['outlast', 'coding', 'show', 'graph', '--workers', '12', '--degree', '3']\n"
-        "try:\n    runpy.run_module('outlast')\nexcept SystemExit:\n    pass\n"
+        "try:\n    runpy.run_module('outlast', run_name='__main__')\nexcept SystemExit:\n    pass\n"
         "print('LOADED', *sorted(sys.modules))\n"
     )
     done = subprocess.run(
