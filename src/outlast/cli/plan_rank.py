@@ -244,7 +244,6 @@ def _print_choices(console: Console, found: Ranking) -> None:
         console.print(
             f"extrapolated, row{'s'[: len(numbers) != 1]} {which}: {phrase}",
             markup=False,
-            soft_wrap=True,
         )
 
 

@@ -13,6 +13,7 @@ of the nodes that use the input note the parts, and their sum is checked but can
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,8 @@ class Record:
         self.dy: Tensor | None = None
         self.replaceable = True
         # Of the module or function that is checked.
-        self.name = str(getattr(getattr(check, "__self__", None), "name", "loss"))
+        method = check.func if isinstance(check, functools.partial) else check
+        self.name = str(getattr(getattr(method, "__self__", None), "name", "loss"))
         # The numbers of autograd's nodes that `compute` makes.
         self.first = self.end = 0
         self._autocast = (device, torch.get_autocast_dtype(device))
