@@ -412,3 +412,34 @@ def test_what_set_up_reads_from_the_environment_is_that_of_the_new_start(tmp_pat
     assert ended.code == 0, ended.said
     assert "END  22 /b/x 2 22 22 22 22   9 14" in ended.said
     assert "takes this from the environment" in ended.said
+
+
+RATE = """
+import os, signal
+import torch
+RATE = float(os.environ["RATE"])
+DIE = os.environ.get("DIE")
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    loss = model(torch.ones(1, 2)).square().sum() * RATE
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if DIE == str(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+print("END")
+"""
+
+
+def test_results_that_differ_by_a_value_from_the_environment_stop_the_run(tmp_path):
+    script = staged(tmp_path / "run", RATE)
+    ended = outlast("run", "--every", 3, script, environment={"RATE": "1.0", "DIE": "5"})
+    assert ended.code == -signal.SIGKILL, ended.said
+    ended = outlast("run", "--every", 3, script, environment={"RATE": "0.5", "DIE": ""})
+    assert ended.code == 2, ended.said
+    assert "or its environment has changed" in ended.said
+    assert "--accept-changes" in ended.said
+    wanted = ("run", "--every", 3, "--accept-changes", script)
+    ended = outlast(*wanted, environment={"RATE": "0.5", "DIE": ""})
+    assert ended.code == 0, ended.said
+    assert "END" in ended.said

@@ -46,7 +46,8 @@ def run(
     accept_changes: Annotated[
         bool,
         typer.Option(
-            "--accept-changes", help="Go on although the script or its arguments have changed."
+            "--accept-changes",
+            help="Resume although script, arguments or environment have changed.",
         ),
     ] = False,
     loop: Annotated[

@@ -95,7 +95,7 @@ class RunFolder:
         Args:
             now: The program.
             root: Its folder.
-            accept_changes: Whether to go on with a changed program.
+            accept_changes: Whether to resume with a changed program or environment.
 
         Returns:
             Warnings, one sentence each.
@@ -123,8 +123,8 @@ class RunFolder:
             lock = self.lock()
             lock.acquire()
             try:
-                if changed:
-                    # Another program, or another torch, may well give other numbers.
+                if changed or accept_changes:
+                    # Another program, torch or environment may well give other numbers.
                     shutil.rmtree(self.digests, ignore_errors=True)
                 if not saved:
                     warnings += begin_logs(self.path, root, alive_until=alive_until)

@@ -437,18 +437,16 @@ class Session:
         text = digest(step - self._watched_from, names.objects, names.lost, random_states())
         before = self._keeper.digest(step, text)
         different = "" if before is None else difference(before, text)
-        if different and names.renewals:
-            self._keeper.note(
-                f"after step {step} {different} differs from what the run had there before it was "
-                "stopped, as may come from the new values from the environment"
-            )
-        elif different:
-            raise AutosaveError(
-                f"{self._script} was resumed, but after step {step} {different} differs from what "
-                "the run had there before it was stopped; something that it depends on is not "
-                "saved, or its computations are not the same each time "
-                "(torch.use_deterministic_algorithms(True) tells)"
-            )
+        if not different:
+            return
+        renewed = f" ({', '.join(names.renewals)})" if names.renewals else ""
+        raise AutosaveError(
+            f"{self._script} was resumed, but after step {step} {different} differs from what the "
+            "run had there before it was stopped; something that it depends on is not saved, or "
+            f"its computations are not the same each time (torch.use_deterministic_algorithms(True) "
+            f"tells), or its environment has changed{renewed}: then set that as before, or give "
+            "--accept-changes if other results are wanted"
+        )
 
 
 class LoopIterator:
