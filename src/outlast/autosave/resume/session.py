@@ -443,7 +443,7 @@ class Session:
         raise AutosaveError(
             f"{self._script} was resumed, but after step {step} {different} differs from what the "
             "run had there before it was stopped; something that it depends on is not saved, or "
-            f"its computations are not the same each time (torch.use_deterministic_algorithms(True) "
+            "its computations are not the same each time (torch.use_deterministic_algorithms(True) "
             f"tells), or its environment has changed{renewed}: then set that as before, or give "
             "--accept-changes if other results are wanted"
         )
