@@ -15,6 +15,7 @@ from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL
 from outlast.cli.ckpt import ckpt
+from outlast.errors import CheckpointError
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -150,3 +151,39 @@ def test_a_newer_version_that_was_never_finished_is_named(tmp_path: Path) -> Non
     assert found.exit_code == 1
     assert "step 1, session 1: OK" in found.output
     assert "step 2, session 1: INCOMPLETE" in found.output
+
+
+def test_a_step_that_is_asked_for_and_was_never_finished_is_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save(1, state_of(1))
+        store.save(2, state_of(2))
+    for name in (SEAL, "rank-00000-of-00001.json"):
+        (tmp_path / "step-00000002-a1" / name).unlink()
+    with open_store(tmp_path) as store:
+        with pytest.raises(CheckpointError, match="step-00000002-a1"):
+            store.restore(state_of(0), step=2)
+        assert not store.unfinished
+        restored = store.restore(state_of(0))
+        assert restored is not None
+        assert restored.step == 1
+
+
+def test_a_save_does_not_wait_for_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    with open_store(tmp_path, when_busy="skip") as store:
+        store.save(1, state_of(1))
+        read_bytes = Path.read_bytes
+        monkeypatch.setattr("outlast.checkpoint.store._LOOK_SECONDS", 0.2)
+        monkeypatch.setattr(
+            Path,
+            "read_bytes",
+            lambda path: read_bytes(path) if path.name != "owner" else gate.wait(30) and b"",
+        )
+        for step in (2, 3, 4):
+            begun = time.monotonic()
+            store.save_async(step, state_of(step))
+            assert time.monotonic() - begun < 5
+        gate.set()
+        monkeypatch.undo()

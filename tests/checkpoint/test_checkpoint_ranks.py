@@ -26,7 +26,7 @@ from torch import nn
 
 from outlast.checkpoint import Reduction, SaveResult
 from outlast.checkpoint.format.encoder import Encoder
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, LeaseLostError
 
 pytestmark = pytest.mark.distributed
 
@@ -158,6 +158,28 @@ def test_when_rank_zero_cannot_begin_every_rank_learns_it(ranks: Group, tmp_path
         assert str(tmp_path / "store") in (failed or "")
         assert later is None
     assert steps_in(tmp_path / "store") == [2]
+
+
+def save_after_a_takeover(directory: Path) -> tuple[str, float]:
+    dist.init_process_group("gloo")
+    with open_store(directory) as store:
+        store.save(1, {"data": Holder({"x": torch.arange(9)})})
+        if dist.get_rank() == 0:
+            lock = directory / "owner"
+            lock.write_text(lock.read_text().replace('"pid": ', '"pid": 1'))
+        dist.barrier()
+        begun = time.monotonic()
+        with pytest.raises(LeaseLostError) as caught:
+            store.save_async(2, {"data": Holder({"x": torch.arange(9)})})
+        return str(caught.value), time.monotonic() - begun
+
+
+def test_a_lock_that_rank_zero_has_lost_ends_the_save_on_every_rank(
+    ranks: Group, tmp_path: Path
+) -> None:
+    for sentence, seconds in ranks(2)(save_after_a_takeover, tmp_path):
+        assert "was taken over by process 1" in sentence
+        assert seconds < 30
 
 
 def save_while_training(directory: Path) -> int:

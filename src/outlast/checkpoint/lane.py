@@ -247,7 +247,7 @@ class Lane:
     def replan(self, held: Holding, memory: dict[str, torch.Tensor]) -> None:
         """Share out the work anew, because what is to be saved has changed.
 
-        Group that coordinate all come here together, and all ranks do for their first save.
+        Ranks that coordinate all come here together, and all ranks do for their first save.
         """
         if self._ranks.size > 1 and (self._coordinated or self._plan is None):
             plan = make_plan(self._ranks.gather(held), self._ranks.rank)

@@ -101,7 +101,8 @@ class Restorer:
                     return restored
                 damaged = damaged or harmed
                 skipped += [problem] if problem else []
-        if not damaged and not unlisted:
+        # A step that was asked for and begun is there, and no reason to begin with the first one.
+        if not damaged and not unlisted and (step is None or not skipped):
             self.unfinished = skipped
             return None
         raise CheckpointError(

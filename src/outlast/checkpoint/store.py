@@ -27,6 +27,7 @@ from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.format.owner import OwnedError
 from outlast.checkpoint.format.storage import (
     LocalStorage,
+    in_background,
     make_directory,
     sentence_of,
     within,
@@ -69,6 +70,10 @@ def settle_saves(place: str | os.PathLike[str], *, besides: CheckpointStore | No
         if os.path.realpath(store._place) == wanted:
             for lane in store._lanes:
                 lane.settle()
+
+
+_LOOK_SECONDS = 5.0
+"""A save waits for so long for a look at who owns the store."""
 
 
 class LastSave(NamedTuple):
@@ -159,6 +164,7 @@ class CheckpointStore:
         self._went_back = False
         self._closed = False
         self._signals: Signals = NoSignals()
+        self._look: Future[None] | None = None
         self._process = os.getpid()
         _OPEN.add(self)
         leave_without_lease()
@@ -185,7 +191,7 @@ class CheckpointStore:
         gone up by then makes the save fail: it is never published. Writes that count nothing
         (through ``.data``, by fused optimizers, batch norm's statistics) are found only where they
         change the few bytes that are compared, so tensors that are written so before the call must
-        not be late. Group that save together call ``copied()`` before any of them waits for the
+        not be late. Ranks that save together call ``copied()`` before any of them waits for the
         result. Any call of the store that waits for the save does the work of ``copied()`` first.
 
         Args:
@@ -204,7 +210,6 @@ class CheckpointStore:
         """
         if step < 0:
             raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
-        self._check_right()
         begun = time.perf_counter()
         # A figure that is not finite compares with none, and JSON has no word for it.
         figures = {
@@ -372,27 +377,28 @@ class CheckpointStore:
         number = self._saves if kind == STATE else 0
         if self._closed:
             raise CheckpointError(f"the store {self._place} is closed; make another to save again")
-        held, problem, changed, busy = None, "", False, lane.busy
+        held, problem, changed, busy, lost = None, "", False, lane.busy, False
         unexpected: Exception | None = None
         try:
+            self._check_right()
             live = collected()
             deferred = _late_tensors(late, live)
             held, memory = holding(live)
             changed = lane.changed(held)
-        except CheckpointError as error:
-            problem = str(error)
+        except (CheckpointError, LeaseLostError) as error:
+            problem, lost = str(error), isinstance(error, LeaseLostError)
         except Exception as error:
             # The others are told before this rank raises.
             problem, unexpected = f"{type(error).__name__}: {error}", error
         failed = bool(problem)
         if self._coordinated or (not self._session and self._ranks.size > 1):
-            # Group that do not coordinate decide alone after the first save.
-            busy, changed, failed = self._ranks.any_of(busy, changed, failed)
+            # Ranks that do not coordinate decide alone after the first save.
+            busy, changed, failed, lost = self._ranks.any_of(busy, changed, failed, lost)
             problem = self._ranks.first_problem(problem) if failed else ""
         if unexpected is not None:
             raise unexpected
         if held is None or failed:
-            raise CheckpointError(problem)
+            raise (LeaseLostError if lost else CheckpointError)(problem)
         if busy and self._when_busy == "skip":
             lane.copied()
             seconds = time.perf_counter() - begun
@@ -440,7 +446,18 @@ class CheckpointStore:
             raise CheckpointError(problem)
 
     def _check_right(self) -> None:
-        """Raise LeaseLostError where another process writes here now; asks no object store."""
+        """Raise LeaseLostError where another process writes here now.
+
+        A thread looks at the files: storage that does not answer takes no right away, and holds up
+        no training. What is published is checked again.
+        """
+        waits = 0.0
+        if self._look is None or self._look.done():
+            self._look, waits = in_background(self._look_at_locks), _LOOK_SECONDS
+        with contextlib.suppress(TimeoutError, OSError):
+            self._look.result(waits)
+
+    def _look_at_locks(self) -> None:
         check_lease()
         self._tiers.first.check_lock()
 

@@ -158,6 +158,8 @@ class OwnerLock:
         self._remedy = remedy
         self._owner: dict[str, Any] | None = None
         self._released = threading.Event()
+        # The training thread and the one that publishes both check.
+        self._checking = threading.Lock()
 
     def acquire(self) -> None:
         """Take the lock.
@@ -263,6 +265,10 @@ class OwnerLock:
         Raises:
             LeaseLostError: Says by whom, and that this process must end.
         """
+        with self._checking:
+            self._check()
+
+    def _check(self) -> None:
         try:
             if self._owner is None or self._is_ours():
                 return

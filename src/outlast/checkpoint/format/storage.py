@@ -125,12 +125,8 @@ def publish(storage: Storage, name: str, content: bytes) -> None:
             raise
 
 
-def within(seconds: float, work: Callable[[], T], location: str) -> T:
-    """Do what asks a storage that may hang, in a thread that is left behind when it does.
-
-    Raises:
-        CheckpointError: When `work` takes longer than `seconds`.
-    """
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Do what asks a storage that may hang in a thread, which nobody waits for at the end."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -140,6 +136,16 @@ def within(seconds: float, work: Callable[[], T], location: str) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="storage", daemon=True).start()
+    return future
+
+
+def within(seconds: float, work: Callable[[], T], location: str) -> T:
+    """Do what asks a storage that may hang, in a thread that is left behind when it does.
+
+    Raises:
+        CheckpointError: When `work` takes longer than `seconds`.
+    """
+    future = in_background(work)
     try:
         return future.result(seconds)
     except TimeoutError:

@@ -298,7 +298,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     contents = Contents(version, catalogue, parts, roots, problems)
     check_contents(storage, contents)
     missing = _uncovered(contents)
-    # Group that planned alone list only what they hold themselves, so each of them is needed.
+    # Ranks that planned alone list only what they hold themselves, so each of them is needed.
     if missing or (problems and len(catalogues) > 1):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         which = f": `{missing[0]}`{more} is not whole" if missing else ""

@@ -40,7 +40,7 @@ class Tiers:
     """All places of a store, nearest first, and the threads that copy versions downwards.
 
     At most one version waits for each tier, beside one that a tier before it is just being given.
-    Group that coordinate copy the same versions: rank 0 says which are dropped, when a copy begins
+    Ranks that coordinate copy the same versions: rank 0 says which are dropped, when a copy begins
     and whether all parts arrived.
 
     Args:
