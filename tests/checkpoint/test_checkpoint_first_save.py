@@ -187,3 +187,18 @@ def test_a_save_does_not_wait_for_storage_that_hangs(
             assert time.monotonic() - begun < 5
         gate.set()
         monkeypatch.undo()
+
+
+def test_who_asks_for_the_newest_version_hears_of_unfinished_ones(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save(7, state_of(1))
+    for name in (SEAL, "rank-00000-of-00001.json"):
+        (tmp_path / "step-00000007-a1" / name).unlink()
+    with open_store(tmp_path) as store:
+        with pytest.warns(UserWarning, match="step-00000007-a1 .*starts from its first step"):
+            assert store.newest() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert store.restore(state_of(0)) is None, "said once"
+            store.save(1, state_of(1))
+            assert store.newest() is not None

@@ -32,7 +32,7 @@ from outlast.checkpoint.format.storage import (
     sentence_of,
     within,
 )
-from outlast.checkpoint.format.version import Version
+from outlast.checkpoint.format.version import Version, list_versions
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restorer import Restored, Restorer
@@ -165,6 +165,7 @@ class CheckpointStore:
         self._closed = False
         self._signals: Signals = NoSignals()
         self._look: Future[None] | None = None
+        self._warned = False
         self._process = os.getpid()
         _OPEN.add(self)
         leave_without_lease()
@@ -283,13 +284,18 @@ class CheckpointStore:
         if not self._session:
             self._tiers.look()
         restored = self._restorer.restore(state, step, allow)
-        if self.unfinished and self._tiers.first.keeps_house:
-            warnings.warn(self.unfinished, stacklevel=2)
+        self._warn_of_unfinished()
         return restored
+
+    def _warn_of_unfinished(self) -> None:
+        """Warn once that there is nothing but versions that were never finished."""
+        if self.unfinished and self._tiers.first.keeps_house and not self._warned:
+            self._warned = True
+            warnings.warn(self.unfinished, stacklevel=3)
 
     @property
     def unfinished(self) -> str:
-        """Where the last `restore` found none but versions that were never finished: a sentence.
+        """Where `restore` or `newest` found none but versions that were never finished: a sentence.
 
         It is empty otherwise. A run that was killed in its first save has nothing else to begin
         from than its first step, which is not to be mistaken for one that never ran.
@@ -307,9 +313,17 @@ class CheckpointStore:
         """The newest published version in any tier, verified or not.
 
         A save into the same place that another store of this process has under way is waited for.
+        Warns where there is none, but versions that were begun; see `unfinished`.
         """
         settle_saves(self._place, besides=self)
-        return self._tiers.newest()
+        found = self._tiers.newest()
+        if found is None and not self._session:
+            begun = list_versions(self.storage)
+            self._restorer.unfinished = [
+                f"{version.folder} was never finished" for version in begun
+            ]
+            self._warn_of_unfinished()
+        return found
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """How the copies to lower tiers went, oldest first; the newest thousand.
