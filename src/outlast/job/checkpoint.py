@@ -93,7 +93,7 @@ class CheckpointSection(Section):
         'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
         '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
     )
-    delta_chain: Count = setting(
+    delta_chain: Annotated[int, Field(ge=0, le=512)] = setting(
         0,
         "checkpoints in a row stored as differences to the one before: smaller, slower to "
         "restore, a second copy of the state in host memory; 0: each in full",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.format.codec import Compression
 from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound
-from outlast.checkpoint.format.manifest import STATE, Catalogue
+from outlast.checkpoint.format.manifest import MAX_CHAIN, STATE, Catalogue
 from outlast.checkpoint.format.version import Version
 from outlast.errors import CheckpointError
 from outlast.state.box import Box
@@ -27,11 +27,18 @@ class Reduction:
             version is stored in full. Deltas keep a second copy of the state in host memory.
         lossy: Pattern of tensor names (as in `fnmatch`) to the bound of their error; the first
             pattern that fits counts. Empty: everything is exact.
+
+    Raises:
+        CheckpointError: When `chain` is longer than what is read back.
     """
 
     compression: Compression = field(default_factory=Compression)
     chain: int = 0
     lossy: dict[str, Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.chain <= MAX_CHAIN:
+            raise CheckpointError(f"chain = {self.chain} must be from 0 to {MAX_CHAIN}")
 
     def bounds_of(self, catalogue: Catalogue, names: Iterable[str]) -> dict[str, Bound]:
         """Error bound of each lossy tensor among `names`; scalars, such as counters, stay exact.
