@@ -36,6 +36,7 @@ from outlast.checkpoint.inspection.listing import find_version, summarize
 from outlast.checkpoint.inspection.usage import usage
 from outlast.checkpoint.inspection.verification import verify
 from outlast.cli.ckpt import ckpt
+from outlast.cli.main import main
 from outlast.errors import CheckpointError
 
 FOLDER = "step-00000002-a1"
@@ -420,6 +421,83 @@ def test_what_no_save_can_have_written_is_named_and_passed_over(
     for arguments in (["show", str(place)], ["du", str(place)]):
         assert runner.invoke(ckpt, arguments).exit_code == 0
     export_checkpoint(place, tmp_path / "out", kind="safetensors")
+
+
+@pytest.mark.parametrize(("row", "offset"), [(0, 10**18), (0, 2**62), (0, 10**6), (-1, 10**18)])
+def test_a_chunk_behind_the_end_of_its_pack_is_named_before_it_is_read(
+    saved: Path, tmp_path: Path, row: int, offset: int
+) -> None:
+    place = tmp_path / "store"
+    shutil.copytree(saved, place)
+    file = only_file(place, "rank")
+    content = content_of(place, file)
+    number = content["pieces"]["model.weight"][0][2][row]
+    content["chunks"][number][1] = offset
+    write(place, file, content)
+
+    def look() -> None:
+        limited(256 << 20)
+        in_time(look_at_everything, place)
+        in_time(restore, place)
+        with pytest.raises(CheckpointError) as refused:
+            open_store(place).restore(make_state(7), step=2)
+        for words in (PART, f"malformed: chunks[{number}]", f"from byte {offset}", ".pack is cut"):
+            assert words in str(refused.value)
+        verified = CliRunner().invoke(ckpt, ["verify", str(place), "--all"])
+        assert verified.exit_code == 1
+        assert "step 2, session 1: DAMAGED" in verified.output
+
+    run_ranks(1, look)
+
+
+COMMANDS_ON = [
+    "cyclic bases",
+    "no list",
+    "overlapping boxes",
+    "shape of 10^18",
+    "deep value",
+]
+
+
+@pytest.mark.parametrize("case", COMMANDS_ON)
+def test_commands_say_in_a_sentence_what_is_malformed(
+    saved: Path,
+    tmp_path: Path,
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    prefix, change, _ = CORPUS[case]
+    place = tmp_path / "store"
+    shutil.copytree(saved, place)
+    file = only_file(place, prefix)
+    content = content_of(place, file)
+    change(content)
+    write(place, file, content)
+    commands = [
+        *(["ls", str(place), *more] for more in ([], ["--json"])),
+        *(["show", str(place), *more] for more in ([], ["--step", "2"])),
+        *(["diff", str(place), *steps] for steps in (["1", "2"], ["2", "1"])),
+        *(["du", str(place), *more] for more in ([], ["--json"])),
+        *(["verify", str(place), *more] for more in ([], ["--all"], ["--step", "2"])),
+        *(
+            ["export", str(place), str(tmp_path / f"out-{len(more)}"), *more]
+            for more in ([], ["--step", "2"])
+        ),
+    ]
+    codes = []
+    for arguments in commands:
+        monkeypatch.setattr("sys.argv", ["outlast", "ckpt", *arguments])
+        try:
+            main()
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code or 0
+        said = "".join(capfd.readouterr())
+        assert "Traceback" not in said, (arguments, said)
+        assert code == 0 or said.strip(), arguments
+        codes.append(code)
+    assert codes == [0, 0, 0, 2, 2, 2, 0, 0, 1, 1, 1, 0, 2]
 
 
 def in_place_of(kind: str, path: Path) -> None:

@@ -266,6 +266,8 @@ class VersionReader:
                     break
                 stop = max(stop, chunk.offset + chunk.length)
                 end += 1
+            if stop > self._file(part.packs[pack]).size:
+                raise self._outside(batch, ordered[begin:end])
             data = memoryview(self._read(part.packs[pack], start, stop - start))
             for number in ordered[begin:end]:
                 chunk = chunks[number]
@@ -334,6 +336,21 @@ class VersionReader:
                     "saved"
                 )
         return raw
+
+    def _outside(self, batch: list[_Fetch], numbers: list[int]) -> ManifestError:
+        """What to raise when one of the chunks `numbers` lies behind the end of its pack."""
+        part = batch[0].part
+        pack = part.packs[part.chunks[numbers[0]].pack]
+        size = self._file(pack).size
+        number = next(number for number in numbers if sum(part.chunks[number][1:3]) > size)
+        name = next(fetch.name for fetch in batch if number in fetch.chain)
+        manifest = self.contents.version.part_name(part.rank, part.world_size)
+        _, offset, length = part.chunks[number][:3]
+        return ManifestError(
+            f"{self._storage.location}/{pack} is cut short at byte {size}, or "
+            f"{self._storage.location}/{manifest} is malformed: chunks[{number}] (in `{name}`) has "
+            f"{length} bytes from byte {offset}"
+        )
 
     def _damaged(self, part: Part, number: int, stored: memoryview, name: str) -> CheckpointError:
         chunk = part.chunks[number]

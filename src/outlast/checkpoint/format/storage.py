@@ -53,6 +53,10 @@ class PendingFile(Protocol):
 class RangeReader(Protocol):
     """An open file of which parts are read; safe to use from several threads."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the file ends."""
 
@@ -314,6 +318,7 @@ def _open_file(path: Path) -> int:
 class _LocalReader:
     def __init__(self, path: Path) -> None:
         self._descriptor = _open_file(path)
+        self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the file ends."""
@@ -485,12 +490,12 @@ class _FsspecReader:
     def __init__(self, filesystem: Any, path: str, size: int) -> None:
         self._filesystem = filesystem
         self._path = path
-        self._size = size
+        self.size = size
 
     @_as_os_errors()
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the object ends."""
-        end = min(offset + length, self._size)
+        end = min(offset + length, self.size)
         if end <= offset:
             return b""
         content: bytes = self._filesystem.cat_file(self._path, start=offset, end=end)
