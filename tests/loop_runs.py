@@ -115,6 +115,8 @@ with outlast.Run(
             meter.write_text(f"{float(meter.read_text()) + 10.0}\\n")
         if what.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, what))
+        elif what == "back":
+            (HERE / "mount").unlink()
         elif what == "break":
             break
         elif what == "raise":
@@ -132,7 +134,8 @@ def start(folder: Path, *settings: str, plan: str = "", **how: Any) -> Ended:
         folder: Of the script, its runs and results.
         settings: Of the run, beside `QUIET`.
         plan: Lines of a step and what happens in it: the name of a signal, ``break``, ``leave``
-            (before anything is done with the batch), ``raise`` or ``infinite``.
+            (before anything is done with the batch), ``raise``, ``infinite``, or ``back``, which
+            takes the file ``mount`` out of the way.
         how: Options of the script.
     """
     script = folder / "train.py"

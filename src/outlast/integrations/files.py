@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -32,6 +30,7 @@ from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import KEY, Content, described, plain, read_content, restored
 from outlast.integrations.pointer import Entry, PointerList, read_pointer
+from outlast.integrations.saves import close_at_exit
 from outlast.job import CheckpointSection
 from outlast.state.install import check_fit, find_targets, install
 
@@ -45,29 +44,6 @@ if TYPE_CHECKING:
 
 _EVERY_VERSION = 10**9
 _FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression", "delta_chain"}
-
-
-_failed_at_exit: list[str] = []
-
-
-@atexit.register
-def _end_as_failed() -> None:
-    """End with code 1 where a save has failed that nobody waited for.
-
-    Python takes no exit code from what runs at exit. This was registered before any save, so that
-    it runs after most of the rest; it does what is known to come behind it.
-    """
-    if not _failed_at_exit:
-        return
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
-        child.join()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(1)
 
 
 class CheckpointFiles:
@@ -254,11 +230,7 @@ class CheckpointFiles:
             warnings.warn(str(error), stacklevel=3)
 
     def _close_at_exit(self) -> None:
-        try:
-            self.close()
-        except CheckpointError as error:
-            print(f"outlast: {error}", file=sys.stderr)
-            _failed_at_exit.append(str(error))
+        close_at_exit(self.close)
 
     def _submit(self, path: Path, state: State, step: int) -> None:
         if self._store is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint import IntervalEstimator
@@ -15,6 +16,7 @@ from outlast.integrations.clock import StepClock
 from outlast.integrations.memory import LoopMemory
 from outlast.integrations.pace import Every, pace_of
 from outlast.records import CheckpointFailed, StopRequested, read_run
+from outlast.train.saves import unsaved
 from outlast.train.saving import open_store
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class StateKeeper:
         self._agreement: Agreement | None = None
         self._handles: list[SaveHandle] = []
         self._saved_step = -1
+        self._problem = ""
         self._clock = StepClock()
 
     def restore(self) -> tuple[int, list[Event]]:
@@ -145,9 +148,8 @@ class StateKeeper:
             self._collect(wait=True)
         if self._saved_step < step:
             raise CheckpointError(
-                f"step {step} could not be saved; `outlast report` and "
-                f"{self._recording.directory.path}/events.jsonl say why. The run can go on from "
-                "its newest complete checkpoint: mend the cause and run the same command again"
+                f"step {step} could not be saved: {self._problem or 'the save was skipped'}; "
+                f"{unsaved(self._saved_step)}"
             )
         self.finish()
 
@@ -198,6 +200,7 @@ class StateKeeper:
                 self._handles.append(self._store.save_async(step, self._state))
             except CheckpointError as error:
                 self._recording.write(CheckpointFailed(step, str(error)))
+                self._tell(str(error))
         self._collect(wait=False)
         self._clock.begin()
 
@@ -208,8 +211,16 @@ class StateKeeper:
             with self._recording.watch("checkpoint"):
                 result = handle.result()
             self._recording.saved(result)
-            if result.error is None and not result.skipped:
+            if result.error is not None:
+                # Of a save that could not begin, the store has told.
+                self._tell(result.error, silent=handle.version is None)
+            elif not result.skipped:
                 self._published(result)
+
+    def _tell(self, problem: str, *, silent: bool = False) -> None:
+        self._problem = problem
+        if self._ranks.is_first and not silent:
+            warnings.warn(f"{problem}; training goes on", stacklevel=2)
 
     def _published(self, result: SaveResult) -> None:
         self._saved_step = result.step

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
+import multiprocessing
+import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +21,41 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.distributed.ranks import Ranks
     from outlast.records import Event
+
+
+_failed_at_exit: list[str] = []
+
+
+@atexit.register
+def _end_as_failed() -> None:
+    """End with code 1 where a save has failed that nobody waited for.
+
+    Python takes no exit code from what runs at exit. This was registered before any save, so that
+    it runs after most of the rest; it does what is known to come behind it.
+    """
+    if not _failed_at_exit:
+        return
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+        child.join()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Close what saves when the program ends without a word to it; a failure ends it with code 1.
+
+    To be called by what runs at exit.
+    """
+    try:
+        close()
+    except CheckpointError as error:
+        print(f"outlast: {error}", file=sys.stderr)
+        _failed_at_exit.append(str(error))
 
 
 class Saves:
@@ -53,12 +93,14 @@ class Saves:
             return
         with self.watch("checkpoint"):
             result = self._handle.result()
-        self._handle = None
+        # Of a save that could not begin, the store has told.
+        told, self._handle = self._handle.version is None, None
         self.results.append(result)
         self.on_result(result)
         if result.error is not None:
             self._number = -1
-            warnings.warn(result.error, stacklevel=2)
+            if not told:
+                warnings.warn(f"{result.error}; training goes on", stacklevel=2)
         elif not result.skipped and self._ranks.is_first:
             report_progress(result.step, save_seconds=result.seconds)
 

@@ -52,6 +52,24 @@ def restored(
     return step, events
 
 
+def unsaved(newest: int) -> str:
+    """What is lost where the last save has failed, and the remedy.
+
+    Args:
+        newest: Steps of the newest checkpoint that this start has saved or begun from; 0 or less:
+            there is none.
+    """
+    if newest > 0:
+        return (
+            f"the run can go on from its checkpoint of step {newest}: mend the cause and run the "
+            "same command again"
+        )
+    return (
+        "no save of this start has succeeded, so its steps are lost: mend the cause and run the "
+        "same command again, which begins where this start began"
+    )
+
+
 @dataclass
 class Saves:
     """The saves of one attempt on this rank.
@@ -136,10 +154,7 @@ class Saves:
             with self.watch("checkpoint"):
                 error = self.collect(wait=True) or error
         if error is not None and self._published < step:
-            raise CheckpointError(
-                f"{error}; the run can go on from its newest complete checkpoint: mend the cause "
-                "and run the same command again"
-            )
+            raise CheckpointError(f"{error}; {unsaved(self._published)}")
 
     def record_copies(self) -> None:
         """Write down which checkpoints were copied on to lower tiers meanwhile."""

@@ -232,7 +232,7 @@ def open_store(
             )
         )
     return CheckpointStore(
-        Path(settings.fast) / run if settings.fast else directory.checkpoints,
+        f"{settings.fast}/{run}" if settings.fast else directory.checkpoints,
         keep=settings.fast_keep if settings.fast else keep,
         tiers=tiers,
         private=bool(settings.fast) and settings.fast_private,

@@ -6,8 +6,10 @@ accelerator without models, optimizers and other objects, since all of these go 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -29,7 +31,7 @@ from outlast.integrations.accelerate.folders import (
 from outlast.integrations.accelerate.loaders import ProcessEntry
 from outlast.integrations.entries import TextEntry
 from outlast.integrations.place import ranks_here, unwrapped
-from outlast.integrations.saves import Saves
+from outlast.integrations.saves import Saves, close_at_exit
 from outlast.records import CheckpointRestored
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ class Saving(Saves):
         accelerator.save_state = self.save_state
         accelerator.load_state = self.load_state
         accelerator.end_training = end_training
+        # A program may end without `end_training`.
+        atexit.register(self._close_at_exit)
 
     def save_state(self, output_dir: str | None = None, *arguments: Any, **options: Any) -> str:
         """As `Accelerator.save_state`; returns when all is copied, and writes in the background.
@@ -201,10 +205,16 @@ class Saving(Saves):
         Raises:
             CheckpointError: When the last save has failed.
         """
+        atexit.unregister(self._close_at_exit)
         try:
             self.finish()
         finally:
             self.store.close()
+
+    def _close_at_exit(self) -> None:
+        # After an error, other processes may never finish the save under way.
+        if getattr(sys, "last_value", None) is None:
+            close_at_exit(self.close)
 
     def _opened(self, settings: CheckpointSection) -> CheckpointStore:
         project = self._accelerator.project_configuration

@@ -15,23 +15,29 @@ SETTINGS = {
 
 
 @contextmanager
-def s3_server(bucket: str) -> Iterator[str]:
-    """The URL of a new bucket, for this process and those that it starts meanwhile."""
+def s3_server(bucket: str, port: int = 0) -> Iterator[str]:
+    """The URL of a bucket, for this process and those that it starts meanwhile.
+
+    What a server held is there again on the next one of this process; at its end, its port refuses
+    connections.
+    """
     import fsspec
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     application = DomainDispatcherApplication(create_backend_app)
-    server = make_server("127.0.0.1", 0, application, threaded=False)
+    server = make_server("127.0.0.1", port, application, threaded=False)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
     with mock.patch.dict(os.environ, SETTINGS | place):
         fsspec.filesystem("s3").clear_instance_cache()
-        fsspec.filesystem("s3").mkdir(bucket)
+        if not fsspec.filesystem("s3").exists(bucket):
+            fsspec.filesystem("s3").mkdir(bucket)
         try:
             yield f"s3://{bucket}"
         finally:
             fsspec.filesystem("s3").clear_instance_cache()
             server.shutdown()
             thread.join()
+            server.server_close()
