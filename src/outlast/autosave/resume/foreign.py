@@ -108,7 +108,7 @@ class ForeignModules:
                 found |= {
                     f"{'.'.join(filter(None, owner))}.{name}": values[name]
                     for name in self._put_into(owner, values)
-                    if not isinstance(values[name], types.ModuleType)
+                    if not (isinstance(values[name], types.ModuleType) or _is_outlasts(values[name]))
                 }
         return found | self._used(own) | _of_loggers(own)
 
@@ -135,12 +135,14 @@ class ForeignModules:
                 name: value
                 for name, value in now.items()
                 if (name not in old or not _same(old[name], value))
+                and not (_is_outlasts(value) or _is_outlasts(old.get(name)))
                 and self._counts(owner, name, value, is_new=name not in old)
             }
             lost = tuple(
                 name
                 for name in old.keys() - now.keys()
-                if owner[0] in self._packages or name in self._written
+                if (owner[0] in self._packages or name in self._written)
+                and not _is_outlasts(old[name])
             )
             if new or lost:
                 found[owner] = (found.get(owner, ({}, ()))[0] | new, lost)
@@ -304,6 +306,29 @@ def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
+
+
+def _is_outlasts(value: Any) -> bool:
+    """Whether Outlast itself has put a value where it was found, in place of torch's or Python's.
+
+    Of a function its text tells: one that wraps another has that one's name and module.
+    """
+    match value:
+        case types.FunctionType():
+            module = value.__globals__.get("__name__")
+        case types.MethodType():
+            return _is_outlasts(value.__self__) or _is_outlasts(value.__func__)
+        case property():
+            return any(map(_is_outlasts, (value.fget, value.fset, value.fdel)))
+        case staticmethod() | classmethod():
+            return _is_outlasts(value.__func__)
+        case functools.partial():
+            return _is_outlasts(value.func)
+        case type():
+            module = value.__module__
+        case _:
+            module = type(value).__module__
+    return isinstance(module, str) and f"{module}.".startswith("outlast.autosave.")
 
 
 def _same(old: Any, now: Any) -> bool:
