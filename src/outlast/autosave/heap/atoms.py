@@ -60,7 +60,9 @@ def is_of_process(value: Any) -> bool:
             return is_closed(type(value.__self__))
         case types.FunctionType():
             return in_closed_module(value.__module__)
-    hook = getattr(value, "hook", None)
+    # Asked for an attribute, some objects of torch raise errors of their own.
+    own = getattr(value, "__dict__", None)
+    hook = own.get("hook") if isinstance(own, dict) else None
     return hook is not None and is_of_process(hook)
 
 

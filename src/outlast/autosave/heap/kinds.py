@@ -32,6 +32,7 @@ from outlast.autosave.heap.content import (
     has_attributes,
     pairs,
     put_attributes,
+    same,
 )
 from outlast.autosave.heap.modules import is_loose
 from outlast.autosave.heap.results import Results, results_content, results_put
@@ -258,8 +259,10 @@ def _items_content(value: Any) -> Content:
 
 def _items_put(value: Any, seen: Content) -> None:
     plain: Any = list if isinstance(value, list) else deque
-    plain.clear(value)
-    plain.extend(value, seen.items)
+    if not same(Content("items", tuple(value)), Content("items", seen.items)):
+        # An iterator of a deque ends when that changes.
+        plain.clear(value)
+        plain.extend(value, seen.items)
     put_attributes(value, seen.attributes)
 
 

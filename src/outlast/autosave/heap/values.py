@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from outlast.autosave.heap.answering import reduced_answering
-from outlast.autosave.heap.atoms import PLAIN_ATOMS
+from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_builtin_iterator
 from outlast.autosave.heap.blocks import Blocks, Geometry, RestoredBlocks, lies_in_block
 from outlast.autosave.heap.content import flat, own_attributes, put_attributes
 from outlast.autosave.heap.modules import is_importable, is_loose, module_named
@@ -188,6 +188,8 @@ class Writer(pickle.Pickler):
                 state = flat(own_attributes(value))
                 made = (type(value),)
                 return _bare, made, state, None, None, put_attributes
+            case _ if is_builtin_iterator(type(value)):
+                return _reduced_iterator(value)
         return reduced_answering(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
@@ -345,6 +347,27 @@ def _function(
 def _set_function(value: types.FunctionType, state: dict[str, Any]) -> None:
     for name, item in state.items():
         setattr(value, name, item)
+
+
+def _reduced_iterator(value: Any) -> Any:
+    made = value.__reduce__()
+    match made:
+        case (_, (list() | bytearray() as items,), int() as place):
+            return *made[:2], (items, place), None, None, _set_place
+    return made
+
+
+def _set_place(iterator: Any, state: tuple[Any, int]) -> None:
+    """Let an iterator of a list go on at its place, which may lie behind what is there so far.
+
+    A list that set-up has made is filled when all that was saved has been read.
+    """
+    items, place = state
+    kind: Any = list if isinstance(items, list) else bytearray
+    missing = max(0, place + 1 - len(items))
+    kind.extend(items, bytes(missing))
+    iterator.__setstate__(place)
+    kind.__delitem__(items, slice(len(items) - missing, None))
 
 
 def _code(text: bytes) -> types.CodeType:

@@ -33,6 +33,9 @@ Owner = tuple[str, str]
 Changes = dict[Owner, tuple[dict[str, Any], tuple[str, ...]]]
 """Owner to the values that it has got since set-up, and the names that it has lost."""
 
+_MADE: Owner = ("sys", "modules")
+"""Stands for the modules that the program has made itself since set-up."""
+
 _OF_PROCESS = frozenset({
     *sys.stdlib_module_names, "torch", "torchgen", "functorch", "numpy", "outlast", "triton",
 }) - {"__main__"}  # fmt: skip
@@ -67,6 +70,7 @@ class ForeignModules:
         self._packages: frozenset[str] = frozenset()
         self._iterators: Changes = {}
         self._left: set[tuple[Owner, str]] = set()
+        self._modules_at_setup: frozenset[str] = frozenset()
         self._at_setup: list[tuple[Owner, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
 
     @property
@@ -91,6 +95,7 @@ class ForeignModules:
             if not _is_special(name)
         }
         spaces = self._namespaces(self._packages)
+        self._modules_at_setup = frozenset(sys.modules)
         self._at_setup = [
             (owner, values, tuple(values), tuple(values.values()))
             for owner, values in spaces.items()
@@ -114,6 +119,16 @@ class ForeignModules:
 
     def changes(self) -> Changes:
         """What has changed since set-up."""
+        made = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if name not in self._modules_at_setup
+            and self._is_made(name, module)
+            and (_MADE, name) not in self._left
+        }
+        return self._changed() | ({_MADE: (made, ())} if made else {})
+
+    def _changed(self) -> Changes:
         flat = itertools.chain.from_iterable
         # Hundreds of thousands of names are compared at each save, and hardly ever has one changed.
         if sum(len(values) for _, values, _, _ in self._at_setup) == sum(
@@ -150,6 +165,7 @@ class ForeignModules:
 
     def put(self, changes: Changes) -> None:
         """Put back what had changed."""
+        sys.modules.update(changes.pop(_MADE, ({}, ()))[0])
         for (module, name), (values, lost) in changes.items():
             try:
                 owner: Any = module_named(module)
@@ -264,7 +280,10 @@ class ForeignModules:
             imported = {**names, **_imported(tree)}
             for chain in _changed_places(tree):
                 value = _resolved(chain, imported)
-                if value is not None and not isinstance(value, (types.ModuleType, type)):
+                # The modules are looked at one by one.
+                if value is None or value is sys.modules:
+                    continue
+                if not isinstance(value, (types.ModuleType, type)):
                     found[ast.unparse(chain)] = value
         return found
 
