@@ -88,6 +88,11 @@ nn.functional.mse_loss.calls = 0
 builtins.my_list = [0]
 loose = types.ModuleType("loose")
 loose.n = 0
+sys.modules["listed_module"] = types.ModuleType("listed_module")
+sys.modules["listed_module"].n = 0
+round_and_round = itertools.cycle([3, 9, 18])
+growing = [0]
+grown = iter(growing)
 
 
 class Value:
@@ -199,6 +204,12 @@ def counts(step):
     nn.functional.mse_loss.calls += 1
     builtins.my_list[0] += 1
     loose.n += 1
+    sys.modules["listed_module"].n += 1
+    if "late_module" not in sys.modules:
+        sys.modules["late_module"] = types.ModuleType("late_module")
+        sys.modules["late_module"].n = 0
+    sys.modules["late_module"].n += 1
+    growing.append(step)
     owner.value += 1
     Owner.__count__ += 1
     os.environ["COUNTED"] = str(int(os.environ.get("COUNTED", "0")) + 1)
@@ -223,6 +234,10 @@ def counts(step):
         "attribute of a function of torch": nn.functional.mse_loss.calls,
         "builtins": builtins.my_list[0],
         "module that no import finds": loose.n,
+        "module among those of the process": sys.modules["listed_module"].n,
+        "module that training makes": sys.modules["late_module"].n,
+        "cycle": next(round_and_round),
+        "iterator of a list that grows": next(grown),
         "descriptor with weak references": owner.value,
         "descriptor that counts": owner.reads,
         "property with a closure": owner.closed,

@@ -162,7 +162,7 @@ class Writer(pickle.Pickler):
             case types.CodeType():
                 return _code, (marshal.dumps(value),)
             case types.ModuleType() if is_loose(value):
-                return types.ModuleType, (value.__name__,), dict(vars(value))
+                return _loose_module, (value.__name__,), dict(vars(value))
             case types.ModuleType():
                 return module_named, (value.__name__,)
             case types.MethodType():
@@ -347,6 +347,11 @@ def _function(
 def _set_function(value: types.FunctionType, state: dict[str, Any]) -> None:
     for name, item in state.items():
         setattr(value, name, item)
+
+
+def _loose_module(name: str) -> types.ModuleType:
+    # Its class is not found by the name that it has.
+    return types.ModuleType(name)
 
 
 def _reduced_iterator(value: Any) -> Any:
