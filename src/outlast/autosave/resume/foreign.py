@@ -113,7 +113,9 @@ class ForeignModules:
                 found |= {
                     f"{'.'.join(filter(None, owner))}.{name}": values[name]
                     for name in self._put_into(owner, values)
-                    if not (isinstance(values[name], types.ModuleType) or _is_outlasts(values[name]))
+                    if not (
+                        isinstance(values[name], types.ModuleType) or _is_outlasts(values[name])
+                    )
                 }
         return found | self._used(own) | _of_loggers(own)
 
