@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness import Bar, at_most
+from never_front_door import dead_ends
 
 SLURM_TESTS = Path(__file__).resolve().parents[1] / "tests" / "slurm"
 sys.path.insert(0, str(SLURM_TESTS))
@@ -98,11 +99,11 @@ def node_failure() -> Bar:
 
 
 def commands() -> Bar:
-    """Submitting with and without a time limit, runs of `outlast.Run`, and a job that waits."""
-    name = "dead ends of submit, plan, adopt and status"
+    """Submitting with and without a time limit, runs of `outlast.Run`, waiting jobs, Ctrl-C."""
+    name = "dead ends of submit, plan, adopt, status, the own loop and Ctrl-C"
     if row := without_slurm(name):
         return row
-    asked, wrong = 0, 0
+    asked, wrong = 0, dead_ends()
 
     def counts(found: str, *needed: str) -> None:
         nonlocal asked, wrong
@@ -128,7 +129,9 @@ def commands() -> Bar:
         counts(_outlast(place, "cluster", "adopt", by_hand, "runs/own"), "slurm.command")
         adopted = ("cluster", "adopt", by_hand, "runs/own", command, "slurm.wall_time=10:00")
         counts(_outlast(place, *adopted), f"to follow job {by_hand}")
-    return at_most(name, wrong, f"of {asked} commands", 0, "Slurm of this machine's own, and none")
+    return at_most(
+        name, wrong, f"of {asked + 6} commands", 0, "Slurm of this machine's own, and none"
+    )
 
 
 def _outlast(folder: Path | str, *arguments: str, environment: dict[str, str] | None = None) -> str:

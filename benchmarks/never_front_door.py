@@ -284,8 +284,8 @@ def _interrupted(folder: Path, seconds: float, arguments: list[str]) -> bool:
     return "Traceback" in "".join(said) or code not in (0, 3, 130)
 
 
-def own_half() -> int:
-    """Failures of point 19 outside of clusters: own loop, Ctrl-C, a text for a list."""
+def dead_ends() -> int:
+    """Failures outside of clusters: the own loop of the README, Ctrl-C, a text for a list."""
     plan = ["plan", "llama-3-8b", "--cluster", "h100x64", "--tokens", "300B"]
     train = ["train", "train.steps=100000"]
     with tempfile.TemporaryDirectory() as name:
