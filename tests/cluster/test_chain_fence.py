@@ -21,7 +21,7 @@ from outlast.cluster.chain.runlock import wait_for_lock
 from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.cluster.slurm.history import state_now
 from outlast.errors import LeaseLostError
-from outlast.records.lock import OwnerLock, check_lease
+from outlast.records.lock import OwnerLock, check_lease, leave_without_lease
 
 
 def unknown(job: str) -> None:
@@ -113,6 +113,40 @@ def test_a_holder_that_was_taken_for_dead_finds_out(tmp_path: Path) -> None:
     put(path, elsewhere("2"))
     first._beaten = -1e9
     assert not first.held()
+
+
+def test_who_has_lost_the_fence_shows_no_life_in_the_others_name(tmp_path: Path) -> None:
+    path = tmp_path / "fence.json"
+    first = Fence(path, "1", unknown)
+    first.acquire()
+    put(path, elsewhere("2"))
+    os.utime(path, (7.0, 7.0))
+    assert not first.held(at_once=True)
+    assert path.stat().st_mtime == 7.0
+    put(path, first.holder)
+    os.utime(path, (7.0, 7.0))
+    assert first.held(at_once=True)
+    assert path.stat().st_mtime > 7.0
+
+
+def test_the_lease_is_of_one_job_also_where_others_inherit_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training script has submitted an evaluation; then its link ends."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    fence = Fence(tmp_path / "fence.json", "5_2", unknown)
+    fence.acquire()
+    for name, value in fence.lease.items():
+        monkeypatch.setenv(name, value)
+    fence.release()
+    with pytest.raises(LeaseLostError):
+        check_lease()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    check_lease()
+    watching: set[int] = set()
+    monkeypatch.setattr("outlast.records.lock._watching", watching)
+    leave_without_lease()
+    assert not watching, "it would end this process"
 
 
 def test_a_damaged_fence_is_replaced(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from outlast.errors import EXIT_CRASHED, LeaseLostError, RunError
 from outlast.records.process import boot_identity, started_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # A lock has no content for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
@@ -35,6 +38,8 @@ LEASE_FILE = "OUTLAST_LINK_FENCE"
 """Environment variable of a job's processes: the file of their lease."""
 LEASE_TOKEN = "OUTLAST_LINK_TOKEN"
 """And the token by which that file names their job."""
+LEASE_JOB = "OUTLAST_LINK_SLURM_JOB"
+"""And Slurm's number of that job: other jobs inherit the environment, and not the lease."""
 LEASE_SILENT_SECONDS = 80.0
 """Without a heartbeat of the job's own process for so long, its other processes end."""
 _LEASE_LOOK_SECONDS = 5.0
@@ -70,10 +75,21 @@ class Lease:
         return f"job {holder.get('job')} on host {holder.get('host')} has taken over this run"
 
 
+def is_of_another_job(environment: Mapping[str, str]) -> bool:
+    """Whether a process has what a link tells its own only by inheritance.
+
+    sbatch hands the environment of who submits a job on to it.
+    """
+    job = environment.get(LEASE_JOB)
+    return bool(job) and environment.get("SLURM_JOB_ID", job) != job
+
+
 def process_lease() -> Lease | None:
-    """The lease under which this process was started; None outside of a chain."""
+    """The lease under which this process was started; None outside of a chain's own jobs."""
     path, token = os.environ.get(LEASE_FILE), os.environ.get(LEASE_TOKEN)
-    return Lease(Path(path), token) if path and token else None
+    if not path or not token or is_of_another_job(os.environ):
+        return None
+    return Lease(Path(path), token)
 
 
 def check_lease() -> None:

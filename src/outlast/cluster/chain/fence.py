@@ -36,7 +36,7 @@ import psutil
 from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.cluster.slurm.states import has_ended, is_waiting
 from outlast.errors import ClusterError
-from outlast.records.lock import LEASE_FILE, LEASE_TOKEN
+from outlast.records.lock import LEASE_FILE, LEASE_JOB, LEASE_TOKEN
 from outlast.records.process import boot_identity, started_seconds
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ class Fence:
     @property
     def lease(self) -> dict[str, str]:
         """Environment variables of the processes that write the run under this fence."""
-        return {LEASE_FILE: str(self._path), LEASE_TOKEN: self.holder.token}
+        found = {LEASE_FILE: str(self._path), LEASE_TOKEN: self.holder.token}
+        # Of an array's place another number than the one by which the chain knows it.
+        number = os.environ.get("SLURM_JOB_ID")
+        return {**found, LEASE_JOB: number} if number else found
 
     def held(self, *, at_once: bool = False) -> bool:
         """Whether this link still holds the fence; also shows others that it is alive.
@@ -171,14 +174,17 @@ class Fence:
             return True
         self._beaten = now
         try:
-            content = self._path.read_bytes()
-            os.utime(self._path)
+            with self._path.open("rb") as file:
+                holder = _parsed(file.read())
+                if holder is not None and holder != self.holder:
+                    return False
+                # This very file, never one that another link has put in its place meanwhile.
+                os.utime(file.fileno())
         except FileNotFoundError:
             return False
         except OSError:
-            return True
-        holder = _parsed(content)
-        return holder is None or holder == self.holder
+            pass
+        return True
 
     def release(self) -> None:
         """Give it back, if this link still holds it."""
