@@ -1,5 +1,6 @@
 """What a link does while its program runs, with real processes."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_programs import slurm_commands
 
-from outlast.cluster.chain import watching
+from outlast.cluster.chain import fence, watching
 from outlast.cluster.chain.clock import LinkClock, read_countdown
 from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan
@@ -33,12 +34,12 @@ def watch(folder: Path, program: str, left_seconds: float, lead_seconds: float) 
     plan = ChainPlan(
         "c", "n", "dependent", (1,), 1, 600.0, "/", str(script), lead_seconds=lead_seconds
     )
-    fence = Fence(files.fence, "7", lambda job: None)
-    fence.acquire()
+    held = Fence(files.fence, "7", lambda job: None)
+    held.acquire()
     clock = LinkClock(lambda: left_seconds)
     clock.refresh()
     log = RunLog(folder / "events.jsonl")
-    found = Watch(files, plan, 1, "7", time.time(), fence, clock, log, [])
+    found = Watch(files, plan, 1, "7", time.time(), held, clock, log, [])
     found.measure_lead()
     return found
 
@@ -90,6 +91,47 @@ def test_whatever_goes_wrong_the_program_is_not_left_alone(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="broken"):
         found.train()
     assert (tmp_path / "saved").exists(), "it was asked to end, and waited for"
+
+
+def breaks(folder: Path, found: Watch) -> None:
+    """Let the link's own loop fail as soon as its program runs."""
+
+    def broken() -> float:
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        os.utime(found.files.fence, (7.0, 7.0))
+        raise RuntimeError("broken")
+
+    found.clock = LinkClock(broken)
+
+
+def test_ranks_that_are_waited_for_see_that_the_link_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "HEARTBEAT_SECONDS", 0.05)
+    program = "trap 'sleep 0.5; touch saved; exit 3' TERM\ntouch ready\nsleep 5 & wait"
+    found = watch(tmp_path, program, 500.0, 10.0)
+    breaks(tmp_path, found)
+    with pytest.raises(RuntimeError, match="broken"):
+        found.train()
+    assert (tmp_path / "saved").exists()
+    assert found.files.fence.stat().st_mtime > 7.0, "else they would end in the middle of it"
+
+
+def test_ranks_that_are_waited_for_end_where_another_link_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "HEARTBEAT_SECONDS", 0.05)
+    program = (
+        f"trap 'rm {tmp_path}/chain/fence.json' TERM\ntouch ready\nwhile :; do sleep 0.1; done"
+    )
+    found = watch(tmp_path, program, 500.0, 10.0)
+    breaks(tmp_path, found)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="broken"):
+        found.train()
+    assert found.fenced
+    assert time.monotonic() - begun < 60.0
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:

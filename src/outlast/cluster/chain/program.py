@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING
 
 from outlast.cluster.chain.stopping import RECORD_TELLS
@@ -34,15 +33,3 @@ def program_of(files: ChainFiles, plan: ChainPlan, number: int) -> list[str]:
         f"--export=ALL,{RECORD_TELLS}=1",
         *train,
     ]
-
-
-def end_program(process: subprocess.Popen[bytes], patience_seconds: float) -> None:
-    """Ask a program that runs to save and end, and wait for it; kill it where that is in vain."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(timeout=patience_seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(timeout=patience_seconds)

@@ -23,7 +23,7 @@ from outlast.cluster.chain.filling import in_the_way
 from outlast.cluster.chain.journal import note_or_print
 from outlast.cluster.chain.leading import lead_seconds_of
 from outlast.cluster.chain.prefetching import Prefetching
-from outlast.cluster.chain.program import end_program, program_of
+from outlast.cluster.chain.program import program_of
 from outlast.cluster.slurm.commands import IMPATIENT, Patience, ask
 from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.states import has_ended
@@ -112,7 +112,7 @@ class Watch:
         finally:
             prefetching.end()
             # The fence is not given back while the program runs.
-            end_program(process, HANDOVER_SECONDS)
+            self._end(process)
 
     def _watch(self, process: subprocess.Popen[bytes], prefetching: Prefetching) -> int:
         clock, log = self.clock, self.log
@@ -203,6 +203,24 @@ class Watch:
             self._in_the_way = waiting_link_cancelled(self.files, self.number) or in_the_way(
                 self.files, self.job, self.plan, left, self.began
             )
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask a program that runs to save and end, and wait for it; kill it where that is in vain.
+
+        The heartbeat goes on, without which its ranks would end in the middle of their save.
+        """
+        if process.poll() is not None:
+            return
+        process.terminate()
+        until = time.monotonic() + HANDOVER_SECONDS
+        while process.poll() is None:
+            if not self.fence.held():
+                self.fenced = True
+                self._kill(process)
+            elif time.monotonic() > until:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_LOOK_SECONDS)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         """End this link's processes on all nodes at once, since another link writes the run."""
