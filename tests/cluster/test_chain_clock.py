@@ -18,8 +18,17 @@ from outlast.cluster.chain.clock import (
     write_countdown,
 )
 from outlast.cluster.chain.plan import ChainFiles
-from outlast.cluster.chain.stopping import StopWhen, report_progress, should_stop, stop_when_of
+from outlast.cluster.chain.progress import reported_progress
+from outlast.cluster.chain.stopping import (
+    StopWhen,
+    report_outcome,
+    report_progress,
+    should_stop,
+    stop_when_of,
+)
 from outlast.cluster.slurm.commands import SlurmUnreachableError
+from outlast.errors import ClusterError
+from outlast.records.lock import LEASE_JOB
 from outlast.records.process import boot_identity
 
 
@@ -183,6 +192,28 @@ def test_any_loop_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     log = run_log(ChainFiles(tmp_path))
     assert (log.step, log.steps, log.save_seconds) == (6, 9, [0.5])
+
+
+def test_a_job_that_a_link_submits_has_its_environment_and_not_its_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping_at(ChainFiles(tmp_path), -1.0)
+    known = {stopping.CHAIN: str(tmp_path), stopping.JOB: "7", LEASE_JOB: "7", "SLURM_JOB_ID": "7"}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    report_progress(5)
+    assert stop_when_of()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert stop_when_of() is None
+    report_progress(900)
+    report_outcome("completed")
+    assert reported_progress(ChainFiles(tmp_path))["step"] == 5
+    assert not reported_progress(ChainFiles(tmp_path))["outcome"]
+
+
+def test_an_outcome_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r'report_outcome\("done"\) is none of completed'):
+        report_outcome("done")
 
 
 def test_a_job_that_is_no_link_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:

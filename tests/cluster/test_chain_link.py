@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from outlast.cluster.chain.journal import entries, finished, note, of_kind
 from outlast.cluster.chain.link import Link
 from outlast.cluster.chain.manage import resume
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
+from outlast.cluster.chain.progress import write_progress
 from outlast.cluster.chain.verdict import Verdict
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, ClusterError
 
@@ -28,6 +30,7 @@ PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", comman
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChainFiles:
     """A chain with link 1 submitted as job 7; every submission gets the number 9."""
     monkeypatch.setattr(fence, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(link, "_LOSS_SECONDS", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm_commands(tmp_path, monkeypatch)
     # The job that the tests are.
@@ -196,6 +199,93 @@ def test_a_program_without_a_record_is_done_where_slurm_says_that_all_is_well(
     code = Link(files, PLAN, 1, "7").run()
     ending = finished(entries(files))
     assert (code, ending["outcome"] if ending else "") == (3 if not outcome else 0, outcome)
+
+
+def test_a_node_of_which_srun_knows_before_slurm_says_so_is_lost(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    put_command(
+        tmp_path,
+        "squeue",
+        f"if [ -e {tmp_path}/asked ]; then echo '{shown('7', 'NODE_FAIL')}'; "
+        f"else touch {tmp_path}/asked; echo '{shown('7', 'RUNNING')}'; fi",
+    )
+    # The clock asks for what is left first.
+    plan = replace(PLAN, command=f"PATH=/usr/bin:/bin; rm -f {tmp_path}/asked")
+    assert Link(files, plan, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    [ended] = of_kind(entries(files), "ended")
+    assert "Slurm ended the job (NODE_FAIL)" in ended["reason"]
+
+
+LOOP = """
+from pathlib import Path
+steps, took = 8, 0.5
+state = Path("state")
+first = int(state.read_text()) if state.exists() else 0
+train = lambda step: None
+agreed = lambda stop: first == 0 and step == 3
+save = lambda done: state.write_text(str(done))
+"""
+
+
+def documented_loop() -> str:
+    """What docs/cluster.md says that a training loop does."""
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    section = text.split("### In any training loop")[1]
+    return section.split("```python\n")[1].split("```")[0]
+
+
+def test_the_documented_loop_ends_its_chain(files: ChainFiles, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LOOP + documented_loop())
+    plan = replace(PLAN, command=f"cd {tmp_path}; PATH=/usr/bin:/bin {sys.executable} program.py")
+    assert Link(files, plan, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    assert (tmp_path / "state").read_text() == "4"
+    assert finished(entries(files)) is None
+    assert Link(files, plan, 2, "7").run() == EXIT_DONE
+    assert finished(entries(files))["outcome"] == "done"  # type: ignore[index]
+
+
+def test_the_documented_loop_ends_its_chain_also_where_it_stops_early(
+    files: ChainFiles, tmp_path: Path
+) -> None:
+    loop = documented_loop()
+    for text, other in (
+        ("    train(step)\n", "    train(step)\n    if step == 5:\n        break\n"),
+        ("save(steps)", "save(step + 1)"),
+        ("report_progress(steps,", "report_progress(step + 1,"),
+    ):
+        assert text in loop
+        loop = loop.replace(text, other)
+    program = tmp_path / "program.py"
+    program.write_text(LOOP + loop)
+    plan = replace(PLAN, command=f"cd {tmp_path}; PATH=/usr/bin:/bin {sys.executable} program.py")
+    assert Link(files, plan, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    assert Link(files, plan, 2, "7").run() == EXIT_DONE
+    assert (tmp_path / "state").read_text() == "6"
+
+
+def test_a_program_that_reports_no_end_is_told_how(files: ChainFiles) -> None:
+    write_progress(files, 500, 4000, outcome="completed")
+    # That an earlier link has said so proves nothing of one that ends like this.
+    assert Link(files, PLAN, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    [ended] = of_kind(entries(files), "ended")
+    assert 'step 500 of 4000, and no report_outcome("completed")' in ended["reason"]
+
+
+def test_a_script_whose_ranks_have_stopped_goes_on(files: ChainFiles, tmp_path: Path) -> None:
+    """Its ranks end with 0, one after the other; srun ends the rest of one that dies."""
+    script = files.run / "script"
+    script.mkdir()
+    program = "from outlast.cluster import report_progress; report_progress(4)"
+    plan = replace(
+        PLAN,
+        command=f'echo \'{{"word": "stopped"}}\' > {script}/outcome.json; '
+        f"PATH=/usr/bin:/bin {sys.executable} -c '{program}'",
+    )
+    assert Link(files, plan, 1, "7").run() == EXIT_TO_BE_CONTINUED
+    [ended] = of_kind(entries(files), "ended")
+    assert (ended["code"], ended["reason"]) == (EXIT_TO_BE_CONTINUED, "saved, to be continued")
 
 
 def test_a_squeue_that_fails_for_a_moment_is_asked_again(files: ChainFiles, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,43 @@ def test_the_log_is_read_as_it_grows(tmp_path: Path) -> None:
         more.write('{"v": 1, "kind": "checkpoint_saved", "step": 80, "seconds": 4.0}\n')
     assert log.read()
     assert (log.step, log.failure) == (80, "")
+
+
+def test_what_an_earlier_start_still_writes_is_not_of_this_one(tmp_path: Path) -> None:
+    """An orphan, on a node that Slurm has lost, and the start of the link after it."""
+    file = tmp_path / "events.jsonl"
+
+    def write(attempt: int, kind: str, **fields: Any) -> None:
+        event = {"v": 1, "kind": kind, "attempt": attempt, "total_steps": 400, **fields}
+        with file.open("a") as log:
+            log.write(json.dumps(event) + "\n")
+
+    def late() -> None:
+        write(1, "checkpoint_saved", step=900, seconds=9.0)
+        write(1, "checkpoint_failed", step=900, reason="it has lost its lease")
+        write(1, "stop_requested")
+        write(1, "ready", seconds=9.0)
+        write(1, "attempt_ended", outcome="failed")
+
+    write(1, "attempt_started")
+    write(1, "checkpoint_saved", step=100, seconds=1.0)
+    log = RunLog(file)
+    log.read()
+    # The link that follows has begun, and its trainer has not.
+    log.over = log.attempt
+    late()
+    write(2, "attempt_started")
+    late()
+    write(2, "checkpoint_saved", step=120, seconds=1.0)
+    late()
+    log.read()
+    assert (log.step, log.failure, log.stops, log.outcome) == (120, "", 0, "")
+    assert (log.save_seconds, log.restart_seconds) == ([1.0, 1.0], [])
+    # The count of starts was lost, and begins again.
+    write(1, "attempt_started")
+    write(1, "attempt_ended", outcome="completed")
+    log.read()
+    assert (log.attempt, log.outcome) == (1, "completed")
 
 
 def test_status_without_slurm_tells_links_gaps_and_time_left(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.stopping import report_progress, should_stop
+    from outlast.cluster.chain.stopping import report_outcome, report_progress, should_stop
 
-__all__ = ["report_progress", "should_stop"]
+__all__ = ["report_outcome", "report_progress", "should_stop"]
 
 
 def __getattr__(name: str) -> Any:

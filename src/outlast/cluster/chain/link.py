@@ -37,7 +37,13 @@ from outlast.cluster.chain.journal import (
 )
 from outlast.cluster.chain.judging import TERMINATED, judge_previous
 from outlast.cluster.chain.plan import read_plan
-from outlast.cluster.chain.progress import run_log, unfinished
+from outlast.cluster.chain.progress import (
+    reported_progress,
+    run_log,
+    script_has_stopped,
+    unfinished,
+    write_progress,
+)
 from outlast.cluster.chain.submission import cancel
 from outlast.cluster.chain.succession import Succession
 from outlast.cluster.chain.verdict import (
@@ -51,6 +57,7 @@ from outlast.cluster.slurm.history import state_now
 from outlast.cluster.slurm.nodes import hosts_in
 from outlast.cluster.slurm.queue import left_seconds_now
 from outlast.cluster.slurm.script import BEGAN
+from outlast.cluster.slurm.states import is_live
 from outlast.errors import (
     EXIT_DONE,
     EXIT_GIVE_UP,
@@ -68,6 +75,8 @@ if TYPE_CHECKING:
 _SIGNAL_DELAY_SECONDS = 1.0
 # What a link waits for Slurm's word at its end.
 _ANSWER_SECONDS = 30.0
+# Within which Slurm says of a job that its node is lost, after srun has ended for it.
+_LOSS_SECONDS = 3.0
 
 
 def run_link(
@@ -220,8 +229,11 @@ class Link:
             return verdict_of(
                 1, progressed=False, saved=first > 0, fruitless=fruitless - 1, attempts=attempts
             )
-        # Whatever an earlier link could not write is not this one's failure.
-        log.failure = ""
+        # What an earlier link could not write, still writes, or has told is not of this one.
+        log.failure, log.over = "", attempt
+        if reported_progress(self.files).get("outcome"):
+            with contextlib.suppress(OSError):
+                write_progress(self.files, outcome="")
         clock = self._clock()
         self._note_start(first)
         watch = Watch(
@@ -241,7 +253,9 @@ class Link:
         code = self._train(watch)
         last = run_log(self.files).step
         log.read()
-        if (code, log.outcome) == (EXIT_DONE, "to_be_continued") and log.attempt > attempt:
+        stopped = log.outcome == "to_be_continued" and log.attempt > attempt
+        stopped = stopped or (last > first and script_has_stopped(self.files))
+        if code == EXIT_DONE and stopped:
             code = EXIT_TO_BE_CONTINUED
         self._succession.join()
         verdict = self._verdict(code, first, last, fruitless, watch)
@@ -261,22 +275,31 @@ class Link:
 
     def _doubts(self, watch: Watch) -> str:
         """Why the program's exit code of 0 is no proof that all is done; empty where it is."""
-        left = max(watch.clock.limit_left_seconds(), 0.0)
-        patience = Patience(total_seconds=min(_ANSWER_SECONDS, left))
-        silent = ""
-        try:
-            watch.state = state_now(os.environ["SLURM_JOB_ID"], patience) or watch.state
-        except ClusterError as error:
-            silent = str(error)
+        silent = self._ask(watch)
         record = unfinished(self.files, self.plan)
         if record is not None:
             return record
-        # srun ends with 0 where a node is lost: without a record, Slurm must say that all is well.
+        # srun ends with 0 where a node is lost: without a record, Slurm must say that all is well,
+        # and srun may know before it.
+        if is_live(watch.state or ""):
+            time.sleep(max(min(_LOSS_SECONDS, watch.clock.limit_left_seconds()), 0.0))
+            watch.state = None
+            silent = self._ask(watch)
         if watch.state is None and installed("squeue"):
             return (
                 "the program keeps no record of its end, and Slurm does not say that the job runs"
                 f"{f' ({silent})' if silent else ''}"
             )
+        return ""
+
+    def _ask(self, watch: Watch) -> str:
+        """Find out what Slurm says of this job; why it says nothing."""
+        left = max(watch.clock.limit_left_seconds(), 0.0)
+        patience = Patience(total_seconds=min(_ANSWER_SECONDS, left))
+        try:
+            watch.state = state_now(os.environ["SLURM_JOB_ID"], patience) or watch.state
+        except ClusterError as error:
+            return str(error)
         return ""
 
     def _verdict(self, code: int, first: int, last: int, fruitless: int, watch: Watch) -> Verdict:

@@ -23,6 +23,7 @@ _STARTED = b'"kind": "attempt_started"'
 _STOPPING = b'"kind": "stop_requested"'
 _FAILED = b'"kind": "checkpoint_failed"'
 _ENDED = b'"kind": "attempt_ended"'
+COMPLETED = 'report_outcome("completed")'
 # A line begins with its envelope, the kind in it.
 _HEAD_BYTES = 60
 _WANTED = (_SAVED, _READY, _STARTED, _STOPPING, _FAILED, _ENDED)
@@ -41,6 +42,8 @@ class RunLog:
         failure: Why the newest checkpoint could not be written; empty where it was.
         attempt: Number of the newest start of the run; 0 before the first.
         outcome: As which that one has ended, see `AttemptEnded`; empty where it has not.
+        over: Starts up to this number have ended, whatever they still write: an orphan, on a node
+            that Slurm has lost, may go on for a while.
     """
 
     path: Path
@@ -52,6 +55,7 @@ class RunLog:
     failure: str = ""
     attempt: int = 0
     outcome: str = ""
+    over: int = 0
     _offset: int = 0
 
     def read(self) -> bool:
@@ -74,6 +78,10 @@ class RunLog:
     def _take(self, line: bytes) -> None:
         try:
             event: dict[str, Any] = json.loads(line)
+            attempt = int(event.get("attempt", self.attempt + 1))
+            begins = event["kind"] == "attempt_started"
+            if not begins and (attempt < self.attempt or attempt <= self.over):
+                return
             match event["kind"]:
                 case "checkpoint_saved":
                     self.step, self.failure = int(event["step"]), ""
@@ -88,7 +96,9 @@ class RunLog:
                 case "attempt_started":
                     self.steps = int(event["total_steps"])
                     self.attempt, self.outcome = int(event["attempt"]), ""
-                case "attempt_ended" if int(event["attempt"]) == self.attempt:
+                    # Where their count was lost, with the run's directory, it begins again at 1.
+                    self.over = min(self.over, self.attempt - 1)
+                case "attempt_ended":
                     self.outcome = str(event["outcome"])
         except (ValueError, KeyError, TypeError):
             return
@@ -163,7 +173,13 @@ def unfinished(files: ChainFiles, plan: ChainPlan) -> str | None:
         return "" if outcome == "completed" else f"the program says that it is {outcome}, at {at}"
     if not reported.get("steps"):
         return None
-    return "" if log.step >= log.steps else f"the program has reported {at}"
+    return "" if log.step >= log.steps else f"the program has reported {at}, and no {COMPLETED}"
+
+
+def script_has_stopped(files: ChainFiles) -> bool:
+    """Whether all ranks of a script under ``outlast run`` have ended in order, not all done."""
+    words = _script_outcomes(files.run / "script")
+    return "stopped" in words and words <= {"stopped", "finished"}
 
 
 def _script_outcomes(folder: Path) -> set[str]:

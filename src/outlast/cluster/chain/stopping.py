@@ -10,6 +10,7 @@ In any other Slurm job it comes from that job's own time limit. Outside of Slurm
         if should_stop():        # on rank 0, handed to the others; see docs/cluster.md
             save(step + 1)
             sys.exit(3)          # to be continued
+    report_outcome("completed")  # where it reports its progress
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING
 from outlast.cluster.chain.clock import LinkClock, asking, known_left_seconds, read_countdown
 from outlast.cluster.chain.plan import ChainFiles
 from outlast.cluster.chain.progress import write_progress
-from outlast.records.lock import leave_without_lease
+from outlast.errors import ClusterError
+from outlast.records.lock import is_of_another_job, leave_without_lease
 from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ JOB = "OUTLAST_LINK_JOB"
 RECORD_TELLS = "OUTLAST_LINK_RECORD"
 """Set where ranks that stop to be continued end with 0, since srun ends the others after any other
 code: the link takes it from the run's record."""
+
+OUTCOMES = ("completed", "to_be_continued", "failed", "running")
+"""How a program stands, as it reports it."""
 
 DEFAULT_LEAD_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
@@ -103,9 +108,15 @@ class StopWhen:
 def stop_when_of(environment: Mapping[str, str] | None = None) -> StopWhen | None:
     """What tells a process of a link when to stop; None outside of a chain."""
     known = os.environ if environment is None else environment
-    chain, job = known.get(CHAIN), known.get(JOB)
+    chain, job = _chain_of(known), known.get(JOB)
     leave_without_lease()
-    return StopWhen(chain, job) if chain and job else None
+    return StopWhen(str(chain.path), job) if chain and job else None
+
+
+def _chain_of(environment: Mapping[str, str]) -> ChainFiles | None:
+    """The chain of whose link a process is; a job that one of them submits is no link."""
+    chain = environment.get(CHAIN)
+    return ChainFiles(Path(chain)) if chain and not is_of_another_job(environment) else None
 
 
 def should_stop(lead_seconds: float | None = None) -> bool:
@@ -133,23 +144,33 @@ def report_progress(step: int, *, steps: int = 0, save_seconds: float | None = N
         steps: Of the whole run, for the time that is left; 0: not known.
         save_seconds: What the save took until it was complete.
     """
-    chain = os.environ.get(CHAIN)
-    if chain:
-        write_progress(ChainFiles(Path(chain)), step, steps, save_seconds)
+    if chain := _chain_of(os.environ):
+        write_progress(chain, step, steps, save_seconds)
 
 
 def report_outcome(outcome: str, *, steps: int = 0) -> None:
     """Tell the chain how the program stands; call it on one process.
 
+    A program that reports its progress ends with ``report_outcome("completed")``, when the last
+    save is durable, also where it ends before its last step: an exit code of 0 is no proof, since
+    srun ends with 0 when a node is lost, too. It holds for the link in which it is told.
+
     Args:
-        outcome: ``running``, or as `AttemptEnded`.
+        outcome: ``completed``, ``to_be_continued``, ``failed`` or ``running``.
         steps: Of the whole run; 0: not known.
+
+    Raises:
+        ClusterError: It is none of these.
     """
-    chain = os.environ.get(CHAIN)
-    if chain:
+    if outcome not in OUTCOMES:
+        raise ClusterError(
+            f'report_outcome("{outcome}") is none of {", ".join(OUTCOMES)}: a program that has '
+            'done all its steps reports "completed"'
+        )
+    if chain := _chain_of(os.environ):
         # What is not told is not believed: the chain goes on.
         with contextlib.suppress(OSError):
-            write_progress(ChainFiles(Path(chain)), steps=steps, outcome=outcome)
+            write_progress(chain, steps=steps, outcome=outcome)
 
 
 class _JobLimit:
