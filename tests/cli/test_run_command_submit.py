@@ -25,7 +25,8 @@ def test_links_run_the_script_with_its_arguments_as_they_are(script):
     job = job_of_script(load_job(None, [*PLACES, "slurm.nodes=[2]"]), "train.py --note 'a b'")
     assert shlex.split(job.slurm.command) == [
         "srun",
-        "--kill-on-bad-exit=0",
+        "--kill-on-bad-exit=1",
+        "--export=ALL,OUTLAST_LINK_RECORD=1",
         sys.executable,
         "-m",
         "outlast",

@@ -1,15 +1,19 @@
 """What the end of a link means for its chain."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outlast.cli.main import main
 from outlast.cluster.chain.journal import entries, finished, note, since_resumed
 from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
-from outlast.cluster.chain.progress import unfinished, write_progress
+from outlast.cluster.chain.progress import script_has_stopped, unfinished, write_progress
+from outlast.cluster.chain.stopping import RECORD_TELLS
 from outlast.cluster.chain.verdict import (
     Verdict,
     fruitless_links,
@@ -19,10 +23,12 @@ from outlast.cluster.chain.verdict import (
 from outlast.cluster.slurm.states import ENDED
 from outlast.errors import (
     EXIT_BAD_INPUT,
+    EXIT_CRASHED,
     EXIT_DONE,
     EXIT_GIVE_UP,
     EXIT_TO_BE_CONTINUED,
     EXIT_WRONG_NUMBERS,
+    LeaseLostError,
 )
 
 
@@ -55,6 +61,63 @@ def test_a_wrong_input_is_not_tried_again_unless_something_was_saved() -> None:
     assert of(EXIT_BAD_INPUT, progressed=False, fruitless=2).outcome == "gave_up"
     # As when the disk is full in the last save, after others that went well.
     assert of(EXIT_BAD_INPUT, progressed=True).outcome == "continue"
+
+
+def test_a_lost_lease_is_no_wrong_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link of a trainer that another job has pushed out must not give its chain up."""
+
+    def lost(**given: Any) -> None:
+        raise LeaseLostError("job 8 on host b has taken over this run")
+
+    monkeypatch.setattr("outlast.cli.app.app", lost)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert "outlast: job 8 on host b has taken over" in capsys.readouterr().err
+    assert ended.value.code == EXIT_CRASHED
+    assert of(EXIT_CRASHED, progressed=False, saved=False).outcome == "continue"
+
+
+@pytest.mark.parametrize(("tells", "code"), [("1", EXIT_DONE), ("", EXIT_TO_BE_CONTINUED)])
+def test_ranks_that_stop_end_with_0_where_the_record_tells(
+    monkeypatch: pytest.MonkeyPatch, tells: str, code: int
+) -> None:
+    """After any other code srun ends the ranks that still save."""
+    seen = []
+
+    def stopped(**given: Any) -> None:
+        seen.append(os.environ.get(RECORD_TELLS))
+        sys.exit(EXIT_TO_BE_CONTINUED)
+
+    monkeypatch.setattr("outlast.cli.app.app", stopped)
+    monkeypatch.setenv(RECORD_TELLS, tells)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert seen == [None], "what a script starts has an exit code of its own"
+
+
+def test_a_script_has_stopped_when_all_its_ranks_say_so(tmp_path: Path) -> None:
+    files = chain_files(tmp_path / "run")
+    assert not script_has_stopped(files)
+    for words, stopped in (
+        (("stopped", "stopped"), True),
+        (("stopped", "finished"), True),
+        (("finished", "finished"), False),
+        (("stopped", "running"), False),
+        (("failed", "stopped"), False),
+    ):
+        put_outcomes(files, *words)
+        assert script_has_stopped(files) is stopped
+
+
+def put_outcomes(files: ChainFiles, *words: str) -> None:
+    folder = files.run / "script"
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, word in enumerate(words):
+        name = f"outcome.rank{rank}.json" if rank else "outcome.json"
+        (folder / name).write_text(json.dumps({"word": word, "step": 1, "when": ""}))
 
 
 def test_a_save_that_failed_is_told_whatever_follows_from_it() -> None:

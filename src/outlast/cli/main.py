@@ -1,8 +1,8 @@
 """What ``outlast`` and ``python -m outlast`` call: the command line, its errors, Ctrl-C.
 
 An `OutlastError` ends a command with its sentence and exit code 2 (4 for wrong numbers that stay
-wrong), without a traceback. The commands are imported within `main`, so that Ctrl-C ends also that
-in one line.
+wrong, 1 where another process has taken over the run), without a traceback. The commands are
+imported within `main`, so that Ctrl-C ends also that in one line.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import sys
 
 from outlast.errors import (
     EXIT_BAD_INPUT,
+    EXIT_CRASHED,
+    EXIT_DONE,
     EXIT_INTERRUPTED,
+    EXIT_TO_BE_CONTINUED,
     EXIT_WRONG_NUMBERS,
+    LeaseLostError,
     OutlastError,
     WrongNumbersError,
 )
@@ -31,16 +35,34 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     try:
         from outlast.cli.app import app
+        from outlast.cluster.chain.stopping import RECORD_TELLS
 
-        app(prog_name="outlast")
+        # Of this process alone: what a script starts is no rank of the link.
+        record_tells = os.environ.pop(RECORD_TELLS, "")
+        try:
+            app(prog_name="outlast")
+        except SystemExit as end:
+            if record_tells and end.code == EXIT_TO_BE_CONTINUED:
+                sys.exit(EXIT_DONE)
+            raise
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
-        wrong = isinstance(error, WrongNumbersError)
-        sys.exit(EXIT_WRONG_NUMBERS if wrong else EXIT_BAD_INPUT)
+        sys.exit(_code_of(error))
     finally:
         if signal.getsignal(signal.SIGINT) is _interrupted:
             # What is left is Python's own end, which another Ctrl-C may cut short.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _code_of(error: OutlastError) -> int:
+    match error:
+        case WrongNumbersError():
+            return EXIT_WRONG_NUMBERS
+        case LeaseLostError():
+            # Nothing is wrong with the input: another process goes on with the run.
+            return EXIT_CRASHED
+        case _:
+            return EXIT_BAD_INPUT
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -61,6 +61,7 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     """
     from outlast.cli.run_program import read_and_rewrite
     from outlast.cluster.chain.planning import run_path
+    from outlast.cluster.chain.stopping import RECORD_TELLS
     from outlast.integrations.pace import every_of
     from outlast.job.slurm import CHOSEN
 
@@ -99,8 +100,9 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
         options.append(f"--keep={keep}")
     run = [python, "-m", "outlast", "run", *options, str(script), *words[1:]]
     if job.slurm.nodes[0] * job.slurm.tasks_per_node > 1:
-        # Ranks that end with 3 do so one after the other: the first must not end the rest.
-        run = ["srun", "--kill-on-bad-exit=0", *run]
+        # A rank that died must not leave the others waiting for it; those that stop end with 0,
+        # one after the other.
+        run = ["srun", "--kill-on-bad-exit=1", f"--export=ALL,{RECORD_TELLS}=1", *run]
     return _with_command(job, run)
 
 
