@@ -18,14 +18,24 @@ def results(folder: Path) -> list[dict[str, object]]:
     return [torch.load(folder / f"result{rank}.pt") for rank in (0, 1)]
 
 
-def test_script_that_is_told_to_stop_goes_on_in_the_next_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plans",
+    [
+        {1: "8 SIGTERM"},
+        # One rank dies while the other hangs, which no collective's time-out ends.
+        {0: "8 SIGSTOP", 1: "8 SIGKILL"},
+    ],
+    ids=["told to stop", "a rank dies"],
+)
+def test_script_goes_on_in_the_next_link(tmp_path: Path, plans: dict[int, str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS_SCRIPT)
     subprocess.run([sys.executable, *TORCHRUN, script, "ddp"], check=True, timeout=240)
     expected = results(tmp_path)
     for rank in (0, 1):
         (tmp_path / f"result{rank}.pt").unlink()
-    (tmp_path / "plan1").write_text("8 SIGTERM")
+    for rank, plan in plans.items():
+        (tmp_path / f"plan{rank}").write_text(plan)
     settings = [
         f'run.directory="{tmp_path}/runs"',
         "slurm.nodes=[2]",
