@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, RecoverError
+from outlast.errors import EXIT_DONE, RecoverError
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -76,7 +76,7 @@ def jobs_arguments(
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
     from outlast.cli.forecast import prediction_for
-    from outlast.cluster.chain.stopping import RECORD_TELLS, stop_when_of
+    from outlast.cluster.chain.stopping import stop_when_of
     from outlast.cluster.staging import stager_for
     from outlast.cluster.storage import turns_for
     from outlast.cluster.transfers import transfers_for
@@ -111,8 +111,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         code = work(start, ranks)
         if ranks.is_first:
             show(job, directory)
-        told = code == EXIT_TO_BE_CONTINUED and RECORD_TELLS in os.environ
-        return EXIT_DONE if told else code
+        return code
     from outlast.train.preflight import preflight
 
     if live:
