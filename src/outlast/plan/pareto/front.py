@@ -122,6 +122,10 @@ def extremes(values: Floats) -> NDArray[np.intp]:
     return np.array([np.lexsort([normal, column])[0] for column in values.T], dtype=np.intp)
 
 
+_EQUAL = 1e-9
+"""Heights over the plane that differ by less, as a share of the axes' own, are equal."""
+
+
 def knee(values: Floats, scales: Sequence[Scale]) -> int:
     """The point that lies furthest from the plane through the extremes, on the side of the ideal.
 
@@ -153,7 +157,9 @@ def knee(values: Floats, scales: Sequence[Scale]) -> int:
         found = np.linalg.solve(corners, weights)
         if (found > 0.0).all():
             weights = np.asarray(found, dtype=float)
-    return int(np.argmin(normal @ weights))
+    heights = normal @ weights
+    # Points that differ by rounding alone are equal, in whatever units the figures are.
+    return int(np.argmax(heights <= heights.min() + _EQUAL * np.abs(weights).sum()))
 
 
 def _normal(values: Floats, scales: Sequence[Scale]) -> Floats:
