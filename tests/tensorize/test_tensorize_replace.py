@@ -1,8 +1,10 @@
 import copy
 import math
+import operator
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -780,22 +782,84 @@ def test_frozen_layers_do_not_become_random_ones_that_stay_so() -> None:
         assert len(tensorize(model(), rank=0.1, force=True)) == 2
 
 
-def test_the_weight_of_factors_is_read_only() -> None:
+@torch.library.custom_op("outlast_test::scale", mutates_args={"weight"})
+def scale(weight: torch.Tensor) -> None:
+    weight.mul_(2.0)
+
+
+OTHER = torch.ones(64, 64)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "init": lambda layer: nn.init.zeros_(layer.weight),
+    "init by keyword": lambda layer: nn.init.uniform_(layer.weight),
+    "data.mul_": lambda layer: layer.weight.data.mul_(0.5),
+    "detach.fill_": lambda layer: layer.weight.detach().fill_(0.0),
+    "data.copy_": lambda layer: layer.weight.data.copy_(OTHER),
+    "item": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "items of data": lambda layer: layer.weight.data.__setitem__((slice(None), slice(5)), 0.0),
+    "data": lambda layer: setattr(layer.weight, "data", OTHER),
+    "gradient": lambda layer: setattr(layer.weight, "grad", OTHER),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight], 2.0),
+    "second of foreach": lambda layer: torch._foreach_mul_([OTHER.clone(), layer.weight], 2.0),
+    "out": lambda layer: torch.add(OTHER, 1.0, out=layer.weight),
+    "one of two out": lambda layer: torch.max(
+        OTHER, 0, out=(layer.weight, OTHER[0].long())
+    ),
+    "augmented": lambda layer: operator.iadd(layer.weight, 1.0),
+    "row": lambda layer: layer.weight[3].zero_(),
+    "rows": lambda layer: next(iter(layer.weight)).zero_(),
+    "chunk": lambda layer: layer.weight.chunk(2)[1].zero_(),
+    "transposed": lambda layer: layer.weight.t().mul_(2.0),
+    "flat": lambda layer: layer.weight.view(-1).data.__setitem__(0, 1.0),
+    "same type": lambda layer: layer.weight.float().mul_(2.0),
+    "in place by a flag": lambda layer: nn.functional.relu(layer.weight, inplace=True),
+    "operator": lambda layer: torch.ops.aten.mul_.Tensor(layer.weight, OTHER),
+    "custom operator": lambda layer: scale(layer.weight),
+    "hook": lambda layer: layer.weight.register_hook(lambda gradient: gradient),
+    "kept gradient": lambda layer: layer.weight.retain_grad(),
+    "parameter": lambda layer: nn.Parameter(layer.weight.data),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_weight_of_factors_is_read_only(name: str, mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    tensorize(model, rank=4, force=True)
+    layer = model[0]
+    assert isinstance(layer, StructuredLinear)
+    with mode(), pytest.raises(TensorizeError, match="read-only"):
+        CHANGES[name](layer)
+
+
+def test_what_is_computed_with_the_weight_of_factors() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     tensorize(model, rank=4, force=True)
     layer, x = model[0], torch.randn(3, 64)
     assert isinstance(layer, StructuredLinear)
     linear = nn.functional.linear(x, layer.weight, layer.bias)
+    assert type(linear) is torch.Tensor
     torch.testing.assert_close(linear, layer(x))
+    torch.testing.assert_close(x @ layer.weight[:5].t(), layer(x)[:, :5] - layer.bias[:5])
     assert not layer.weight.data.sum().requires_grad
-    for change in (
-        lambda: nn.init.zeros_(layer.weight),
-        lambda: layer.weight.data.mul_(0.5),
-        lambda: layer.weight.detach().fill_(0.0),
-        lambda: layer.weight.data.copy_(x[:1]),
-    ):
-        with torch.no_grad(), pytest.raises(TensorizeError, match="read-only"):
-            change()
+    x.new_empty(64, 64).copy_(layer.weight.data)
+    mine = layer.weight.detach().clone()
+    mine[0] = 1.0
+    assert type(mine) is torch.Tensor
+
+
+def test_freezing_the_weight_of_factors_freezes_them() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    tensorize(model, rank=4, force=True)
+    layer = model[0]
+    assert isinstance(layer, StructuredLinear)
+    assert layer.weight.requires_grad
+    layer.weight.requires_grad_(False)
+    assert not any(factor.requires_grad for factor in layer.factors())
+    assert not layer.weight.requires_grad
+    assert layer.bias is not None
+    assert layer.bias.requires_grad
+    layer.weight.requires_grad = True
+    assert all(factor.requires_grad for factor in layer.factors())
 
 
 def test_speeds_on_devices_without_prices_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.execute import Path
@@ -38,39 +38,96 @@ _LOOKS = {getattr(Tensor, name).__get__ for name in _KNOWN} | {
     Tensor.element_size,
 }
 _DETACHED = {Tensor.data.__get__, Tensor.detach}  # type: ignore[attr-defined]
+_LEARNS = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_LEARN = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_KEEP = {
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.retain_grad,
+}
+"""What asks something of the very tensor, which nobody has."""
 
 
 class _Weight(Tensor):
-    """See the module; whatever is computed with it is computed with the dense weight."""
+    """See the module; whatever is computed with it is computed with the dense weight.
 
-    _layer: Any
+    What shows a part of the dense weight, such as a row, is read-only as well: it has no layer.
+    """
+
+    _layer: Any = None
     _detached = False
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        layer = args[0]._layer if args and isinstance(args[0], _Weight) else None
         if func in _LOOKS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func in _DETACHED and layer is not None:
+            # Not made yet: it is as lazy as what it is detached from.
+            return weight_of(layer, tuple(args[0].shape), detached=True)
+        if layer is not None and not args[0]._detached:
+            if func in _LEARN:
+                for factor in layer.factors():
+                    func(factor, *args[1:], **kwargs)
+                return args[0]
+            if func == _LEARNS:
+                return any(factor.requires_grad for factor in layer.factors())
         name = getattr(func, "__name__", "")
-        if func in _DETACHED:
-            # Not made yet, so that changes in place do not get lost in a tensor that nobody keeps.
-            return weight_of(args[0]._layer, tuple(args[0].shape), detached=True)
-        changes = name.endswith("_") and not name.endswith("__")
-        if changes and args and isinstance(args[0], _Weight):
-            raise TensorizeError(
-                f"a weight that is made of factors is read-only, and {name} would change a copy: "
-                "change its factors, or exclude the layer from tensorize"
-            )
-        args, kwargs = tree_map(_dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func in _KEEP or _is_written(name, args, kwargs):
+            raise _read_only(name)
+        made: list[Tensor] = []
+        args, kwargs = tree_map(functools.partial(_dense, made=made), (args, kwargs))
+        versions = [None if dense.is_inference() else dense._version for dense in made]
+        result = func(*args, **kwargs)
+        # Operators that change an argument need not have a name that says so.
+        if any(
+            was not in (None, dense._version) for was, dense in zip(versions, made, strict=True)
+        ):
+            raise _read_only(name)
+        return tree_map(functools.partial(_guarded, made=made), result)
 
 
-def _dense(value: Any) -> Any:
+def _is_written(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function of that name changes a weight among its arguments."""
+    written = kwargs.get("out")
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        # Functions of torch.nn.init get all that they are called with by keyword.
+        written = (written, args[0] if args else kwargs)
+    return any(isinstance(leaf, _Weight) for leaf in tree_leaves(written))
+
+
+def _read_only(name: str) -> TensorizeError:
+    return TensorizeError(
+        f"a weight that is made of factors is read-only, and {name} would act on a copy: change "
+        "its factors, exclude the layer from tensorize, or clone() the weight to change a copy"
+    )
+
+
+def _dense(value: Any, made: list[Tensor]) -> Any:
+    """The dense weight in the place of what stands for it, noted in `made`."""
     if not isinstance(value, _Weight):
         return value
-    dense = value._layer.to_dense()
-    return dense.detach() if value._detached else dense
+    dense: Tensor
+    if value._layer is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            dense = value.as_subclass(Tensor)
+    else:
+        # Outside of inference mode, in which nobody could tell that it was changed.
+        with torch.inference_mode(mode=False):
+            dense = value._layer.to_dense()
+        dense = dense.detach() if value._detached else dense
+    made.append(dense)
+    return dense
+
+
+def _guarded(value: Any, made: list[Tensor]) -> Any:
+    """A result, read-only if it shows a dense weight that was made for it alone."""
+    if isinstance(value, Tensor) and any(torch._C._is_alias_of(value, dense) for dense in made):
+        return value.as_subclass(_Weight)
+    return value
 
 
 def dense_matrix(network: Network, cores: Sequence[Tensor]) -> Tensor:
