@@ -27,6 +27,7 @@ from transformers import (
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import load_factored, tensorize
+from outlast.tensorize.export import save_with_dense_weights
 from outlast.tensorize.forms import LowRankLinear
 
 IDS = torch.arange(2 * 9).view(2, 9) * 5 % 64
@@ -208,6 +209,102 @@ def test_a_dense_model_is_saved_as_ever(tmp_path):
 def test_a_save_that_would_hold_factors_alone_is_refused(tmp_path):
     with pytest.raises(TensorizeError, match="distributed_checkpoint = True"):
         trained(llama()).save_pretrained(tmp_path, distributed_checkpoint=True)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "pretrained_model."])
+def test_a_state_of_factors_by_other_names_is_refused(prefix, tmp_path):
+    model = trained(llama())
+    state = {f"{prefix}{key}": value for key, value in model.state_dict().items()}
+    with pytest.raises(TensorizeError, match=rf"neither model\.layers\.0.*but {prefix}model"):
+        model.save_pretrained(tmp_path, state_dict=state)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_factors_in_a_wrapper_that_hides_its_name_are_refused(tmp_path):
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    model = trained(llama())
+    layers = type(model.model.layers[0])
+    wrapping.apply_activation_checkpointing(model, check_fn=lambda item: isinstance(item, layers))
+    with pytest.raises(TensorizeError, match="before it is wrapped"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_state_with_more_or_with_dense_weights_is_saved(tmp_path):
+    model = trained(llama())
+    value_head = {"v_head.weight": torch.zeros(1, 32)}
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **value_head})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs(loaded), outputs(model))
+    model.save_pretrained(tmp_path, state_dict=loaded.state_dict())
+    assert not (tmp_path / "outlast_tensorize.json").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(outputs(again), outputs(loaded))
+    # As the Trainer does under DeepSpeed, which saves by itself.
+    model.save_pretrained(tmp_path / "none", state_dict={})
+
+
+def test_a_state_that_holds_shared_factors_once(tmp_path):
+    model = llama()
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    trained(model)
+    state = model.state_dict()
+    for key in [key for key in state if key.startswith("model.layers.1.mlp.up_proj.")]:
+        del state[key]
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs(loaded), outputs(model))
+
+
+def test_another_model_in_the_place_of_factors(tmp_path, monkeypatch):
+    model, file = trained(llama()), tmp_path / "outlast_tensorize.json"
+    for other in (llama(), export_dense_of(model)):
+        model.save_pretrained(tmp_path)
+        other.save_pretrained(tmp_path, is_main_process=False)
+        assert file.exists()
+        other.save_pretrained(tmp_path, variant="fp16")
+        assert file.exists()
+        other.save_pretrained(tmp_path)
+        assert not file.exists()
+        with pytest.raises(TensorizeError, match="entry"):
+            load_factored(tmp_path)
+    trained(llama(), "tt").save_pretrained(tmp_path)
+    before = file.read_text()
+
+    def fails(*_, **__):
+        raise OSError("no space")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fails)
+    with pytest.raises(OSError, match="no space"):
+        model.save_pretrained(tmp_path)
+    assert file.read_text() == before
+
+
+def export_dense_of(model):
+    """The model after its layers were merged to dense ones."""
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LowRankLinear):
+            model.set_submodule(name, layer.dense_linear())
+    return model
+
+
+def test_models_without_factors_are_saved_by_transformers_alone(tmp_path):
+    model, calls = llama(), []
+    LowRankLinear(8, 8, 2)
+    # A module that is part of itself has names without end.
+    model.model.layers[0].owner = model.model
+    save = type(model).save_pretrained.__wrapped__
+
+    def plain(*positional, **named):
+        calls.append((positional, named))
+        return "saved"
+
+    arguments = (model, tmp_path), {"of_a_later_version": True}
+    assert save is not plain
+    assert save_with_dense_weights(plain, *arguments[0], **arguments[1]) == "saved"
+    assert calls == [arguments]
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -12,6 +12,7 @@ import copy
 import inspect
 import io
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,8 +180,16 @@ def save_with_dense_weights(
         TensorizeError: The layers cannot be written so that they load elsewhere.
     """
     layers = structured(model)
+    if not layers:
+        saved = save(model, directory, *positional, **named)
+        # What another model left here would be taken for the layers of this one.
+        if (Path(directory) / _LAYERS_FILE).is_file():
+            settings = inspect.signature(save).bind(model, directory, *positional, **named)
+            if _writes_all(model, settings.arguments):
+                (Path(directory) / _LAYERS_FILE).unlink(missing_ok=True)
+        return saved
     settings = inspect.signature(save).bind(model, directory, *positional, **named).arguments
-    if not layers or settings.get("variant") == VARIANT or _adapters_alone(model):
+    if settings.get("variant") == VARIANT or _adapters_alone(model):
         return save(model, directory, *positional, **named)
     if settings.get("distributed_checkpoint"):
         raise TensorizeError(
@@ -190,17 +199,18 @@ def save_with_dense_weights(
         )
     given = settings.get("state_dict")
     state = dict(model.state_dict() if given is None else given)
-    written = _with_dense_weights(model, layers, state, exact=given is None)
-    if not written:
+    if not state:
+        # What trainers write where each process has its own part, to be removed again.
         return save(model, directory, *positional, **named)
-    if nonlinear := [name for name, layer in layers.items() if not is_matrix(layer)]:
+    factored = _with_dense_weights(model, layers, state, exact=given is None)
+    if nonlinear := [name for name in factored if not is_matrix(layers[name])]:
         warnings.warn(
             f"{nonlinear[0]} and {len(nonlinear) - 1} other layers are no matrices, so "
             f"from_pretrained({str(directory)!r}) will raise: load the model by "
             "outlast.tensorize.load_factored",
             stacklevel=3,
         )
-    if settings.get("push_to_hub"):
+    if factored and settings.get("push_to_hub"):
         warnings.warn(
             f"{_LAYERS_FILE} is not pushed with the weights, and load_factored needs it: call "
             "model.push_to_hub instead, or upload the file",
@@ -210,13 +220,24 @@ def save_with_dense_weights(
     rest = {"save_original_format": False, **settings, **settings.get("kwargs", {})}
     for done in ("self", "save_directory", "state_dict", "kwargs"):
         rest.pop(done, None)
-    if settings.get("is_main_process", True):
-        described = entries.describe(model, entries.shared_names(model.state_dict(keep_vars=True)))
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _LAYERS_FILE).write_text(json.dumps({entries.KEY: described}, indent=2) + "\n")
     with _honest_tie(model, state):
-        return save(model, directory, state_dict=state, **rest)
+        saved = save(model, directory, state_dict=state, **rest)
+    file = Path(directory) / _LAYERS_FILE
+    if factored and settings.get("is_main_process", True):
+        described = entries.describe(model, entries.shared_names(model.state_dict(keep_vars=True)))
+        # After the weights, and whole: a save that was cut short is not described as if it were.
+        new = file.with_name(f".{file.name}.{os.getpid()}")
+        new.write_text(json.dumps({entries.KEY: described}, indent=2) + "\n")
+        new.replace(file)
+    elif not factored and _writes_all(model, settings):
+        file.unlink(missing_ok=True)
+    return saved
+
+
+def _writes_all(model: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether ``save_pretrained`` replaces the weights that lie in a folder."""
+    partial = settings.get("variant") or _adapters_alone(model)
+    return bool(settings.get("is_main_process", True)) and not partial
 
 
 def _adapters_alone(model: Any) -> bool:
@@ -226,31 +247,53 @@ def _adapters_alone(model: Any) -> bool:
 
 def _with_dense_weights(
     model: Any, layers: Mapping[str, Structured], state: dict[str, Tensor], *, exact: bool
-) -> bool:
-    """Add the dense weights of all layers to a state of their factors; False: it has none.
+) -> list[str]:
+    """Add the dense weights of all layers to a state of their factors.
 
     Args:
         model: Whose.
         layers: Its structured layers by name.
         state: Full tensors or shards of them.
         exact: Whether the state is what the layers hold; else they are computed from it.
+
+    Returns:
+        Names of the layers whose factors it holds; of others it has the dense weight.
+
+    Raises:
+        TensorizeError: It has neither, or lacks some of a layer's factors.
     """
     written: dict[str, Tensor] = {}
+    factored = []
+    first = entries.shared_names(model.state_dict(keep_vars=True))
     for name, layer in layers.items():
-        names = [key for key in layer.state_dict() if key != "bias"]
-        held = [key for key in names if f"{name}.{key}" in state]
-        if not held or f"{name}.weight" in state:
+        own = {key: f"{name}.{key}" for key in layer.state_dict()}
+        # States may hold what is shared under its first name alone.
+        found = {key: at if at in state else first.get(at, at) for key, at in own.items()}
+        names = [key for key in own if key != "bias"]
+        held = [key for key in names if found[key] in state]
+        dense = f"{name}.weight" in state
+        if dense and not held:
             continue
-        if len(held) < len(names):
+        if not held:
             raise TensorizeError(
-                f"state_dict lacks {name}.{(set(names) - set(held)).pop()}: give all factors of a "
-                "layer or none"
+                f"what is saved has neither {own[names[0]]} nor {name}.weight, but "
+                f"{next(iter(state))} and others: name the tensors of state_dict as "
+                "model.state_dict() does (without module. or _orig_mod.), or save the model "
+                "before it is wrapped"
             )
+        if missing := [key for key in own if found[key] not in state]:
+            raise TensorizeError(
+                f"state_dict lacks {own[missing[0]]}: give all tensors of a layer or its dense "
+                "weight"
+            )
+        factored.append(name)
+        if dense:
+            continue
         if not is_matrix(layer):
-            like = state[f"{name}.{held[0]}"]
+            like = state[found[held[0]]]
             written[f"{name}.weight"] = torch.empty(0, dtype=like.dtype, device=like.device)
             continue
-        values = {key: state[f"{name}.{key}"] for key in layer.state_dict()}
+        values = {key: state[at] for key, at in found.items()}
         whole = {key: _gathered(value) for key, value in values.items()}
         source = layer
         if not exact or any(whole[key] is not values[key] for key in whole):
@@ -271,7 +314,7 @@ def _with_dense_weights(
         if state[key].data_ptr() in seen and key not in tied:
             state[key] = state[key].clone()
         seen.add(state[key].data_ptr())
-    return bool(written)
+    return factored
 
 
 def _gathered(value: Tensor) -> Tensor:

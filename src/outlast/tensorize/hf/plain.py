@@ -32,6 +32,11 @@ Structured = StructuredLinear | StructuredEmbedding
 
 def structured(model: nn.Module) -> dict[str, Structured]:
     """All structured layers by name, under every name that a layer has."""
+    if not any(
+        isinstance(module, StructuredLinear | StructuredEmbedding) for module in model.modules()
+    ):
+        # Modules of others may hold each other, and then have names without end.
+        return {}
     return {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
