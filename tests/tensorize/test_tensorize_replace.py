@@ -279,6 +279,53 @@ def test_a_tied_head_takes_the_factors_of_the_embedding(form: str, init: Any) ->
     assert other.lm_head.embedding is other.embed
 
 
+def _tied_model(rows: int, width: int) -> Any:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(rows, width),
+            "up": nn.Linear(768, 768),
+            "down": nn.Linear(768, 768),
+            "lm_head": nn.Linear(width, rows, bias=False),
+        }
+    )
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def test_a_tied_head_that_would_be_slower_stays_dense_with_its_embedding() -> None:
+    model: Any = _tied_model(512, 64)
+    names = ["*", "embed", "lm_head"]
+    policy = [("embed", "ttm", 4), ("lm_head", "ttm", 4), ("*", "low_rank", 0.1)]
+    report = tensorize(model, match=names, policy=policy)
+    assert [row.name for row in report] == ["up", "down"]
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.embed.weight
+    kept = {row.name: row.why for row in report.kept}
+    assert "ttm at rank" in kept["lm_head"]
+    assert "x the speed of dense (64 x 512, 4096 tokens)" in kept["lm_head"]
+    assert "shares its weight with lm_head, which stays dense" in kept["embed"]
+    model = _tied_model(512, 64)
+    with pytest.warns(UserWarning, match="slower"):
+        tensorize(model, "ttm", 4, ["embed", "lm_head"], force=True)
+    assert isinstance(model.lm_head, TiedHead)
+    model = _tied_model(2000, 768)
+    report = tensorize(model, "low_rank", 0.1, ["embed", "lm_head"])
+    assert [row.name for row in report] == ["embed", "lm_head"]
+    assert (report.replaced[1].speed or 0.0) > 1.0
+
+
+def test_the_speed_of_a_tied_head_is_unknown_where_nothing_is_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from outlast.tensorize import replace
+
+    monkeypatch.setattr(replace, "_computed", lambda *_: (torch.float32, torch.device("mps")))
+    model: Any = _tied_model(200, 64)
+    with pytest.warns(UserWarning, match="the speed of lm_head .* is unknown"):
+        report = tensorize(model, "low_rank", 4, ["embed", "lm_head"])
+    assert [row.speed for row in report] == [None, None]
+
+
 def test_a_tied_head_of_a_form_without_embeddings_is_refused() -> None:
     model = _model()
     model.lm_head.weight = model.embed.weight

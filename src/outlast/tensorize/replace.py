@@ -384,7 +384,7 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
         check_target(target)
         leader = leaders.get(id(target.parameter))
         if leader is not None and leader.target.is_embedding and not target.is_embedding:
-            one = _tied(target, leader, settings)
+            one = _tied(target, leader, settings, force)
         elif leader is not None:
             row = replace(leader.row, name=target.name, parameters=0, dense_parameters=0)
             one = replace(leader, target=target, row=row, leader=leader.target.name)
@@ -394,15 +394,30 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
         if target.name == selection.likely_head and not one.against:
             one = replace(one, against=f"seems to be the head, which {NAME_IT}")
         found.append(one)
+    return _alike(found)
+
+
+def _alike(planned: Sequence[_Planned]) -> list[_Planned]:
+    """Keep all layers of a weight dense of which one should stay so."""
+    refused = {one.leader or one.target.name: one for one in planned if one.against}
+    found = []
+    for one in planned:
+        other = refused.get(one.leader or one.target.name)
+        if other is not None and not one.against:
+            why = f"shares its weight with {other.target.name}, which stays dense"
+            one = replace(one, against=f"{why}: {other.against}")
+        found.append(one)
     return found
 
 
-def _tied(target: Target, leader: _Planned, settings: _Settings) -> _Planned:
+def _tied(target: Target, leader: _Planned, settings: _Settings, force: bool) -> _Planned:
     """Describe a head that multiplies with the factors of an embedding."""
+    if leader.against:
+        row = replace(leader.row, name=target.name)
+        return replace(leader, target=target, row=row, leader=leader.target.name)
     embedding: Any = _build(leader.target, leader.choice, leader.form, leader.rank)
     into, out = target.features
-    plan = plan_for(embedding.scoring, settings.tokens, *_computed(target, settings.dtype), True)
-    flops = forward_flops(embedding.scoring, plan, settings.tokens) / settings.tokens
+    flops, speed = _work(target, leader.form, embedding, embedding.scoring, settings)
     row = replace(
         leader.row,
         name=target.name,
@@ -410,9 +425,21 @@ def _tied(target: Target, leader: _Planned, settings: _Settings) -> _Planned:
         dense_parameters=0,
         flops_per_token=flops,
         dense_flops_per_token=2.0 * into * out,
-        speed=plan.dense_seconds / plan.seconds if plan.seconds > 0.0 else None,
+        speed=speed,
     )
-    return replace(leader, target=target, row=row, leader=leader.target.name)
+    against = "" if force else _too_slow(row, target, settings)
+    return replace(leader, target=target, row=row, leader=leader.target.name, against=against)
+
+
+def _too_slow(row: Replacement, target: Target, settings: _Settings) -> str:
+    """Why a layer should stay dense that is predicted to be slower; empty: it should not."""
+    if row.speed is None or row.speed >= 1.0 or row.form == "sltrain":
+        return ""
+    into, out = target.features
+    return (
+        f"{row.form} at rank {row.rank} is predicted to run at {row.speed:.2f}x the speed of "
+        f"dense ({into} x {out}, {settings.tokens} tokens)"
+    )
 
 
 def _described(target: Target, choice: Choice, settings: _Settings, force: bool) -> _Planned:
@@ -437,7 +464,10 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
         return _Planned(target, choice, form, 0, row, against=str(error), impossible=True)
     parameters = _own_parameters(layer)
     dense = into * out
-    flops, speed = (0.0, None) if target.is_embedding else _work(target, form, layer, settings)
+    flops, speed = 0.0, None
+    if not target.is_embedding:
+        network: Any = layer.network
+        flops, speed = _work(target, form, layer, network, settings)
     shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
     row = Replacement(
         target.name,
@@ -456,19 +486,15 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
         against = (
             "is frozen, so its new random factors would never be trained: use init = 'from_dense'"
         )
-    elif not force and speed is not None and speed < 1.0 and form.name != "sltrain":
-        against = (
-            f"{form.name} at rank {row.rank} is predicted to run at {speed:.2f}x the speed of "
-            f"dense ({into} x {out}, {settings.tokens} tokens)"
-        )
+    elif not force:
+        against = _too_slow(row, target, settings)
     return _Planned(target, choice, form, resolved, row, against=against)
 
 
 def _work(
-    target: Target, form: Form, layer: nn.Module, settings: _Settings
+    target: Target, form: Form, layer: nn.Module, network: Network, settings: _Settings
 ) -> tuple[float, float | None]:
     """Forward operations of a linear layer per token, and its speed over the dense one's."""
-    network: Network = layer.network  # type: ignore[assignment]
     kind, device = _computed(target, settings.dtype)
     speed = None
     if settings.timed:
