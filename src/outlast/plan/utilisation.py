@@ -60,23 +60,30 @@ class Best:
 def published_best() -> tuple[Best, ...]:
     """The table of best published utilisations."""
     text = (files("outlast.plan") / TABLE).read_text(encoding="utf-8")
-    return tuple(Best(**load) for load in tomllib.loads(text)["best"])
+    return tuple(Best(**entry) for entry in tomllib.loads(text)["best"])
 
 
 def best_of(chip: str, precision: str) -> tuple[float, str]:
     """The best published share of the peak of a chip, and in words whose it is.
 
-    Dense runs in a precision of the same peak count first; of a chip that has none, all of its
-    runs do; of a chip of which nobody published any, those of all chips.
+    Runs in a precision of the same peak count first, and dense ones before mixtures of experts; of
+    a chip that has none, all of its runs do; of one of which nobody published any, those of all
+    chips. Words say which of these it is.
     """
     known = published_best()
     alike = _ALIKE.get(precision, (precision,))
     own = [best for best in known if best.chip == chip]
-    exact = [best for best in own if best.precision in alike and best.dense]
-    best = max(exact or own or known, key=lambda own_item: own_item.share)
-    whose = f"{best.chip} in {best.precision}"
+    same = [best for best in own or known if best.precision in alike]
+    dense = [best for best in same if best.dense]
+    best = max(dense or same or own or known, key=lambda best: best.share)
+    remarks = []
     if not own:
-        whose = f"any chip, {whose}, since none is published of {chip}"
+        remarks.append(f"of any chip, since none is published of {chip}")
+    if not same:
+        remarks.append(f"known only in {best.precision}")
+    elif not dense:
+        remarks.append("known only of mixtures of experts")
+    whose = ", ".join([f"{best.chip} in {best.precision}", *remarks])
     return best.share, f"{whose}: {100 * best.share:.1f} %, {best.run}"
 
 

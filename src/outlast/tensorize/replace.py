@@ -402,11 +402,11 @@ def _alike(planned: Sequence[_Planned]) -> list[_Planned]:
     refused = {one.leader or one.target.name: one for one in planned if one.against}
     found = []
     for one in planned:
-        other = refused.get(one.leader or one.target.name)
-        if other is not None and not one.against:
+        against, other = one.against, refused.get(one.leader or one.target.name)
+        if other is not None and not against:
             why = f"shares its weight with {other.target.name}, which stays dense"
-            one = replace(one, against=f"{why}: {other.against}")
-        found.append(one)
+            against = f"{why}: {other.against}"
+        found.append(replace(one, against=against))
     return found
 
 

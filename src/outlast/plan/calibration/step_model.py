@@ -251,7 +251,8 @@ def validate(
 def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
     """Each cluster's runs by a fit of the others': how far off one is where nothing was measured.
 
-    Whole sites are held out, since runs of one site err alike. Distances from the ranges of the
+    Whole sites are held out, since runs of one site err alike; a site is a cluster's name, so those
+    of one publication with two names predict each other. Distances from the ranges of the
     others are not counted, so that intervals are wide enough also where nothing is out of range.
 
     Args:
@@ -304,8 +305,12 @@ def step_model(
         held = validate(usable, min(count, configurations), prior=before)
     groups = interval_groups(usable)
     widths = conformal(held.log_errors, held.deviations, groups, held.distances)
-    quantile, floor = ELSEWHERE if prior is None else _elsewhere_of(prior)
-    others = quantile * max(floor / widths.floor, 1.0)
+    earlier, floor = ({OTHERS: ELSEWHERE[0]}, ELSEWHERE[1])
+    if prior is not None:
+        earlier, floor = dict(prior.widths.quantiles), prior.widths.floor
+    # A smaller floor of these runs says nothing of others: their intervals stay as wide.
+    earlier = {group: value * max(floor / widths.floor, 1.0) for group, value in earlier.items()}
+    others = earlier[OTHERS]
     if (elsewhere := validate_elsewhere(usable)) is not None:
         scores = np.abs(elsewhere.log_errors) / np.hypot(widths.floor, elsewhere.deviations)
         others = float(np.quantile(scores, widths.coverage))
@@ -314,15 +319,11 @@ def step_model(
     own = {**widths.quantiles, OTHERS: others}
     support, places = ranges_of(usable), _places(usable, groups)
     if prior is not None:
-        own = {**prior.widths.quantiles, **own}
+        own = {**earlier, **own}
         support = support.joined(prior.support)
         places = {**prior.places, **places}
     widths = replace(widths, quantiles=own)
     return StepModel(found, residual, widths, support, len(usable), places)
-
-
-def _elsewhere_of(model: StepModel) -> tuple[float, float]:
-    return model.widths.quantiles[OTHERS], model.widths.floor
 
 
 def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
