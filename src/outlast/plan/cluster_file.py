@@ -143,13 +143,13 @@ def _shorthand(part: str, count: int, text: str) -> Cluster:
 def _part_named(text: str, where: str) -> Device:
     """A device by its key or the beginning of it, where nodes of the catalogue decide ties."""
     wanted = text.casefold()
-    found = [energy for energy in devices() if energy.key == wanted]
-    found = found or [energy for energy in devices() if energy.key.startswith(wanted)]
+    found = [part for part in devices() if part.key == wanted]
+    found = found or [part for part in devices() if part.key.startswith(wanted)]
     sold = {item.device for item in nodes()}
-    found = [energy for energy in found if energy.key in sold] or found
+    found = [part for part in found if part.key in sold] or found
     if len(found) != 1:
-        keys = [energy.key for energy in devices()]
-        near = [energy.key for energy in found] or get_close_matches(wanted, keys, n=3, cutoff=0.4)
+        keys = [part.key for part in devices()]
+        near = [part.key for part in found] or get_close_matches(wanted, keys, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(keys)}"
         raise PlanError(f"cluster {where!r}: no device is named {text!r}; {hint}")
     return found[0]
@@ -172,9 +172,7 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     precisions = [precision for precision in PRECISIONS if f"peak_flop_per_s.{precision}" in known]
     drawn = power(known, tables, name)
     prices = tables.get("prices", {})
-    sources = {
-        field: known_item for field, known_item in known.items() if isinstance(known_item, Source)
-    }
+    sources = {field: figure for field, figure in known.items() if isinstance(figure, Source)}
     if drawn is None:
         sources = {field: source for field, source in sources.items() if field[:6] != "power."}
     return checked(

@@ -115,7 +115,7 @@ def kept_states(
     link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
     keys = np.column_stack([nodes, held, copies, wanted, largest, processes])
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
-    prices = np.array([_price(name, link, memory_rate) for name in found])[inverse.ravel()]
+    prices = np.array([_price(row, link, memory_rate) for row in found])[inverse.ravel()]
     outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
     # Copying takes a processor's own time, and a device's step does not notice it.
     slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds

@@ -120,9 +120,9 @@ def _pays(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: 
     """Whether the kernel can read these, and is predicted to be faster than two products."""
     given = [item for item in (x, down, up, bias) if item is not None]
     # A subclass may have no memory that a kernel could read.
-    if any(type(number) not in (torch.Tensor, torch.nn.Parameter) for number in given):
+    if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in given):
         return False
-    return all(number.dtype == x.dtype for number in given) and bottleneck_pays(
+    return all(tensor.dtype == x.dtype for tensor in given) and bottleneck_pays(
         x.shape[1],
         *up.shape[::-1],
         activation=activation,

@@ -133,7 +133,7 @@ def _chain(
     )
     if plan is None:
         plan = plan_for(network, x.shape[0], x.dtype, x.device, learns)
-    if plan.fused and any(type(core) not in _READABLE for core in (x, *cores)):
+    if plan.fused and any(type(tensor) not in _READABLE for tensor in (x, *cores)):
         plan = replace(plan, fused=False)
     if not learns:
         if plan.fused:

@@ -79,7 +79,7 @@ def read_lines(text: str, framework: str = "") -> LogFigures:
     plain = _ESCAPES.sub("", text)
     names = [framework] if framework else list(FRAMEWORKS)
     found = [_figures(plain, name) for name in names]
-    best = max(found, key=lambda figures: figures.lines)
+    best = max(found, key=lambda log: log.lines)
     if not best.lines:
         raise PlanError(
             f"the log has no line of {' or '.join(names)} that says the time or the throughput of "

@@ -60,7 +60,7 @@ def argument_lines(arguments: Sequence[tuple[str, object]]) -> str:
     lines = []
     for option, value in arguments:
         values = value if isinstance(value, tuple) else () if value is None else (value,)
-        lines.append("  " + " ".join([option, *(shlex.quote(str(name)) for name in values)]))
+        lines.append("  " + " ".join([option, *(shlex.quote(str(item)) for item in values)]))
     return "\n".join(lines)
 
 

@@ -208,8 +208,8 @@ def _without_weak(points: Floats) -> NDArray[np.intp]:
         return alive
     order = [np.argsort(points[:, k], kind="stable") for k in range(points.shape[1])]
     total = np.zeros(len(points))
-    for number in order:
-        total[number] += np.arange(len(points))
+    for indices in order:
+        total[indices] += np.arange(len(points))
     for strong in np.argsort(total, kind="stable")[:_STRONG]:
         weak = (points[alive] >= points[strong]).all(axis=1) & (alive != strong)
         if weak.any():

@@ -175,9 +175,9 @@ def runnable(
     shape = table["data"].shape
     stays = np.broadcast_to(legal(layouts, devices=cluster.devices, framework=framework), shape)
     table, layouts = kept(table, stays), layouts.taken(stays)
-    for fromkey in dict.fromkeys((framework, target)):
-        if fromkey in TARGETS and len(table["data"]):
-            able = _written(fromkey, model, base, cluster, table=table, layouts=layouts)
+    for name in dict.fromkeys((framework, target)):
+        if name in TARGETS and len(table["data"]):
+            able = _written(name, model, base, cluster, table=table, layouts=layouts)
             table, layouts = kept(table, able), layouts.taken(able)
     return table, layouts
 

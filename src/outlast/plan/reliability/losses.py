@@ -56,8 +56,8 @@ def of_stops(
         )
         strikes = sum(
             (
-                np.where(other[4] >= tier, rate, 0.0)
-                for other, rate in zip(stops, rates, strict=True)
+                np.where(other[4] >= tier, often, 0.0)
+                for other, often in zip(stops, rates, strict=True)
             ),
             np.zeros(1),
         )

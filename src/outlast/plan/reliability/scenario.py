@@ -176,9 +176,9 @@ def _table(table: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
 
 def _parts(kind: type[Part], table: Mapping[str, Any], name: str, source: str) -> tuple[Part, ...]:
     found = table.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(name, dict) for name in found):
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise PlanError(f"{name} of {source}: write each one as a table [[{name}]]")
-    return tuple(_part(kind, found_item, f"[[{name}]] of {source}") for found_item in found)
+    return tuple(_part(kind, entry, f"[[{name}]] of {source}") for entry in found)
 
 
 def _part(kind: type[Part], values: Mapping[str, Any], where: str) -> Part:

@@ -149,7 +149,7 @@ class _Renewed:
             empty = np.zeros(0, dtype=np.int64)
             return empty, np.zeros(0), empty
         return (
-            np.concatenate([drawn[0] for drawn in found]),
-            np.concatenate([drawn[1] for drawn in found]),
-            np.concatenate([drawn[2] for drawn in found]),
+            np.concatenate([strikes[0] for strikes in found]),
+            np.concatenate([strikes[1] for strikes in found]),
+            np.concatenate([strikes[2] for strikes in found]),
         )

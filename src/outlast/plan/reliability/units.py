@@ -126,17 +126,17 @@ def units_of(taken: Sequence[Taken], groups: Array) -> list[Units]:
         groups: All.
     """
     found: list[Units] = []
-    for number in sorted({item.nodes_hit for item in taken}, reverse=True):
-        same = [item for item in taken if item.nodes_hit == number]
+    for number in sorted({cause.nodes_hit for cause in taken}, reverse=True):
+        same = [cause for cause in taken if cause.nodes_hit == number]
         hit = np.minimum(same[0].hit, groups)
         kind = Units(
             number,
             groups / hit,
             hit,
-            sum((taken.rate for taken in same), np.zeros(1)),
-            sum((taken.down for taken in same), np.zeros(1)),
-            sum((taken.short for taken in same), np.zeros(1)),
-            sum((taken.repairs for taken in same), np.zeros(1)),
+            sum((cause.rate for cause in same), np.zeros(1)),
+            sum((cause.down for cause in same), np.zeros(1)),
+            sum((cause.short for cause in same), np.zeros(1)),
+            sum((cause.repairs for cause in same), np.zeros(1)),
         )
         if found:
             # Racks may take no more groups than nodes do; then their units are the same.

@@ -77,7 +77,7 @@ def ways_back(stops: Sequence[Stop], tiers: int) -> WaysBack:
     tier = in_order([stop.tier for stop in stops])
     failure, success = failing(total, np.take_along_axis(lengths, order, 0))
     tries = _tries(shares, zero, failure, success)
-    longer = 1.0 + sum((try_ * fails for try_, fails in zip(tries, failure, strict=True)), zero)
+    longer = 1.0 + sum((n * fails for n, fails in zip(tries, failure, strict=True)), zero)
     restarts, reached = failing(total, in_order([stop.restart for stop in stops]))
     restores, _ = failing(total, in_order([stop.restore for stop in stops]))
     restart = sum((n * fails for n, fails in zip(tries, restarts, strict=True)), zero)
@@ -106,7 +106,7 @@ def ways_back(stops: Sequence[Stop], tiers: int) -> WaysBack:
         restore=restore / longer,
         longer=longer,
         redone=1.0 + sum((n * fail for n, fail in zip(again, fails, strict=True)), zero),
-        rates=tuple(total * n * pass_ for n, pass_ in zip(again, passes, strict=True)),
+        rates=tuple(total * n * passed for n, passed in zip(again, passes, strict=True)),
     )
 
 

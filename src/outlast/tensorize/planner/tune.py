@@ -159,8 +159,8 @@ class _Layer:
         self.cores = [
             torch.randn(network.shape(core), **options) for core in range(len(network.cores))
         ]
-        for number in (self.x, self.weight, self.bias, *self.cores):
-            number.requires_grad_(learns)
+        for tensor in (self.x, self.weight, self.bias, *self.cores):
+            tensor.requires_grad_(learns)
         self.merged = Merged()
 
     def dense(self) -> None:

@@ -139,13 +139,13 @@ def sharers(layer: Layer, model: nn.Module | None) -> tuple[Layer, ...]:
         return (layer,)
     mine = [id(factor) for factor in factor_parameters(layer)]
     found = [
-        pair
-        for pair in model.modules()
-        if isinstance(pair, Layer)
-        and pair is not layer
-        and any(_holds(module, set(mine)) for module in pair.modules())
-        and [id(factor) for factor in factor_parameters(pair)] == mine
-        and _kind(pair) == _kind(layer)
+        other
+        for other in model.modules()
+        if isinstance(other, Layer)
+        and other is not layer
+        and any(_holds(module, set(mine)) for module in other.modules())
+        and [id(factor) for factor in factor_parameters(other)] == mine
+        and _kind(other) == _kind(layer)
     ]
     return (layer, *found)
 
