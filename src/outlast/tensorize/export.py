@@ -184,8 +184,8 @@ def save_with_dense_weights(
         saved = save(model, directory, *positional, **named)
         # What another model left here would be taken for the layers of this one.
         if (Path(directory) / _LAYERS_FILE).is_file():
-            settings = inspect.signature(save).bind(model, directory, *positional, **named)
-            if _writes_all(model, settings.arguments):
+            bound = inspect.signature(save).bind(model, directory, *positional, **named)
+            if _writes_all(model, bound.arguments):
                 (Path(directory) / _LAYERS_FILE).unlink(missing_ok=True)
         return saved
     settings = inspect.signature(save).bind(model, directory, *positional, **named).arguments

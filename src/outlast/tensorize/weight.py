@@ -125,7 +125,8 @@ def _dense(value: Any, made: list[Tensor]) -> Any:
 
 def _guarded(value: Any, made: list[Tensor]) -> Any:
     """A result, read-only if it shows a dense weight that was made for it alone."""
-    if isinstance(value, Tensor) and any(torch._C._is_alias_of(value, dense) for dense in made):
+    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if isinstance(value, Tensor) and any(is_alias(value, dense) for dense in made):
         return value.as_subclass(_Weight)
     return value
 
