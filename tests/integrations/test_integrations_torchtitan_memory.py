@@ -35,9 +35,10 @@ from outlast.distributed.group import Group
 HERE = Path(__file__).parent
 made = Group.__init__
 
-def make(self, group=None, node=""):
-    assert group is not None, "NCCL alone, torchtitan's default group on GPUs, sends no host memory"
-    made(self, group, node)
+def make(self, process_group=None, **options):
+    # NCCL alone, torchtitan's default group on GPUs, sends no host memory.
+    assert process_group is not None or "node" not in options
+    made(self, process_group, **options)
 
 Group.__init__ = make
 plan = Plan(HERE / "run", (HERE / "job.toml").read_text(), dies_at=7)
