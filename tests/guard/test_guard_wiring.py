@@ -6,10 +6,12 @@ import copy
 import gc
 import io
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -181,6 +183,128 @@ def test_passes_between_two_optimizers_are_judged_before_the_second() -> None:
     with pytest.raises(WrongNumbersError, match=r"linear\.forward of 1"):
         second.step()
     assert all(torch.equal(models[1].state_dict()[name], each) for name, each in before.items())
+
+
+def late_backward(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    loss_of(model).backward()
+
+
+def late_grad(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """As penalties and meta-learning do, without ``torch.autograd.backward``."""
+    found = torch.autograd.grad(loss_of(model), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
+LATE = pytest.mark.parametrize("late", [late_backward, late_grad])
+FAULT = "linear.output:module=head:bit=30:permanent"
+
+
+@LATE
+@pytest.mark.parametrize("verdict", ["attempts", "verdict"])
+def test_passes_after_the_verdict_are_judged_before_the_step(late: Any, verdict: str) -> None:
+    model = Small()
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    handle = guard(model, optimizer, "linear")
+    for _ in handle.attempts() if verdict == "attempts" else range(1):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+    assert verdict == "attempts" or handle.verdict().clean
+    inject(handle, parse_faults([FAULT]))
+    before = copy.deepcopy(model.state_dict())
+    late(model, parameters)
+    assert handle.watch.uncorrected
+    for _ in range(2):
+        with pytest.raises(WrongNumbersError, match="head"):
+            optimizer.step()
+    assert all(torch.equal(model.state_dict()[name], own) for name, own in before.items())
+
+
+@LATE
+def test_passes_between_two_optimizers_are_judged_however_they_are_run(late: Any) -> None:
+    model = Small()
+    first, second = optimizers = halves(model)
+    handle = guard(model, optimizers, "linear")
+    for _ in handle.attempts():
+        loss_of(model).backward()
+    first.step()
+    inject(handle, parse_faults([FAULT]))
+    before = copy.deepcopy(model.head.state_dict())
+    late(model, [*model.parameters()])
+    with pytest.raises(WrongNumbersError, match="head"):
+        second.step()
+    assert all(torch.equal(model.head.state_dict()[name], own) for name, own in before.items())
+
+
+def test_a_verdict_that_holds_is_not_asked_for_again() -> None:
+    model, other = Small(), nn.Linear(8, 8)
+    optimizers = halves(model)
+    handle = guard(model, optimizers, "linear")
+    asked = []
+    verdict = handle.verdict
+    handle.verdict = lambda: asked.append(handle.watch.step) or verdict()  # type: ignore
+    for _ in range(2):
+        for _ in handle.attempts():
+            loss_of(model).backward()
+        # Another model's passes are none of this one's.
+        other(torch.ones(2, 8)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert asked == [0, 1]
+
+
+def test_checks_on_a_device_that_come_after_the_verdict_are_settled() -> None:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer, "linear")
+    for _ in handle.attempts():
+        loss_of(model).backward()
+    one, site = torch.tensor(1.0), handle.ledger.site("head", "linear.dw")
+    # As `Watch.wants` leaves it for a device that runs behind the host.
+    handle.watch.unjudged = True
+    numbers = (one, 100 * one, one, one)
+    handle.watch._waiting.append((site, torch.device("cpu"), 1, numbers, True))
+    with pytest.raises(WrongNumbersError, match="head"):
+        optimizer.step()
+
+
+def on_one_rank_alone(kind: str) -> list[str]:
+    """What ranks say whose number of passes after the verdict differs."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    torch.manual_seed(0)
+    model, other = Small(), nn.Linear(8, 8)
+    parameters, optimizers = [*model.parameters()], halves(model)
+    handle = guard(model, optimizers, "linear")
+    said = []
+    for step in range(2):
+        for _ in handle.attempts():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(model).backward()
+        for optimizer in optimizers:
+            if dist.get_rank() == 1:
+                if step == 1 and kind == "fault":
+                    inject(handle, parse_faults([FAULT]))
+                if kind == "other":
+                    other(torch.ones(2, 8)).sum().backward()
+                else:
+                    late_grad(model, parameters)
+            try:
+                optimizer.step()
+                said.append("stepped")
+            except WrongNumbersError as error:
+                said.append(str(error).split(":")[1].split(" are")[0])
+    return said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["clean", "other", "fault"])
+def test_passes_after_the_verdict_may_differ_between_ranks(kind: str, ranks: Any) -> None:
+    last = " the numbers of rank 1" if kind == "fault" else "stepped"
+    for said in ranks(2)(on_one_rank_alone, kind):
+        assert said == ["stepped", "stepped", last, last]
 
 
 def test_checks_last_as_long_as_the_model_without_the_handle() -> None:

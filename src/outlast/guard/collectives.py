@@ -247,6 +247,7 @@ class ReplicatedReduction:
             self._weigh(bucket)
             return _result(dist.all_reduce(buffer, group=self.group, async_op=True))
         name = f"bucket {bucket.index()}"
+        watch.unjudged = True
         watch.touch("bucket.before", name, buffer)
         self._weigh(bucket)
         self._parts.append(watch.timed(checksums, buffer[None], watch.signs)[:, :2])

@@ -71,8 +71,8 @@ class Guard:
         self._installed = install(self.watch, self._model)
         self._undo = self._installed.undo
         self._reduction: GradientReduction | None = None
+        # Whether the last verdict was clean; equal on all ranks.
         self._approved = False
-        self._passes = 0
         self.patrol: Patrol | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
@@ -192,31 +192,29 @@ class Guard:
             self.watch.seconds += self.patrol.seconds
             self.patrol = self._new_patrol()
 
-    def decide(self) -> Verdict:
-        """The verdict, where something else says whether the optimizer steps.
-
-        The optimizer does not ask again for a verdict that is clean. `again` must follow if it does
-        not step.
-        """
-        verdict = self.verdict()
-        self._approved = verdict.clean
-        return verdict
-
     def again(self) -> None:
         """The step's numbers are not used: its passes begin anew, with other signs."""
         self.watch.redraw()
         self._begin()
 
     def verdict(self) -> Verdict:
-        """Whether the step's numbers may be used; all ranks ask together, before the update."""
+        """Whether the step's numbers may be used; all ranks ask together, before the update.
+
+        The optimizer does not ask again for a verdict that is clean, unless some rank has checked
+        anything since. If it does not step, `again` must follow.
+        """
         watch = self.watch
-        self._passes = self._survey.passes
         if self.patrol is not None:
             self.patrol.before_step()
         watch.settle()
         if self._reduction is not None:
-            return self._reduction.verdict(watch.uncorrected)
-        return agree(watch.step, watch.uncorrected)
+            verdict = self._reduction.verdict(watch.uncorrected)
+        else:
+            verdict = agree(watch.step, watch.uncorrected)
+        self._approved = verdict.clean
+        if verdict.clean:
+            watch.approve()
+        return verdict
 
     def attempts(self) -> Iterator[int]:
         """Repeat a step's passes until its numbers may be used.
@@ -245,7 +243,6 @@ class Guard:
             yield len(verdicts)
             verdict = self.verdict()
             if verdict.clean:
-                self._approved = True
                 if verdicts and not verdict.dropped:
                     self.ledger.repeated(verdict.step)
                 return
@@ -317,10 +314,10 @@ class Guard:
         if id(optimizer) in self._stepped:
             # Some optimizers step more often than others: this is a step of its own.
             self._advance()
-        # What another optimizer has asked for holds, too, unless there were passes since.
-        known = bool(self._stepped) and self._passes == self._survey.passes
-        approved, self._approved = self._approved or known, False
-        if not approved:
+        # A verdict holds for all optimizers, unless there were checks since. That may be so on some
+        # ranks alone, and all of them must ask again or none.
+        unjudged = int(self.watch.unjudged)
+        if not (self._approved and agree(self.watch.step, unjudged).clean):
             verdict = self.verdict()
             if not verdict.clean:
                 raise self._wrong(verdict)
@@ -329,10 +326,11 @@ class Guard:
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
+            # What was found since the verdict is the next one's.
             self._advance()
-            self._begin()
 
     def _advance(self) -> None:
+        self._approved = False
         self._stepped.clear()
         self.watch.timed(self._survey.advance)
         if self.patrol is not None:

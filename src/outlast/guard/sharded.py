@@ -64,6 +64,7 @@ class CheckedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks; waits for it before it hashes what arrived."""
+        self.watch.unjudged = True
         own = self.watch.timed(hash64, [input_tensor])
         self.watch.touch("gather.during", self.name, input_tensor)
         work = self.inner(output_tensor, input_tensor, group, async_op)
@@ -125,6 +126,7 @@ class CheckedReduceScatter(ReduceScatter):
         """Reduce the ranks' `input_tensor`, and keep this rank's shard of the result."""
         watch, name, size = self.watch, self.unit.name, group.size()
         checked = reducible(input_tensor)
+        watch.unjudged = True
         watch.touch("bucket.before", name, input_tensor)
         if dist.get_rank() in self.terms.dropped:
             input_tensor.zero_()

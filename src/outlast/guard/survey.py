@@ -142,8 +142,7 @@ class Survey:
         optimizers: That step; without any, all that happens counts as one step.
 
     Attributes:
-        passes: Backward passes so far.
-        depth: Those that go on: reentrant checkpointing begins one inside of another.
+        depth: Backward passes that go on: reentrant checkpointing begins one inside of another.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class Survey:
         self._told: set[str] = set()
         self._steps = 0
         self._due = True
-        self.passes = self.depth = 0
+        self.depth = 0
 
     def installed(self) -> ExitStack:
         """See the backward passes of the process until what this returns is closed."""
@@ -212,7 +211,6 @@ class Survey:
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
-        self.passes += 1
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
             self._tell()

@@ -42,7 +42,9 @@ class Watch:
 
     Attributes:
         step: Optimizer steps done.
-        uncorrected: Findings of this step that left wrong numbers in it.
+        uncorrected: Findings of this step that left wrong numbers in it, and were in no verdict
+            that was clean.
+        unjudged: Whether there were checks, or collectives to check, since the last clean verdict.
         seconds: Time that checks took so far; on devices that run behind the host, only of the
             host.
         generation: Counts the times that weights were written to; sums of weights fit one.
@@ -57,6 +59,7 @@ class Watch:
         self.signs = Signs(policy.seed)
         self.step = 0
         self.uncorrected = 0
+        self.unjudged = False
         self._lasting = 0
         self._not_finite: list[Site] = []
         self.seconds = 0.0
@@ -80,6 +83,11 @@ class Watch:
         """Forget what an attempt at this step has found in its passes; they begin anew."""
         self.uncorrected = self._lasting
         self._waiting.clear()
+
+    def approve(self) -> None:
+        """A verdict was clean: what follows it is for another one."""
+        self.uncorrected = self._lasting = 0
+        self.unjudged = False
 
     def advance(self) -> None:
         """A step is done: the next one draws other signs.
@@ -128,6 +136,7 @@ class Watch:
 
         On devices that run behind the host the answer is no, and `settle` learns the truth.
         """
+        self.unjudged = True
         rows = len(judged.flags)
         if isinstance(judged.exceeded, torch.Tensor):
             numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)

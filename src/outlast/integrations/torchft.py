@@ -155,7 +155,7 @@ class _Vote:
         manager, guard = self._manager, self._guard
         # A group that only just heals has computed with weights that nobody uses.
         counts = manager.is_participating()
-        verdict = guard.decide()
+        verdict = guard.verdict()
         wrong = counts and not verdict.clean
         found = self._found_by_all(wrong)
         if wrong:
