@@ -13,11 +13,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from outlast import guard
-from outlast.guard.attention import AttentionChecks
+from outlast.guard.attention import AttentionChecks, _Call
 from outlast.guard.embedding import EmbeddingChecks
 from outlast.guard.loss import LossChecks
 from outlast.guard.norms import NormChecks, norm_kind
 from outlast.guard.policy import Policy
+from outlast.guard.probes import KeptOutput, Seen
 from outlast.guard.watch import Watch
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -469,3 +470,30 @@ def test_a_step_with_a_wrong_output_is_repeated_in_real_models(
     assert outcomes
     assert set(outcomes) <= {"repeated", "corrected"}
     assert all(map(torch.equal, clean, weights))
+
+
+def test_the_random_state_is_what_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, plain = torch.get_rng_state(), functional.scaled_dot_product_attention
+    watch, options = Watch(Policy(), None), {"dropout_p": 0.5}
+    call = _Call(watch, "attention", plain, options, 1.0, KeptOutput(), random)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    query = torch.ones(1, 1, 2, 4)
+
+    def fail(*_: object) -> Any:
+        torch.rand(1)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(call, "compute", fail)
+    seen = Seen(query, (query, query, query, None), (), fail)
+    calls: list[Callable[[Seen], object]] = [call.again]
+    calls.append(lambda seen: call.beyond_rounding(seen, "v", [query]))
+    for compute in calls:
+        with pytest.raises(RuntimeError, match="no memory"):
+            compute(seen)
+        assert torch.equal(torch.get_rng_state(), before)
+    # A call that draws nothing leaves the state to others.
+    call.random = None
+    with pytest.raises(RuntimeError, match="no memory"):
+        call.beyond_rounding(seen, "v", [query])
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -665,6 +665,49 @@ class Biased(nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, self.bias)
 
 
+class LearnedQueries(nn.Module):
+    """Queries that are learned, of keys and values that may be frozen."""
+
+    def __init__(self, trained: set[str], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(2, 5, 8))
+        self.keys, self.values = nn.Linear(8, 8), nn.Linear(8, 8)
+        for name in {"keys", "values"} - trained:
+            self.get_submodule(name).requires_grad_(False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.queries, self.keys(x), self.values(x)
+        return functional.scaled_dot_product_attention(*given, dropout_p=self.dropout)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("trained", [(), ("values",), ("keys",), ("keys", "values")])
+def test_a_query_is_watched_only_with_its_keys(trained: tuple[str, ...], dropout: float) -> None:
+    handle, _, _ = train(LearnedQueries({*trained}, dropout), squares((2, 4, 8)))
+    assert handle is not None
+    unwatched = set() if "keys" in trained else {"queries"}
+    assert set(handle.uncovered().parameters) == unwatched
+    if unwatched:
+        assert "frozen" in handle.uncovered().parameters["queries"]
+    assert handle.certificate()["attention.output"].detection_point is None
+
+
+def test_a_query_whose_check_is_not_made_any_more_is_named() -> None:
+    """In steps whose graph is not looked at, too."""
+    model = LearnedQueries({"keys", "values"})
+
+    def freeze(step: int) -> None:
+        if step == 2:
+            model.keys.requires_grad_(False)
+            model.keys.zero_grad()
+
+    handle, told, _ = train(model, squares((2, 4, 8)), steps=3, before=freeze)
+    assert handle is not None
+    assert set(handle.uncovered().parameters) == {"queries"}
+    assert len(told) == 1
+
+
 def test_a_learned_mask_of_attention_is_named() -> None:
     handle, _, _ = train(Biased(), squares((2, 5, 8)))
     assert handle is not None

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ from outlast.guard.rest import hash64
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -76,6 +76,8 @@ _KEY_BLOCK = 512
 """Keys that the CPU's backward pass takes at a time."""
 
 
+_QUERY, _KEY, _VALUE = range(3)
+"""Places of the inputs, before that of the mask."""
 _LOCAL = threading.local()
 
 
@@ -142,7 +144,9 @@ class AttentionChecks:
         if torch.is_autocast_enabled(device):
             # As autocast would cast them, but seen by autograd outside the checked operation.
             dtype = torch.get_autocast_dtype(device)
-            query, key, value = (name if _is_double(name) else name.to(dtype) for name in given)
+            query, key, value = (
+                tensor if _is_double(tensor) else tensor.to(dtype) for tensor in given
+            )
         scale = options.get("scale")
         call = _Call(
             self.watch,
@@ -193,7 +197,7 @@ def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
     return query.shape[:-2] == key.shape[:-2]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Call:
     """One call of attention.
 
@@ -209,7 +213,7 @@ class _Call:
     scale: float
     kept: KeptOutput
     random: Tensor | None
-    digest: list[tuple[Tensor, int]] = field(default_factory=list)
+    digest: tuple[Tensor, int] | None = None
 
     @property
     def dropout(self) -> bool:
@@ -220,18 +224,28 @@ class _Call:
 
     def again(self, seen: Seen) -> tuple[Tensor, Gradients]:
         """Output and gradients from what was kept; with dropout, the same numbers are dropped."""
-        if self.random is None:
+        with self.same_dropout():
             return seen.again(seen.kept)
+
+    @contextmanager
+    def same_dropout(self) -> Iterator[None]:
+        """Have the CPU's generator where it was before the call, and back again behind."""
+        if self.random is None:
+            yield
+            return
         now = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
-            return seen.again(seen.kept)
+            yield
         finally:
             torch.set_rng_state(now)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         inputs = (query, key, value, mask)
-        o = watched(self.compute, inputs, inputs, self.timed_backward)
+        covering = {_VALUE: "attention.dv"}
+        if key.requires_grad:
+            covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
+        o = watched(self.compute, inputs, inputs, self.timed_backward, covering=covering)
         self.watch.touch("attention.output", self.name, o.data)
         if not self.dropout:
 
@@ -242,7 +256,7 @@ class _Call:
             check = partial(_judge_hull, value.detach(), mask is not None)
             site = self.watch.ledger.site(self.name, "attention.forward")
             put_output_right(self.watch, site, o, again, check)
-        self.digest.append((self.watch.timed(hash64, [o]), o.data_ptr()))
+        self.digest = self.watch.timed(hash64, [o]), o.data_ptr()
         return self.kept.keep(o)
 
     def compare_output(self, o: Tensor) -> bool:
@@ -251,8 +265,9 @@ class _Call:
         After activation checkpointing it is another computation's, with the same bits where kernels
         are deterministic.
         """
-        (before, address), now = self.digest[-1], hash64([o])
-        site = self.watch.ledger.site(self.name, "attention.dv")
+        assert self.digest is not None
+        (before, address), now = self.digest, hash64([o])
+        site = self.watch.ledger.site(self.name, "attention.output")
         exactly = o.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if not exactly and o.data_ptr() != address:
             return True
@@ -279,13 +294,10 @@ class _Call:
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.detach().double()
         wide = [item.detach().double().requires_grad_() for item in (query, key, value)]
-        now = torch.get_rng_state()
-        if self.random is not None:
-            torch.set_rng_state(self.random)
-        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        exact_types = torch.autocast(query.device.type, enabled=False)
+        with self.same_dropout(), torch.enable_grad(), exact_types:
             o = self.compute(wide[0], wide[1], wide[2], mask)
             expected = torch.autograd.grad(o, wide, seen.dy.double())
-        torch.set_rng_state(now)
         limits = self._worst([item.detach() for item in wide], mask, seen.dy.double(), value.dtype)
         largest = torch.finfo(value.dtype).max
         for name, found in zip(names, given, strict=True):

@@ -111,11 +111,19 @@ OPERATIONS: dict[str, Operation] = {
         "all errors within the range, and wrong scores: attention.dv sees those later; dropout",
         corrects=True,
     ),
+    "attention.output": Operation(
+        "full",
+        "a 64-bit hash of O as it is handed on, and again going back",
+        "any bit of O that changed after it was handed on",
+        "an O that was wrong when it was handed on; without deterministic kernels, one that "
+        "activation checkpointing has computed again",
+        corrects=False,
+    ),
     "attention.dv": Operation(
         "full",
         "sum dV = sum dO (without dropout) and sum V dV = sum dO O, per channel of each head",
-        "any bit of O that changed after it was handed on (detected); above the detection point a "
-        "wrong dV, a log-sum-exp that changed, and an O that was wrong when it was used (detected)",
+        "above the detection point a wrong dV, a log-sum-exp that changed, and an O that was wrong "
+        "when it was used (detected)",
         "scores that are wrong in both passes alike; errors whose sums vanish (there are no random "
         "signs here); an O that was used and wrong by less",
         corrects=True,

@@ -26,7 +26,7 @@ from outlast.guard.recompute import BELIEVED
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -111,11 +111,13 @@ class Record:
         wanted: tuple[int, ...],
         inputs: int,
         device: str,
+        covering: Mapping[int, str] | None = None,
     ) -> None:
         self.compute = compute
         self.check = check
         self.wanted = wanted
         self.inputs = inputs
+        self.covering = covering
         self.dy: Tensor | None = None
         self.replaceable = True
         # Of the module or function that is checked.
@@ -318,6 +320,7 @@ def watched(
     check: Callable[[Seen], Gradients],
     *,
     separate: bool = False,
+    covering: Mapping[int, str] | None = None,
 ) -> Tensor:
     """``compute(*inputs)``, with `check` called in its backward pass.
 
@@ -327,6 +330,8 @@ def watched(
         keep: Tensors that `check` needs, such as inputs.
         check: Takes a `Seen` and returns gradients of all inputs, as they were or put right.
         separate: Whether `compute` may use an input several times: then gradients are only seen.
+        covering: By the places of inputs the checks that watch their gradients, which no check does
+            of the others; None where the operation's checks watch all of them.
     """
     wanted = tuple(
         i for i, tensor_in in enumerate(inputs) if tensor_in is not None and tensor_in.requires_grad
@@ -344,7 +349,7 @@ def watched(
         parts.hook(y)
         output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
         return output
-    record = Record(compute, check, wanted, len(inputs), first.device.type)
+    record = Record(compute, check, wanted, len(inputs), first.device.type, covering)
     probed = _Probe.apply(  # type: ignore[no-untyped-call]
         record, *(inputs[index] for index in wanted), *keep
     )

@@ -85,18 +85,24 @@ _OTHERS = re.compile(
 )
 _OF_LEVEL_FULL = re.compile("attention|log_softmax|.*loss|binary_cross|kl_div|a compiled graph")
 """Operations that level ``linear`` leaves out by itself, and does not warn of."""
-_FUNCTIONS = ("attention.forward", "attention.dv", "loss.forward")
+_FUNCTIONS = ("attention.forward", "attention.output", "attention.dv", "loss.forward")
 """Checks of functions, which no module announces."""
 _COMPILED = "CompiledFunction"
 _FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
 """Whose autograd functions multiply nothing themselves."""
 
 
+_Check = tuple[str, frozenset[str]]
+
+
 @dataclass
 class _Uses:
-    """What uses a parameter: the names of checks, operations without one, or a compiled graph."""
+    """What uses a parameter: checks, operations without one, or a compiled graph.
 
-    checks: set[str] = field(default_factory=set)
+    Checks by name, and those of their operations that watch the gradient.
+    """
+
+    checks: set[_Check] = field(default_factory=set)
     operations: set[str] = field(default_factory=set)
     compiled: bool = False
 
@@ -118,7 +124,7 @@ class _Expected:
 
     name: str
     elements: int
-    checks: tuple[str, ...]
+    checks: tuple[_Check, ...]
     why_not: str
 
 
@@ -231,7 +237,7 @@ class Survey:
             self._shown = self._seen
             self._know_parameters()
         own = self._parameters_of(optimizer)
-        made = cache(lambda check: self._made(check, _OF_GRADIENTS, since))
+        made = cache(lambda check: self._made(*check, since))
         judged = self._judged[key] = _Judged()
         # Some frameworks keep gradients elsewhere.
         trained = [tensor for tensor in own if tensor.grad is not None]
@@ -394,9 +400,9 @@ class Survey:
     def _parameters_of(self, optimizer: Optimizer | None) -> list[Tensor]:
         groups = [] if optimizer is None else optimizer.param_groups
         given = [parameter for group in groups for parameter in group["params"]]
-        if not self._names or any(id(pair) not in self._names for pair in given):
+        if not self._names or any(id(parameter) not in self._names for parameter in given):
             self._know_parameters()
-        if any(id(pair) in self._names for pair in given):
+        if any(id(parameter) in self._names for parameter in given):
             return given
         # There is no optimizer, or it updates copies of the model's parameters.
         return [*self._model.parameters()]
@@ -416,7 +422,7 @@ class Survey:
                 self._holders.setdefault(id(parameter), []).append(planned)
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         updated = self._modules_of(parameter for group in groups for parameter in group["params"])
-        self._never_updated = {name.module for name in self._planned} - updated
+        self._never_updated = {planned.module for planned in self._planned} - updated
         self._expected = {
             id(parameter): self._expect(parameter, name)
             for name, parameter in self._model.named_parameters()
@@ -425,7 +431,7 @@ class Survey:
     def _expect(self, parameter: Tensor, name: str) -> _Expected:
         holders, uses = self._holders[id(parameter)], self._uses.get(name)
         reasons = sorted({why for holder in holders if (why := self._why_not(holder))})
-        checks: Iterable[str] = ()
+        checks: Iterable[_Check] = ()
         why_not = ""
         if uses is not None and uses.operations:
             why_not = ": ".join([", ".join(sorted(uses.operations)), *reasons])
@@ -434,7 +440,8 @@ class Survey:
         elif reasons or not holders:
             why_not = ", ".join(reasons) or _NOT_WATCHED
         else:
-            checks = [check for holder in holders for check in self._checks[holder.module]]
+            names = [check for holder in holders for check in self._checks[holder.module]]
+            checks = [(check, _OF_GRADIENTS) for check in names]
         return _Expected(name, parameter.numel(), tuple(checks), why_not)
 
     def _variables(self) -> dict[int, str]:
@@ -530,10 +537,10 @@ class _Graph:
             node = waiting.pop()
             for user in self._users[node]:
                 kind = _kind(user)
-                if _is_mask(user, node):
-                    uses.operations.add("attention mask")
-                elif (check := self._check(user)) is not None:
-                    uses.checks.add(check)
+                if (check := self._check(user)) is not None:
+                    checks, operations = _covered(check, user, node)
+                    uses.checks |= checks
+                    uses.operations |= operations
                 elif kind in _MOVES:
                     waiting.append(user)
                 elif kind == _COMPILED:
@@ -570,15 +577,24 @@ class _Graph:
         return ".".join(shared) or "the model itself"
 
 
-def _is_mask(user: Node, node: Node) -> bool:
-    """Whether what `node` has made is the mask of a checked attention, whose gradient is not."""
+def _covered(check: str, user: Node, node: Node) -> tuple[set[_Check], set[str]]:
+    """What watches the gradient of the inputs of a check's node that `node` has made.
+
+    Returns:
+        The checks, and names of the inputs that none of them watches.
+    """
     record = record_of(user)
-    places = () if record is None else zip(record.wanted, user.next_functions, strict=False)
-    return any(place > _LAST_CHECKED and child is node for place, (child, _) in places)
+    if record is None or record.covering is None:
+        return {(check, _OF_GRADIENTS)}, set()
+    edges = zip(record.wanted, user.next_functions, strict=False)
+    places = {place for place, (child, _) in edges if child is node}
+    watched = {place for place in places if place in record.covering}
+    checks = {(check, frozenset((record.covering[place],))) for place in watched}
+    return checks, {f"attention {_OF_ATTENTION[place]}" for place in places - watched}
 
 
-_LAST_CHECKED = 2
-"""The last of an operation's inputs whose gradient its checks watch: attention's value."""
+_OF_ATTENTION = ("query whose keys are frozen", "key", "value", "mask")
+"""Names of its inputs, where no check watches their gradient."""
 _FAR = 200
 """Nodes behind which it is no longer asked where an operation's inputs come from."""
 
