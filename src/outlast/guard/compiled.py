@@ -95,8 +95,10 @@ def _backward(  # noqa: PLR0917
     with torch.autocast(x.device.type, enabled=False):
         projections, encoding = _unpacked(kept, x, weight, has_bias)
         made = _layer(site).gradients(dy, x, weight, (encoding, projections), wants)
-    each = (made.dx, made.dw, made.db)
-    dx, dw, db = (x.new_empty(0) if one is None else one.contiguous() for one in each)
+    dx, dw, db = (
+        x.new_empty(0) if gradient is None else gradient.contiguous()
+        for gradient in (made.dx, made.dw, made.db)
+    )
     return dx, dw, db
 
 

@@ -404,7 +404,7 @@ class Patrol:
 
     def _prepare(self) -> None:
         """Do what takes longer the first time, outside of any step."""
-        parts = [(pair.kind, local(pair.parameter)) for pair in self._entries]
+        parts = [(entry.kind, local(entry.parameter)) for entry in self._entries]
         kinds = {(kind, part.dtype, part.device): part for kind, part in parts if not part.is_meta}
         for (kind, _, _), part in kinds.items():
             _rehearse(self.watch.policy, kind, part)

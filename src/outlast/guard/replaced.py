@@ -26,7 +26,7 @@ def looking_away(model: nn.Module) -> Iterator[None]:
         module.__dict__.get(name) for module in model.modules() for name in ("forward", "product")
     )
     stand_ins: list[Any] = [
-        found for tensor in put if hasattr(found := getattr(tensor, "__self__", tensor), "away")
+        owner for item in put if hasattr(owner := getattr(item, "__self__", item), "away")
     ]
     before = getattr(_AWAY, "looks", False)
     _AWAY.looks = True

@@ -156,13 +156,13 @@ class Watch:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        for device in dict.fromkeys(node[1] for node in waiting):
-            own = [node for node in waiting if node[1] == device]
+        for device in dict.fromkeys(check[1] for check in waiting):
+            own = [check for check in waiting if check[1] == device]
             numbers = torch.stack(
-                [torch.stack([wait.double() for wait in waits[3]]) for waits in own]
+                [torch.stack([number.double() for number in check[3]]) for check in own]
             )
-            for waits, found in zip(own, numbers.tolist(), strict=True):
-                site, _, rows, _, bitwise = waits
+            for check, found in zip(own, numbers.tolist(), strict=True):
+                site, _, rows, _, bitwise = check
                 exceeded, worst, total, widest = found
                 outcome: Outcome = "detected"
                 if site.operation.split(".")[0] in _NUMERIC and not bitwise:
