@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 import weakref
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.nn import functional
 from outlast.errors import GuardError, WrongNumbersError
 from outlast.guard import Policy, guard
 from outlast.guard.inject import inject, parse_faults
+from outlast.guard.replaced import Replaced
 
 
 class Attention(nn.Module):
@@ -327,3 +330,52 @@ def test_a_model_that_nobody_needs_is_freed_with_its_checks() -> None:
     del model, optimizer
     gc.collect()
     assert freed() is None
+
+
+class Collecting(list[Any]):
+    """The garbage collector runs before and after every change."""
+
+    def append(self, item: Any) -> None:
+        gc.collect()
+        super().append(item)
+        gc.collect()
+
+    def remove(self, item: Any) -> None:
+        gc.collect()
+        super().remove(item)
+        gc.collect()
+
+
+def test_a_guard_may_be_freed_while_another_is_installed_or_removed() -> None:
+    owner = ModuleType("owner")
+    owner.function = len  # type: ignore[attr-defined]
+    replaced = Replaced(owner, "function")
+    replaced._asking = Collecting()
+
+    def called(original: Any, *args: Any) -> str:
+        return "checked"
+
+    def forget() -> None:
+        """Leave a replacement to the garbage collector, as a model's that nobody needs."""
+        replacing = replaced.by(lambda original, *args: "forgotten")
+        replacing.__enter__()
+        cycle: list[object] = [replacing]
+        cycle.append(cycle)
+
+    found: list[object] = []
+
+    def run() -> None:
+        for _ in range(2):
+            forget()
+            with replaced.by(called):
+                found.append(owner.function(""))
+                forget()
+            gc.collect()
+            found.append(owner.function(""))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert found == ["checked", 0] * 2
+    assert owner.function is len

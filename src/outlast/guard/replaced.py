@@ -50,8 +50,11 @@ class Replaced:
     def __init__(self, owner: ModuleType, name: str) -> None:
         self._owner = owner
         self._name = name
-        self._lock = threading.Lock()
+        # The garbage collector may run `_leave` in a thread that holds it: a guarded model is freed
+        # as a cycle, and closes what it holds. So every step of a change leaves a sound state.
+        self._lock = threading.RLock()
         self._asking: list[Callable[..., Any]] = []
+        self._is_replaced = False
         self.original: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
@@ -66,20 +69,23 @@ class Replaced:
     def prefer(self, stand_in: Callable[..., Any]) -> None:
         """Have this one of several called from now on."""
         with self._lock:
-            self._asking.remove(stand_in)
+            # At no time without it, so that the function stays replaced.
             self._asking.append(stand_in)
+            self._asking.remove(stand_in)
 
     def _enter(self, stand_in: Callable[..., Any]) -> None:
         with self._lock:
-            if not self._asking:
+            self._asking.append(stand_in)
+            if not self._is_replaced:
+                self._is_replaced = True
                 self.original = getattr(self._owner, self._name)
                 setattr(self._owner, self._name, self._wrapper(self.original))
-            self._asking.append(stand_in)
 
     def _leave(self, stand_in: Callable[..., Any]) -> None:
         with self._lock:
             self._asking.remove(stand_in)
-            if not self._asking:
+            if self._is_replaced and not self._asking:
+                self._is_replaced = False
                 setattr(self._owner, self._name, self.original)
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
