@@ -335,4 +335,4 @@ def test_layers_split_by_tensor_parallelism_are_said_to_be_unguarded(ranks: Any)
 
     for split, uncalled in ranks(2)(work):
         assert split == "split over ranks by tensor parallelism"
-        assert uncalled.startswith("not called in the step")
+        assert uncalled.startswith("not used in the step")

@@ -82,6 +82,9 @@ class LinearChecks(StandIn):
         if isinstance(weight, DTensor) or nothing or torch._C._are_functorch_transforms_active():
             if isinstance(weight, DTensor):
                 self._leave_out(TENSOR_PARALLEL)
+            elif nothing:
+                # Its gradients are zero: there is nothing to check in this step.
+                self.dw_site.last = self.watch.period
             return functional.linear(x, weight, bias)
         compiling = torch.compiler.is_compiling()
         device = x.device.type

@@ -111,6 +111,7 @@ class Record:
         wanted: tuple[int, ...],
         inputs: int,
         device: str,
+        *,
         covering: Mapping[int, str] | None = None,
     ) -> None:
         self.compute = compute
@@ -122,7 +123,9 @@ class Record:
         self.replaceable = True
         # Of the module or function that is checked.
         method = check.func if isinstance(check, functools.partial) else check
-        self.name = str(getattr(getattr(method, "__self__", None), "name", "loss"))
+        owner = getattr(method, "__self__", None)
+        self.name = str(getattr(owner, "name", "loss"))
+        self.watch: Watch | None = getattr(owner, "watch", None)
         # The numbers of autograd's nodes that `compute` makes.
         self.first = self.end = 0
         self._autocast = (device, torch.get_autocast_dtype(device))
@@ -349,7 +352,7 @@ def watched(
         parts.hook(y)
         output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
         return output
-    record = Record(compute, check, wanted, len(inputs), first.device.type, covering)
+    record = Record(compute, check, wanted, len(inputs), first.device.type, covering=covering)
     probed = _Probe.apply(  # type: ignore[no-untyped-call]
         record, *(inputs[index] for index in wanted), *keep
     )

@@ -27,9 +27,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,7 @@ from outlast.guard.replaced import Replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from outlast.guard.findings import Site
@@ -60,6 +61,7 @@ _OF_GRADIENTS = frozenset(
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
 """Checks that are made where another one fails, and so are there whenever that one is made."""
 _NOT_CALLED = "not called in the step, or where its checks do not see it"
+_NOT_USED = "not used in the step: its parameters got no gradient"
 _EVALUATED = "in evaluation mode, and nothing of it trains"
 _NO_MORE = "its attention or loss is no longer checked"
 _NOT_WATCHED = "the check of its gradient was not made"
@@ -93,6 +95,8 @@ _FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint
 
 
 _Check = tuple[str, frozenset[str]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -186,6 +190,8 @@ class Survey:
         self._begun: dict[str, int] = {}
         self._step_began = self._last_began = 0
         self._updated: dict[int, set[str]] = {}
+        # Modules that train, and had no gradient in the last step.
+        self._unused: set[str] = set()
         # All sites by the module's name, as of so many.
         self._sites: dict[str, list[Site]] = {}
         self._indexed = 0
@@ -196,6 +202,8 @@ class Survey:
         self._steps = 0
         self._due = True
         self.depth = 0
+        # Why it is not known what is covered: an error of what reads torch's graph.
+        self._unknown = ""
 
     def installed(self) -> ExitStack:
         """See the backward passes of the process until what this returns is closed."""
@@ -207,27 +215,32 @@ class Survey:
 
     def look(self, roots: Any) -> None:
         """Read the graph of a backward pass that begins at `roots`, if this step is looked at."""
-        if not self._due or not self._checks_any:
-            return
+        if self._due and self._checks_any:
+            self._safely(self._look, roots)
+
+    def _look(self, roots: Any) -> None:
         # A tensor, or the node of a `GradientEdge`.
         nodes = [getattr(root, "grad_fn", root) for root in tree_leaves(roots)]
         self._know_parameters()
         graph = _Graph([node for node in nodes if isinstance(node, Node)], self._variables())
-        graph.read(self._seen)
+        if graph.reaches(self.watch):
+            graph.read(self._seen)
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
-            self._tell()
+            self._safely(self._tell)
             self._due = False
 
     def judge(self, optimizer: Optimizer | None) -> None:
         """Find what has watched the gradients that `optimizer` is about to use."""
+        if self._due or self._checks_any:
+            self.watch.settle()
+            self._safely(self._judge, optimizer)
+
+    def _judge(self, optimizer: Optimizer | None) -> None:
         key, watch = id(optimizer), self.watch
-        if not self._due and not self._checks_any:
-            return
-        watch.settle()
         since = self._since.get(key, 0)
         if optimizer is not None:
             watch.period += 1
@@ -237,13 +250,13 @@ class Survey:
             self._shown = self._seen
             self._know_parameters()
         own = self._parameters_of(optimizer)
-        made = cache(lambda check: self._made(*check, since))
+        made = cache(lambda check: self._made(check[0], check[1], since))
         judged = self._judged[key] = _Judged()
         # Some frameworks keep gradients elsewhere.
+        training = [tensor for tensor in own if tensor.requires_grad]
         trained = [tensor for tensor in own if tensor.grad is not None]
-        for number, item in enumerate(
-            trained or [tensor for tensor in own if tensor.requires_grad]
-        ):
+        used = []
+        for number, item in enumerate(trained or training):
             expected = self._expected.get(id(item))
             if expected is None:
                 name = f"parameter {number} of {type(optimizer).__name__}"
@@ -252,12 +265,18 @@ class Survey:
             judged.elements += expected.elements
             why_not = expected.why_not
             if not why_not and not all(made(check) for check in expected.checks):
+                if _is_zero(item.grad):
+                    continue
                 why_not = _NOT_WATCHED
+            used.append(item)
             if why_not:
                 judged.unwatched[expected.name] = expected.elements, why_not
         modules = self._updated.get(key)
         if modules is None:
             modules = self._updated[key] = self._modules_of(own)
+        self._unused -= modules
+        if trained:
+            self._unused |= self._modules_of(training) - self._modules_of(used)
         self._begun.update(dict.fromkeys(modules, since))
         self._begun.update(dict.fromkeys(self._never_updated - modules, self._step_began))
 
@@ -268,7 +287,7 @@ class Survey:
             self._due = self._steps & (self._steps - 1) == 0
             return
         self._last_began, self._step_began = self._step_began, self.watch.period
-        self._due = self._tell() or self._steps & (self._steps - 1) == 0
+        self._due = bool(self._safely(self._tell)) or self._steps & (self._steps - 1) == 0
         if self._due:
             self._seen = _Seen()
 
@@ -277,7 +296,7 @@ class Survey:
         self._judge_all()
         found = []
         for item in self._planned:
-            operations, why_not = item.operations, self._why_not(item)
+            operations, why_not = item.operations, self._why_not(item) or self._unknown
             if item.module in self._begun and not why_not:
                 made = self._made_in(item, operations)
                 operations = tuple(
@@ -292,6 +311,15 @@ class Survey:
         modules = {
             coverage.module: coverage.why_not for coverage in self.coverage() if coverage.why_not
         }
+        if self._unknown:
+            sizes = {
+                name: parameter.numel()
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad
+            }
+            elements = sum(sizes.values())
+            unknown = dict.fromkeys(sizes, self._unknown)
+            return Uncovered(modules, unknown, {}, len(sizes), elements, elements)
         modules |= dict.fromkeys(self._idle_functions(), _NO_MORE)
         judged = [*self._judged.values()]
         unwatched = {name: own for item in judged for name, own in item.unwatched.items()}
@@ -304,6 +332,20 @@ class Survey:
             sum(elements for elements, _ in unwatched.values()),
             self._share,
         )
+
+    def _safely(self, survey: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+        """``survey(*args, **options)``; an error in it, as with another torch, ends no training."""
+        if self._unknown:
+            return None
+        try:
+            return survey(*args, **options)
+        except Warning:
+            # The caller's filters have made an error of it.
+            raise
+        except Exception as error:
+            self._unknown = f"coverage is not known: {type(error).__name__}: {error}"
+            warnings.warn(f"{self._unknown}; the checks go on", stacklevel=3)
+            return None
 
     def _judge_all(self) -> None:
         if self._optimizers:
@@ -319,7 +361,8 @@ class Survey:
         idle = [
             item.module
             for item in self._planned
-            if item.operations and item.module not in told and not self._why_not(item)
+            if item.operations and item.module not in {*told, *self._unused}
+            if not self._why_not(item)
             if (since := self._begun.get(item.module)) is not None
             if not any(
                 self._made(name, item.operations, since) for name in self._checks[item.module]
@@ -359,6 +402,8 @@ class Survey:
         return [name for name, period in last.items() if period < self._last_began]
 
     def _why_idle(self, planned: Coverage) -> str:
+        if planned.module in self._unused:
+            return _NOT_USED
         module = self._modules[planned.module]
         frozen = not any(parameter.requires_grad for parameter in module.parameters())
         return _EVALUATED if frozen and not module.training else _NOT_CALLED
@@ -435,7 +480,7 @@ class Survey:
         why_not = ""
         if uses is not None and uses.operations:
             why_not = ": ".join([", ".join(sorted(uses.operations)), *reasons])
-        elif uses is not None and not uses.compiled:
+        elif uses is not None and uses.checks and not uses.compiled:
             checks = uses.checks
         elif reasons or not holders:
             why_not = ", ".join(reasons) or _NOT_WATCHED
@@ -500,11 +545,20 @@ class _Graph:
         records = {id(own): own for node in self._users if (own := record_of(node)) is not None}
         self._spans = sorted((own.first, own.end, own.name) for own in records.values())
 
+    def reaches(self, watch: Watch) -> bool:
+        """Whether it is of the guarded model: leads to its parameters, or to checks of its guard.
+
+        The process may train other models, and has reentrant checkpointing of frozen layers.
+        """
+        return any(self._leaf(node) is not None or _watch_of(node) is watch for node in self._users)
+
     def read(self, seen: _Seen) -> None:
         """Add what is in it to `seen`."""
         for node in self._users:
             if (name := self._leaf(node)) is not None:
                 self._read_uses(node, seen.uses.setdefault(name, _Uses()))
+                continue
+            if _is_empty(node):
                 continue
             kind, check = _kind(node), self._check(node)
             flops = _flops(node, kind)
@@ -536,6 +590,8 @@ class _Graph:
         while waiting:
             node = waiting.pop()
             for user in self._users[node]:
+                if _is_empty(user):
+                    continue
                 kind = _kind(user)
                 if (check := self._check(user)) is not None:
                     checks, operations = _covered(check, user, node)
@@ -662,6 +718,26 @@ def _flops(node: Node, kind: str) -> float | None:
     return (
         size / out[-1] * sum(prod(operand) for operand in operands if operand and len(operand) == 2)
     )
+
+
+def _watch_of(node: Node) -> Watch | None:
+    """Of the guard that checks what this node makes, if any."""
+    if getattr(node, "_forward_cls", None) is CheckedLinear:
+        layer: LinearChecks = node.layer  # type: ignore[attr-defined]
+        return layer.watch
+    record = record_of(node)
+    return None if record is None else record.watch
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether it has made no numbers, as an expert without tokens: its gradients are zero."""
+    return 0 in (_shape(node, 0) or ())
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    """Whether no gradient has come since it was set to zero, as far as this rank can see."""
+    plain = type(gradient) is Tensor and gradient.layout == torch.strided
+    return plain and gradient is not None and not bool(gradient.any())
 
 
 def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
