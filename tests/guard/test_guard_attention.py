@@ -289,7 +289,7 @@ def test_training_on_real_text(norm: Any, again: bool, dropout: float, bf16: boo
     assert all(map(torch.equal, *runs))
     assert watch.ledger.findings == []
     operations = {each.operation for each in watch.ledger.sites.values() if each.checks}
-    assert len(operations) == (9 if dropout else 10)
+    assert len(operations) == (10 if dropout else 11)
     assert watch.ledger.site("blocks.1.attention", "attention.dv").checks > 0
 
 
