@@ -533,7 +533,7 @@ class CheckpointStore:
         except OSError as error:
             problem = f"{self._place} cannot be written: {sentence_of(error)}"
         found = [rank for rank in self._ranks.gather((problem, is_owned)) if rank[0]]
-        for sentence, owned in sorted(found, key=lambda array: not array[1]):
+        for sentence, owned in sorted(found, key=lambda pair: not pair[1]):
             raise (OwnedError if owned else CheckpointError)(sentence)
 
     def _finish(

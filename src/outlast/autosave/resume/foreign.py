@@ -176,14 +176,19 @@ class ForeignModules:
                     f"the module `{module}` was there when the program was saved, and cannot be "
                     f"imported now ({error})"
                 ) from None
-            for part in name.split(".") if name else ():
-                owner = getattr(owner, part)
+            try:
+                owner = functools.reduce(getattr, name.split(".") if name else (), owner)
+            except AttributeError as error:
+                raise AutosaveError(
+                    f"`{module}.{name}` was there when the program was saved, and is not there now "
+                    f"({error})"
+                ) from None
             place = type if isinstance(owner, type) else object
             for key, value in values.items():
                 place.__setattr__(owner, key, value)
-            for number in lost:
-                if number in vars(owner):
-                    place.__delattr__(owner, number)
+            for attribute in lost:
+                if attribute in vars(owner):
+                    place.__delattr__(owner, attribute)
 
     def leave(self, owner: Owner, name: str) -> bool:
         """Save a name no more; gives whether it may be left, as the program has none such."""

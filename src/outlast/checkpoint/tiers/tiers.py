@@ -138,7 +138,7 @@ class Tiers:
                     sessions += self._claimed(place)
                     asks = functools.partial(list_versions, place.storage)
                     there = within(self._timeout_seconds, asks, place.storage.location)
-                    sessions += [slice_.session for slice_ in there]
+                    sessions += [version.session for version in there]
             self.seen = max(sessions)
 
     def claimed(self) -> int:
