@@ -16,17 +16,13 @@ def nothing_is_compiled() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _modules_of_this_process_are_not_walked(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def modules_of_this_process_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions within this process, of which a test makes dozens, pass over its 2,000 modules.
 
-    Tests of the state in modules run in processes of their own (`test_run_state.py`), or are those
-    named here.
+    Tests of the state in modules run in processes of their own (`test_run_state.py`).
     """
-    if request.module.__name__ not in ("test_session_hidden", "test_session_modules"):
-        monkeypatch.setattr(
-            ForeignModules,
-            "_namespaces",
-            lambda _, __: {(name, ""): {} for name in list(sys.modules)},
-        )
+    monkeypatch.setattr(
+        ForeignModules,
+        "_namespaces",
+        lambda *_: {(name, ""): {} for name in list(sys.modules)},
+    )
