@@ -585,7 +585,6 @@ class CheckpointStore:
             problems = self._signals.gather(key, problem)
             problem = next((problem for problem in problems if problem), "")
             if not problem:
-                check_lease()
                 within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
         except (CheckpointError, LeaseLostError) as error:
             return str(error)
