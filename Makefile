@@ -1,6 +1,7 @@
 # make train   set up .venv and train the embedded default model
-# make test    set up .venv and run all tests that need no system package
-# make -j2 -k -Otarget test-folders    the same in two processes, folder by folder
+# make test    set up .venv and run the quick tests: under 5 minutes on two cores
+# make test-rest    run all others: slow ones, those of several processes, Slurm's where it is installed
+# make test-all     run both
 # make test-float8    install torchao and test the layers with float8 products
 # make check   formatting, lint, types, layers
 # make docs    build the documentation into docs/_build/html
@@ -12,26 +13,25 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_FLAGS ?=
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Folders of tests, those that take longest first.
-LONG := slurm autosave train integrations
-FOLDERS := $(LONG) $(filter-out $(LONG) tools __pycache__,$(notdir $(patsubst %/,%,$(wildcard tests/*/))))
+# What `make test` runs: unit tests that are not slow, and a process test of each feature.
+NEWCOMER := smoke or not (slow or distributed or slurm or alone)
+WORKERS ?= 2
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-folders test-alone test-float8 check docs clean
+.PHONY: train test test-rest test-all test-float8 check docs clean
 
 train: .venv/.installed
 	$(BIN)/outlast train
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(NEWCOMER)" $(PYTEST_ARGS)
 
-test-folders: $(addprefix test-folder-,$(FOLDERS))
-
-test-folder-%: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not alone" $(PYTEST_ARGS) tests/$*
-
-# Tests that assert on the clock; nothing else should run meanwhile.
-test-alone: .venv/.installed-test
+# Tests that assert on the clock run last, with nothing beside them.
+test-rest: .venv/.installed-test
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not ($(NEWCOMER)) and not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) $(shell grep -lrw --include=*.py mark.alone tests)
+
+test-all: test test-rest
 
 # Not among the other tests: wherever torchao is installed, transformers imports all of it into
 # every process that makes a model.

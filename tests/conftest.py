@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
+import fcntl
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,3 +29,37 @@ settings.load_profile("outlast")
 def ranks() -> Callable[[int], Callable[..., list[Any]]]:
     """``ranks(n)(work, *args)``: run `work` in n forked processes joined by environment."""
     return lambda size: lambda work, *args: run_ranks(size, work, *args)
+
+
+PROCESS_TESTS = ("distributed", "slurm")
+
+
+def is_process_test(item: pytest.Item) -> bool:
+    """True if several processes take part, so that a busy machine can make the test fail."""
+    return any(item.get_closest_marker(name) is not None for name in PROCESS_TESTS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run a failed process test once more."""
+    for item in items:
+        if is_process_test(item):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let no other process test run beside one that is run again."""
+    if not is_process_test(item):
+        return (yield)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with (Path(tempfile.gettempdir()) / f"process-tests-{run}").open("w") as lock:
+        again = getattr(item, "execution_count", 1) > 1
+        fcntl.flock(lock, fcntl.LOCK_EX if again else fcntl.LOCK_SH)
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print why the first try of each test failed that was run again."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"flaky or failing: {report.nodeid}")
+        terminalreporter.write_line(str(report.longrepr))
