@@ -1,8 +1,11 @@
 """Outlast makes a PyTorch training run finish.
 
-Every part is a package of its own and is imported by its name, for example
-``from outlast.checkpoint import CheckpointStore``. Importing ``outlast`` itself loads nothing
-heavy: neither torch nor transformers. `outlast.Run` does all of it beside a training loop.
+`outlast.Run` does all of it beside a training loop. Every part is a package of its own and can be
+used alone, for example ``from outlast.checkpoint import CheckpointStore``; what most people need
+of them can be had from here too: ``dir(outlast)``.
+
+Importing `outlast` loads nothing heavy, neither torch nor transformers: names and packages are
+loaded when they are used.
 """
 
 from __future__ import annotations
@@ -14,14 +17,67 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from outlast.autosave import find_state, loop
+    from outlast.checkpoint import CheckpointStore
+    from outlast.cluster import should_stop
+    from outlast.coding import FractionalRepetition, decode
+    from outlast.energy import EnergyMeter
     from outlast.integrations.run import Run
+    from outlast.plan import predict, search
 
-__all__ = ["Run", "__version__"]
+_HOMES = {
+    "CheckpointStore": "outlast.checkpoint",
+    "EnergyMeter": "outlast.energy",
+    "FractionalRepetition": "outlast.coding",
+    "Run": "outlast.integrations.run",
+    "decode": "outlast.coding",
+    "find_state": "outlast.autosave",
+    "loop": "outlast.autosave",
+    "predict": "outlast.plan",
+    "search": "outlast.plan",
+    "should_stop": "outlast.cluster",
+}
+_PACKAGES = [
+    "autosave",
+    "checkpoint",
+    "cluster",
+    "coding",
+    "data",
+    "energy",
+    "guard",
+    "hardware",
+    "integrations",
+    "plan",
+    "recover",
+    "report",
+    "tensorize",
+    "train",
+]
+
+__all__ = [
+    "CheckpointStore",
+    "EnergyMeter",
+    "FractionalRepetition",
+    "Run",
+    "__version__",
+    "decode",
+    "find_state",
+    "loop",
+    "predict",
+    "search",
+    "should_stop",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Run":
-        from outlast.integrations.run import Run
+    from importlib import import_module
 
-        return Run
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES])
