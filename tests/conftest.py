@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Output that goes to no terminal has no width, whoever starts the tests.
+os.environ.pop("COLUMNS", None)
 
 # A loaded machine takes longer than the usual 200 ms for one example now and then.
 # A busy machine draws slowly, which is no fault of a test.
