@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outlast.tensorize.accounting import CountedCollectives
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
-from outlast.tensorize.parallel.collectives import all_reduced, sum_over
-from outlast.tensorize.parallel.grouped import LLAMA_BLOCK
-from outlast.tensorize.parallel.traffic import CountedCollectives
+from outlast.tensorize.parallel.grouped import LLAMA_BLOCK, all_reduced, sum_over
 from outlast.tensorize.sharded import whole
 from outlast.train.parallelize import split_tensors
 

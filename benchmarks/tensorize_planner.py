@@ -24,17 +24,14 @@ import torch
 from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import Tensor, nn
 
-from outlast.tensorize.forms.block import block_network
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.forms.linear import block_network, train_matrix_network, train_network
 from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.forms.tensor_train import train_matrix_network, train_network
 from outlast.tensorize.network import Network
 from outlast.tensorize.operator import Merged, chain
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner import calibrate, plan_for
-from outlast.tensorize.planner.choose import bucket_of, prices_of
-from outlast.tensorize.planner.search import Search
-from outlast.tensorize.planner.tune import tune
-from outlast.tensorize.planner.walk import Walker
+from outlast.tensorize.planner.choose import bucket_of, plan_for, prices_of
+from outlast.tensorize.planner.measure import calibrate, tune
+from outlast.tensorize.planner.search import Search, Walker
 from outlast.tensorize.shapes import balanced_modes, block_modes, monarch_modes, monarch_rank
 
 CPU = torch.device("cpu")
@@ -154,7 +151,7 @@ class Bench:
         if self.case.learns:
             _gradients(y, self.dy, [self.x, self.dense.weight, self.dense.bias])
 
-    def along(self, plan: Plan) -> Callable[[], None]:
+    def along(self, plan: LayerPlan) -> Callable[[], None]:
         """One step along a plan, with its look-up."""
 
         def step() -> None:
@@ -195,11 +192,11 @@ def best_of(
     return best
 
 
-def _plan(case: Case) -> Plan:
+def _plan(case: Case) -> LayerPlan:
     return plan_for(case.network, case.tokens, torch.float32, CPU, case.learns)
 
 
-def _tuned(case: Case) -> Plan:
+def _tuned(case: Case) -> LayerPlan:
     return tune(case.network, case.tokens, torch.float32, CPU, learns=case.learns, anew=True)
 
 
@@ -208,9 +205,9 @@ class Slowdown:
     """How long a case takes next to the dense layer, by the prices' plan and by the timed one."""
 
     case: Case
-    plan: Plan
+    plan: LayerPlan
     ratio: float
-    timed_plan: Plan
+    timed_plan: LayerPlan
     timed_ratio: float
 
     @property
@@ -240,11 +237,11 @@ class Regret:
     """The planner's choices and the fastest of all plans of a case."""
 
     case: Case
-    plan: Plan
+    plan: LayerPlan
     seconds: float
-    timed_plan: Plan
+    timed_plan: LayerPlan
     timed_seconds: float
-    best: Plan
+    best: LayerPlan
     best_seconds: float
 
     @property
@@ -258,7 +255,7 @@ class Regret:
         return self.timed_seconds / self.best_seconds
 
 
-def swept(case: Case) -> list[Plan]:
+def swept(case: Case) -> list[LayerPlan]:
     """All uniform plans of a case that have a chance, after the planner's two choices."""
     chosen = _plan(case)
     # Plans are for powers of two of tokens, as is what they may keep.

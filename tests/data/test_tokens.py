@@ -12,7 +12,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.data import ByteTokenizer, TokenFile, check_vocabulary, whole_files, write_tokens
+from outlast.data import (
+    ByteTokenizer,
+    Document,
+    TokenFile,
+    check_vocabulary,
+    whole_files,
+    write_tokens,
+)
 from outlast.data.tokens import _TokenSink
 from outlast.errors import DataError
 
@@ -90,7 +97,7 @@ def test_progress_ends_with_all_bytes(tmp_path, corpus):
 
 def test_tokens_do_not_depend_on_how_a_document_is_read(tmp_path, corpus, monkeypatch):
     write_tokens(tmp_path / "whole.bin", corpus, ByteTokenizer())
-    monkeypatch.setattr("outlast.data.corpus.Document.pieces.__defaults__", (4,))
+    monkeypatch.setattr(Document.pieces, "__defaults__", (4,))
     write_tokens(tmp_path / "pieces.bin", corpus, ByteTokenizer())
     assert (tmp_path / "whole.json").read_text() == (tmp_path / "pieces.json").read_text()
 

@@ -12,9 +12,8 @@ from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, Monarc
 from outlast.tensorize.bottleneck import bottleneck
 from outlast.tensorize.kernels import available
 from outlast.tensorize.layer import StructuredLinear
-from outlast.tensorize.planner import explain, plan_for
-from outlast.tensorize.planner.cache import PLANS
-from outlast.tensorize.planner.fused import READY, kernel_seconds, warm, warm_model
+from outlast.tensorize.planner.choose import PLANS, READY, explain, kernel_seconds, plan_for
+from outlast.tensorize.planner.measure import warm, warm_model
 
 pytestmark = [
     pytest.mark.gpu,

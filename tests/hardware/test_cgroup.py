@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.hardware.cgroup import (
+from outlast.hardware.detect import (
     cpu_limit_cores,
     memory_limit_bytes,
     parse_cfs_quota,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.tensorize.planner.cache import forget
+from outlast.tensorize.planner.choose import forget
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,15 +7,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.budget import Budget, Rank, Shape, parsed_budget, resolved_rank, shared_ranks
-from outlast.tensorize.catalogue import FORMS
+from outlast.tensorize.policy import (
+    Budget,
+    LayerShape,
+    Rank,
+    parsed_budget,
+    resolved_rank,
+    shared_ranks,
+)
 from outlast.tensorize.replace import tensorize
+from outlast.tensorize.shapes import FORMS
 
 BUDGETED = [form for form in FORMS if form not in ("sltrain",)]
 
 
-def _shape(form: str, into: int = 256, out: int = 384, multiple: int = 1) -> Shape:
-    return Shape(FORMS[form], into, out, multiple=multiple)
+def _shape(form: str, into: int = 256, out: int = 384, multiple: int = 1) -> LayerShape:
+    return LayerShape(FORMS[form], into, out, multiple=multiple)
 
 
 def test_integers_stay_and_fractions_are_of_the_narrower_side() -> None:
@@ -137,8 +144,8 @@ def test_monarchs_smallest_budget_is_at_neither_end() -> None:
 
 
 def test_a_budget_of_a_sparse_layer_counts_its_density() -> None:
-    few = resolved_rank("parameters=0.3", Shape(FORMS["sltrain"], 256, 256, density=0.01))
-    many = resolved_rank("parameters=0.3", Shape(FORMS["sltrain"], 256, 256, density=0.2))
+    few = resolved_rank("parameters=0.3", LayerShape(FORMS["sltrain"], 256, 256, density=0.01))
+    many = resolved_rank("parameters=0.3", LayerShape(FORMS["sltrain"], 256, 256, density=0.2))
     assert isinstance(few, int)
     assert isinstance(many, int)
     assert few > many

@@ -9,8 +9,7 @@ from test_tensorize_forms import FORMS, all_forms, as_function
 from torch import Tensor, nn
 
 from outlast.tensorize.forms import LowRankEmbedding, TTEmbedding, TTMEmbedding
-from outlast.tensorize.forms.block import block_network
-from outlast.tensorize.forms.tensor_train import train_network
+from outlast.tensorize.forms.linear import block_network, train_network
 from outlast.tensorize.network import Network
 
 NETWORKS = {

@@ -4,14 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.blocks import (
+from outlast.tensorize.convert.svd import (
     blocks_weight,
+    low_rank,
+    low_rank_for_inputs,
+    output_change,
     to_blocks,
     to_blocks_for_inputs,
     to_monarch,
 )
-from outlast.tensorize.convert.svd import low_rank
-from outlast.tensorize.convert.whitening import low_rank_for_inputs, output_change
 from outlast.tensorize.shapes import monarch_modes, monarch_rank
 
 

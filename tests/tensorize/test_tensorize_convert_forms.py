@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from outlast.tensorize.convert.blocks import to_blocks, to_monarch
-from outlast.tensorize.convert.start import start_from_dense
-from outlast.tensorize.convert.svd import low_rank
+from outlast.tensorize.convert.distill import start_from_dense
+from outlast.tensorize.convert.svd import low_rank, to_blocks, to_monarch
 from outlast.tensorize.convert.tensor_train import to_tensor_train, to_tensor_train_matrix
 from outlast.tensorize.forms import (
     BottleneckLinear,

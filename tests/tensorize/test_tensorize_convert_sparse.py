@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.sparse import low_rank_and_sparse
-from outlast.tensorize.convert.svd import low_rank
+from outlast.tensorize.convert.svd import low_rank, low_rank_and_sparse
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,8 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.factored import balanced, singular, split, tails
-from outlast.tensorize.convert.svd import discarded_shares, low_rank, spectrum
+from outlast.tensorize.convert.svd import (
+    balanced,
+    discarded_shares,
+    low_rank,
+    singular,
+    spectrum,
+    split,
+    tails,
+)
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

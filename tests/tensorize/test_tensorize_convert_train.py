@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.factored import Factored, padded
-from outlast.tensorize.convert.svd import low_rank
+from outlast.tensorize.convert.svd import Factored, low_rank, padded
 from outlast.tensorize.convert.tensor_train import (
     tensor_train,
     to_tensor_train,
     to_tensor_train_matrix,
+    to_tucker,
     train_matrix_weight,
     train_product,
     train_weight,
+    tucker,
+    tucker_weight,
 )
-from outlast.tensorize.convert.tucker import to_tucker, tucker, tucker_weight
 from outlast.tensorize.shapes import balanced_modes, bond_ranks
 
 modes_of_tensors = st.lists(st.integers(1, 5), min_size=1, max_size=5)

@@ -4,9 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.cp import cp, cp_product, cp_weight, to_cp
 from outlast.tensorize.convert.svd import low_rank
-from outlast.tensorize.convert.tucker import to_tucker, tucker, tucker_weight
+from outlast.tensorize.convert.tensor_train import (
+    cp,
+    cp_product,
+    cp_weight,
+    to_cp,
+    to_tucker,
+    tucker,
+    tucker_weight,
+)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

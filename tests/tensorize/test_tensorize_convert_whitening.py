@@ -3,9 +3,8 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.moments import InputMoments
-from outlast.tensorize.convert.svd import low_rank
-from outlast.tensorize.convert.whitening import low_rank_for_inputs, output_change
+from outlast.tensorize.convert.distill import InputMoments
+from outlast.tensorize.convert.svd import low_rank, low_rank_for_inputs, output_change
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

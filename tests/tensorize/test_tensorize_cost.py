@@ -12,17 +12,13 @@ from torch import nn
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize.accounting import route_flops
-from outlast.tensorize.catalogue import FORMS
 from outlast.tensorize.cost import (
-    LLAMA,
-    LlamaShape,
     layer_cost,
-    llama_cost,
-    payload,
     step_ratio,
 )
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
+from outlast.tensorize.shapes import FORMS
 
 SIZES = [(64, 64), (48, 80), (97, 60), (512, 1376)]
 
@@ -107,63 +103,6 @@ def test_a_quarter_rank_halves_a_square_layer() -> None:
     assert layer_cost("btt", 2048, 2048, 2).kept_values_per_token == 0
 
 
-@pytest.mark.parametrize("size", LLAMA)
-@pytest.mark.parametrize("form", ["dense", "cola"])
-def test_llama_counts_are_those_of_the_models(size: str, form: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from outlast.tensorize.replace import tensorize
-
-    shape = LLAMA[size]
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    if form != "dense":
-        tensorize(model, form, 0.25, "model.layers.*", multiple=1, force=True)
-    # One block and the ends; all blocks are alike.
-    one = LlamaShape(shape.hidden, shape.intermediate, 1, shape.heads, shape.vocabulary)
-    expected = llama_cost(one, form, 0.25)
-    assert expected.parameters == sum(parameter.numel() for parameter in model.parameters())
-    block = llama_cost(one, form).linear_parameters + 2 * shape.hidden
-    whole = llama_cost(shape, form)
-    assert whole.parameters == expected.parameters + (shape.layers - 1) * block
-
-
-def test_llama_sizes_are_the_published_ones() -> None:
-    millions = [round(llama_cost(shape).parameters / 1e6) for shape in LLAMA.values()]
-    assert millions == [58, 134, 368, 1339, 6738]
-    shares = [
-        llama_cost(shape, "cola").linear_parameters / llama_cost(shape).linear_parameters
-        for shape in LLAMA.values()
-    ]
-    assert all(0.395 <= share < 0.396 for share in shares)
-
-
-def test_dense_operations_are_six_per_parameter_and_attention() -> None:
-    shape = LLAMA["60M"]
-    cost = llama_cost(shape, sequence=256)
-    products = cost.linear_parameters + shape.vocabulary * shape.hidden
-    attention = 12 * 256 * shape.hidden * shape.layers
-    assert cost.training_flops_per_token == 6 * products + attention
-
-
-def test_payload_shrinks_with_the_parameters() -> None:
-    dense, half = payload(1000), payload(500)
-    assert dense.gradient_bytes == 4000
-    assert dense.optimizer_bytes == 8000
-    assert dense.checkpoint_bytes == 12000
-    assert half.checkpoint_bytes * 2 == dense.checkpoint_bytes
-    with pytest.raises(TensorizeError, match="below 0"):
-        payload(-1)
-
-
 def test_step_ratio_is_amdahls() -> None:
     assert step_ratio(linear_share=1.0, flops_ratio=0.5) == 0.5
     assert step_ratio(linear_share=0.8, flops_ratio=0.4, efficiency=0.8) == pytest.approx(0.6)
@@ -177,10 +116,6 @@ def test_wrong_layers_are_refused() -> None:
         layer_cost("svd", 4, 4, 1)
     with pytest.raises(TensorizeError, match="rank = 0"):
         layer_cost("tt", 4, 4, 0)
-    with pytest.raises(TensorizeError, match="no rank fraction"):
-        llama_cost(LLAMA["60M"], "tt")
-    with pytest.raises(TensorizeError, match="fraction = 0"):
-        llama_cost(LLAMA["60M"], "cola", 0.0)
 
 
 def test_effective_parameters_solve_the_scaling_law() -> None:

@@ -6,15 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outlast.tensorize.execute import Path
-from outlast.tensorize.forms.block import block_network
-from outlast.tensorize.forms.cp import cp_network
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.execute import MergedPath
+from outlast.tensorize.forms.linear import (
+    block_network,
+    cp_network,
+    train_matrix_network,
+    train_network,
+    tucker_network,
+)
 from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.forms.tensor_train import train_matrix_network, train_network
-from outlast.tensorize.forms.tucker import tucker_network
 from outlast.tensorize.network import Network, Route
 from outlast.tensorize.operator import chain
-from outlast.tensorize.plan import Plan
 
 NETWORKS = {
     "low_rank": low_rank_network(7, 9, 3),
@@ -70,7 +73,7 @@ def expect(network: Network, given_routes: list[Route], *, tokens: int, plain: b
     y = x @ dense(network, cores).t() + bias
     wanted = torch.autograd.grad(y, [x, bias, *cores], dy)
     for route in given_routes:
-        plan = Plan.uniform(route, len(cores), plain=plain)
+        plan = LayerPlan.uniform(route, len(cores), plain=plain)
         found = chain(x, cores, network, bias, plan)
         gradients = torch.autograd.grad(found, [x, bias, *cores], dy)
         torch.testing.assert_close(found, y, atol=1e-10, rtol=0)
@@ -133,9 +136,9 @@ def test_sums_over_chunks_do_not_lose_half_precision(dtype: torch.dtype) -> None
     cores = [torch.ones(network.shape(core), requires_grad=True) for core in range(2)]
     x = torch.full((1024, 20), 1 / 16, dtype=dtype)
     dy = torch.full((1024, 28), 1 / 64, dtype=dtype)
-    y = chain(x, cores, network, None, Plan.uniform(Route((1, 1), chunk=1), 2))
+    y = chain(x, cores, network, None, LayerPlan.uniform(Route((1, 1), chunk=1), 2))
     chunked = torch.autograd.grad(y, cores, dy)
-    y = chain(x.float(), cores, network, None, Plan.uniform(Route((1, 1)), 2))
+    y = chain(x.float(), cores, network, None, LayerPlan.uniform(Route((1, 1)), 2))
     for gradient, exact in zip(chunked, torch.autograd.grad(y, cores, dy.float()), strict=True):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, exact, rtol=0.02, atol=0)
@@ -143,5 +146,5 @@ def test_sums_over_chunks_do_not_lose_half_precision(dtype: torch.dtype) -> None
 
 def test_the_merged_matrices_have_the_dtype_of_x() -> None:
     network = NETWORKS["btt"]
-    path = Path(network, Route((1, 1)), random_cores(network), torch.float32)
+    path = MergedPath(network, Route((1, 1)), random_cores(network), torch.float32)
     assert all(matrix.dtype == torch.float32 for matrix in path.matrices)

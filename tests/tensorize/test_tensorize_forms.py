@@ -18,6 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import bottleneck, operator
+from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.forms import (
     BottleneckLinear,
     BTTLinear,
@@ -34,7 +35,6 @@ from outlast.tensorize.forms import (
     low_rank,
 )
 from outlast.tensorize.layer import CoredLinear, StructuredLinear, merged
-from outlast.tensorize.plan import Plan
 
 Build = Callable[..., StructuredLinear]
 
@@ -111,7 +111,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kept":
         planned = operator.plan_for
 
-        def kept(*given: Any) -> Plan:
+        def kept(*given: Any) -> LayerPlan:
             return dataclasses.replace(planned(*given), plain=False)
 
         monkeypatch.setattr(operator, "plan_for", kept)
@@ -662,8 +662,8 @@ def test_merged_cores_are_kept_until_they_change(
     from outlast.tensorize import operator
 
     made = []
-    path = operator.Path
-    monkeypatch.setattr(operator, "Path", lambda *given: made.append(1) or path(*given))
+    path = operator.MergedPath
+    monkeypatch.setattr(operator, "MergedPath", lambda *given: made.append(1) or path(*given))
     layer = FORMS[name](dtype=torch.float64).eval()
     x = torch.randn(1, 12, dtype=torch.float64)
     with torch.no_grad(), merged(layer):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint import CheckpointStore
+from outlast.tensorize.accounting import CountedCollectives
 from outlast.tensorize.forms import BTTLinear, TTLinear, TTMLinear
 from outlast.tensorize.forms.low_rank import LowRankLinear
 from outlast.tensorize.parallel.fsdp import (
@@ -28,7 +29,6 @@ from outlast.tensorize.parallel.fsdp import (
     sharded_dimension,
     whole_cores,
 )
-from outlast.tensorize.parallel.traffic import CountedCollectives
 from outlast.tensorize.sharded import whole
 
 WIDTH = 24

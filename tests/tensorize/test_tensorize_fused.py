@@ -19,24 +19,23 @@ from torch import Tensor
 from outlast.errors import TensorizeError
 from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, MonarchLinear, TTLinear
 from outlast.tensorize.bottleneck import FEW, bottleneck
+from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.layer import StructuredLinear
 from outlast.tensorize.network import Network
 from outlast.tensorize.operator import chain, two_products
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner import explain, plan_for
-from outlast.tensorize.planner.cache import PLANS
-from outlast.tensorize.planner.fused import (
+from outlast.tensorize.planner.choose import (
+    PLANS,
     READY,
-    Blocks,
-    LowRank,
+    BlockPair,
+    LowRankPair,
     bottleneck_pays,
+    explain,
     kernel_seconds,
     pair_of,
-    warm,
-    warm_model,
+    plan_for,
 )
-from outlast.tensorize.planner.price import Prices
-from outlast.tensorize.planner.table import default_table
+from outlast.tensorize.planner.measure import warm, warm_model
+from outlast.tensorize.planner.price import OperationPrices, default_table
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -75,8 +74,8 @@ def ready() -> Iterator[Callable[[Network, int, torch.dtype], None]]:
     PLANS.clear()
 
 
-def plan_of(network: Network, *, fused: bool) -> Plan:
-    return replace(Plan.uniform(two_products(network), len(network.cores)), fused=fused)
+def plan_of(network: Network, *, fused: bool) -> LayerPlan:
+    return replace(LayerPlan.uniform(two_products(network), len(network.cores)), fused=fused)
 
 
 def made(form: str) -> StructuredLinear:
@@ -220,10 +219,18 @@ def test_a_fused_bottleneck_learns_as_two_products_do(
 def tuned() -> list[bool]:
     from outlast.tensorize.kernels import pairs
 
-    found = [LowRank(24, 16, 40), LowRank(24, 5, 40, "silu"), Blocks((2, 16), (4, 16), 8)]
+    found = [
+        LowRankPair(24, 16, 40),
+        LowRankPair(24, 5, 40, "silu"),
+        BlockPair((2, 16), (4, 16), 8),
+    ]
     for pair in found:
         pairs.tune(pair, 17, torch.float32, "cpu")
-    found += [LowRank(24, 16, 40, "mish"), LowRank(24, 512, 40), Blocks((2, 4), (4, 16), 8)]
+    found += [
+        LowRankPair(24, 16, 40, "mish"),
+        LowRankPair(24, 512, 40),
+        BlockPair((2, 4), (4, 16), 8),
+    ]
     return [pairs.fits(pair, torch.float32) for pair in found]
 
 
@@ -253,12 +260,12 @@ def test_subclasses_of_tensors_go_along_the_routes() -> None:
 
 def test_networks_that_the_kernels_know() -> None:
     with torch.device("meta"):
-        assert pair_of(LowRankLinear(24, 40, 5).network) == LowRank(24, 5, 40)
+        assert pair_of(LowRankLinear(24, 40, 5).network) == LowRankPair(24, 5, 40)
         cola = pair_of(BottleneckLinear(24, 40, 5).network, "silu")
-        assert cola == LowRank(24, 5, 40, "silu")
+        assert cola == LowRankPair(24, 5, 40, "silu")
         btt = BTTLinear(24, 40, 3, in_modes=(4, 6), out_modes=(5, 8)).network
-        assert pair_of(btt) == Blocks((4, 6), (5, 8), 3)
-        assert pair_of(MonarchLinear(32, 16, 4).network) == Blocks((4, 8), (4, 4), 1)
+        assert pair_of(btt) == BlockPair((4, 6), (5, 8), 3)
+        assert pair_of(MonarchLinear(32, 16, 4).network) == BlockPair((4, 8), (4, 4), 1)
         assert pair_of(btt, "silu") is None
         assert pair_of(btt.backwards()) is None
         padded = BTTLinear(23, 40, 3, in_modes=(4, 6), out_modes=(5, 8)).network
@@ -315,7 +322,7 @@ def test_the_planner_takes_a_kernel_that_is_ready_and_cheaper(
 
 def test_a_bottleneck_pays_for_many_tokens_alone() -> None:
     sizes = {"activation": "silu", "dtype": torch.bfloat16, "device": CUDA}
-    keys = {(LowRank(2048, 128, 2048, "silu"), bucket, torch.bfloat16) for bucket in (7, 15)}
+    keys = {(LowRankPair(2048, 128, 2048, "silu"), bucket, torch.bfloat16) for bucket in (7, 15)}
     READY.update(keys)
     try:
         assert bottleneck_pays(2048, 128, 2048, tokens=32768, **sizes)
@@ -328,7 +335,7 @@ def test_a_bottleneck_pays_for_many_tokens_alone() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_kernels_price_grows_with_the_tokens(form: str, learns: bool) -> None:
-    prices = Prices(default_table("cuda", "bfloat16"))
+    prices = OperationPrices(default_table("cuda", "bfloat16"))
     network = made(form).network
     seconds = [kernel_seconds(network, 1 << bucket, prices, learns) for bucket in (14, 16, 18)]
     assert 0 < seconds[0] < seconds[1] < seconds[2] < 1

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.block import BTTLinear, block_network
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear, low_rank_network
-from outlast.tensorize.forms.tensor_train import (
+from outlast.tensorize.forms.linear import (
+    BTTLinear,
     TTLinear,
     TTMLinear,
+    block_network,
     train_matrix_network,
     train_network,
 )
-from outlast.tensorize.initialize import activation_gain, core_stds, fans, initialize_
+from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear, low_rank_network
+from outlast.tensorize.initialize import activation_gain, core_stds, fans, initialize_, squared_norm
 from outlast.tensorize.network import Network
-from outlast.tensorize.rules.product import squared_norm
 
 MODES = st.tuples(st.integers(2, 9), st.integers(2, 9), st.integers(2, 9))
 

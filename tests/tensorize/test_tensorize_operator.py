@@ -3,13 +3,12 @@ import torch
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.forms import BTTLinear, LowRankLinear, MonarchLinear, TTLinear, TTMLinear
-from outlast.tensorize.forms.block import block_network
+from outlast.tensorize.forms.linear import block_network, train_network
 from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.forms.tensor_train import train_network
 from outlast.tensorize.network import Route
 from outlast.tensorize.operator import Merged, chain, two_products
-from outlast.tensorize.plan import Plan
 
 BLOCK = block_network(20, 28, 2, in_modes=(4, 5), out_modes=(7, 4))
 TRAIN = train_network(12, 30, 3, in_modes=(3, 4), out_modes=(5, 6))
@@ -65,7 +64,7 @@ def test_autograd_alone_would_keep_more() -> None:
             self.layer = layer
 
         def forward(self, x: Tensor) -> Tensor:
-            plan = Plan.uniform(Route((1, 1)), 2, plain=True)
+            plan = LayerPlan.uniform(Route((1, 1)), 2, plain=True)
             return chain(x, self.layer.factors(), self.layer.network, None, plan)
 
     assert kept_numbers(Plainly(), x)[0] > 1024 * 256
@@ -84,14 +83,14 @@ def test_each_computation_may_go_its_own_way(plain: bool) -> None:
         torch.randn(TRAIN.shape(core), dtype=torch.float64, requires_grad=True) for core in range(4)
     ]
     x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
-    mixed = Plan(
+    mixed = LayerPlan(
         Route((2, 2)),
         Route((4,)),
         (Route((2, 2)), Route((1, 1, 2), layout="features"), Route((1, 3), chunk=3), Route((4,))),
         plain,
     )
     one = chain(x, cores, TRAIN, None, mixed)
-    other = chain(x, cores, TRAIN, None, Plan.uniform(Route((4,)), 4))
+    other = chain(x, cores, TRAIN, None, LayerPlan.uniform(Route((4,)), 4))
     torch.testing.assert_close(one, other)
     dy = torch.randn_like(one)
     for found, expected in zip(
@@ -104,7 +103,7 @@ def test_each_computation_may_go_its_own_way(plain: bool) -> None:
 
 def test_only_what_is_asked_for_is_differentiated() -> None:
     cores = [torch.randn(TRAIN.shape(core)) for core in range(4)]
-    plan = Plan.uniform(Route((2, 2)), 4)
+    plan = LayerPlan.uniform(Route((2, 2)), 4)
     x = torch.randn(3, 12)
     assert not chain(x, cores, TRAIN, None, plan).requires_grad
     cores[2].requires_grad_()
@@ -126,7 +125,7 @@ def test_a_bias_alone_learns() -> None:
 def test_one_tensor_as_two_cores(plain: bool) -> None:
     """W = A^T A with one A: first and second derivatives must not count it twice."""
     network = low_rank_network(4, 4, 4)
-    plan = Plan.uniform(Route((1, 1)), 2, plain=plain)
+    plan = LayerPlan.uniform(Route((1, 1)), 2, plain=plain)
     core = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
@@ -139,7 +138,7 @@ def test_one_tensor_as_two_cores(plain: bool) -> None:
 
 def test_second_derivatives_where_a_core_depends_on_x() -> None:
     network = low_rank_network(3, 2, 3)
-    plan = Plan.uniform(Route((1, 1)), 2)
+    plan = LayerPlan.uniform(Route((1, 1)), 2)
     up = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
 
@@ -154,9 +153,9 @@ def test_a_gradient_that_is_a_view_of_one_number() -> None:
     cores = [torch.randn(BLOCK.shape(core), requires_grad=True) for core in range(2)]
     x = torch.randn(300, 20, requires_grad=True)
     for route in (Route((2,)), Route((1, 1)), Route((1, 1), layout="features", chunk=64)):
-        y = chain(x, cores, BLOCK, None, Plan.uniform(route, 2))
+        y = chain(x, cores, BLOCK, None, LayerPlan.uniform(route, 2))
         expanded = torch.autograd.grad(y, [x, *cores], torch.ones(()).expand(y.shape))
-        y = chain(x, cores, BLOCK, None, Plan.uniform(route, 2))
+        y = chain(x, cores, BLOCK, None, LayerPlan.uniform(route, 2))
         whole = torch.autograd.grad(y, [x, *cores], torch.ones(y.shape))
         for one, other in zip(expanded, whole, strict=True):
             torch.testing.assert_close(one, other)
@@ -166,7 +165,7 @@ def test_without_gradients_y_is_contiguous_and_leaves_no_graph() -> None:
     cores = [torch.randn(BLOCK.shape(core), requires_grad=True) for core in range(2)]
     with torch.no_grad():
         for layout in ("tokens", "features"):
-            plan = Plan.uniform(Route((1, 1), layout=layout), 2)
+            plan = LayerPlan.uniform(Route((1, 1), layout=layout), 2)
             y = chain(torch.randn(2, 3, 20), cores, BLOCK, None, plan)
             assert y.is_contiguous()
             assert y.grad_fn is None

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import TensorizeError
+from outlast.tensorize.accounting import CountedCollectives
 from outlast.tensorize.parallel.bottleneck import LLAMA, parallelize_bottleneck
 from outlast.tensorize.parallel.grouped import LLAMA_BLOCK
-from outlast.tensorize.parallel.traffic import CountedCollectives
 from outlast.tensorize.sharded import whole
 
 pytestmark = pytest.mark.distributed

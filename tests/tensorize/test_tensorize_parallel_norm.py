@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outlast.errors import TensorizeError
 from outlast.guard import guard
 from outlast.tensorize.bottleneck import ACTIVATIONS
-from outlast.tensorize.parallel.activated import activated_linear
-from outlast.tensorize.parallel.grouped import group_projections
-from outlast.tensorize.parallel.online_norm import normalized_projection
+from outlast.tensorize.parallel.grouped import (
+    activated_linear,
+    group_projections,
+    normalized_projection,
+)
 
 EPSILON = 1e-5
 

@@ -11,26 +11,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.tensorize.forms.block import block_network
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.forms.linear import block_network, train_matrix_network, train_network
 from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.forms.tensor_train import train_matrix_network, train_network
 from outlast.tensorize.network import Network, Route, dense_route
 from outlast.tensorize.operator import chain
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner import cache, choose, explain, plan_for, predicted_speedup
-from outlast.tensorize.planner.candidates import candidates, groupings
-from outlast.tensorize.planner.price import Prices
-from outlast.tensorize.planner.search import Search, best_plan
-from outlast.tensorize.planner.table import (
+from outlast.tensorize.planner import choose, measure
+from outlast.tensorize.planner.choose import explain, plan_for, predicted_speedup
+from outlast.tensorize.planner.price import (
     AXIS,
     LAYOUTS,
-    Table,
+    OperationPrices,
+    PriceTable,
     default_table,
     interpolate,
+    is_view,
+    move,
     roofline,
 )
-from outlast.tensorize.planner.views import is_view, move
-from outlast.tensorize.planner.walk import Walker
+from outlast.tensorize.planner.search import Search, Walker, best_plan, candidates, groupings
 
 CPU = torch.device("cpu")
 NETWORKS = {
@@ -46,14 +45,14 @@ NETWORKS = {
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test sees the machine's tables, or leaves any."""
     monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path))
-    cache.forget()
+    choose.forget()
     yield tmp_path
-    cache.forget()
+    choose.forget()
 
 
 @pytest.fixture
-def prices() -> Prices:
-    return Prices(default_table("cpu", "float32"))
+def prices() -> OperationPrices:
+    return OperationPrices(default_table("cpu", "float32"))
 
 
 def test_the_middle_of_a_cut_chain_is_every_way_to_cut_it() -> None:
@@ -113,7 +112,7 @@ def test_interpolation_gives_points_back_and_grows_beyond() -> None:
     assert 2.0 < between < 4.0
 
 
-def test_more_work_costs_more(prices: Prices) -> None:
+def test_more_work_costs_more(prices: OperationPrices) -> None:
     for layout in LAYOUTS:
         small = prices.product(1, 256, 256, 256, layout)
         assert small < prices.product(1, 1024, 256, 256, layout)
@@ -124,7 +123,7 @@ def test_more_work_costs_more(prices: Prices) -> None:
 
 @pytest.mark.parametrize(("name", "tokens"), list(product(NETWORKS, (1, 16, 4096))))
 def test_the_plan_is_the_cheapest_of_all_uniform_ones(
-    name: str, tokens: int, prices: Prices
+    name: str, tokens: int, prices: OperationPrices
 ) -> None:
     network = NETWORKS[name]
     search = Search(Walker(network, prices), tokens)
@@ -137,7 +136,7 @@ def test_the_plan_is_the_cheapest_of_all_uniform_ones(
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_chunks_cost_the_sum_of_their_parts(name: str, prices: Prices) -> None:
+def test_chunks_cost_the_sum_of_their_parts(name: str, prices: OperationPrices) -> None:
     walker = Walker(NETWORKS[name], prices)
     groups = (1,) * len(NETWORKS[name].cores)
     assert walker.chunks(Route(groups, chunk=64), 150) == [64, 64, 22]
@@ -149,7 +148,7 @@ def test_chunks_cost_the_sum_of_their_parts(name: str, prices: Prices) -> None:
     assert one < two < 4 * one
 
 
-def test_shared_work_is_paid_once(prices: Prices) -> None:
+def test_shared_work_is_paid_once(prices: OperationPrices) -> None:
     network = NETWORKS["low rank"]
     walker, route = Walker(network, prices), Route((1, 1))
     everything = walker.backward(route, 4096, frozenset((0, 1)), want_x=True)
@@ -183,7 +182,7 @@ def test_a_wide_chain_rebuilds_the_dense_weight() -> None:
     assert plan.forward == dense_route(network)
 
 
-def test_a_plain_plan_leaves_little_memory(prices: Prices) -> None:
+def test_a_plain_plan_leaves_little_memory(prices: OperationPrices) -> None:
     search = Search(Walker(NETWORKS["blocks"], prices), 4096)
     assert all(not plan.plain for _, plan in search.uniform())
 
@@ -220,7 +219,7 @@ def test_planned_layers_compute_what_the_dense_weight_does(name: str, tokens: in
     x = torch.randn(tokens, network.in_features, generator=generator, dtype=torch.float64)
     dense = chain(
         torch.eye(network.in_features, dtype=torch.float64), cores, network,
-        plan=Plan.uniform(dense_route(network), len(cores)),
+        plan=LayerPlan.uniform(dense_route(network), len(cores)),
     )  # fmt: skip
     y = chain(x, cores, network)
     torch.testing.assert_close(y, x @ dense, rtol=1e-9, atol=1e-7)
@@ -231,49 +230,49 @@ def test_planned_layers_compute_what_the_dense_weight_does(name: str, tokens: in
         torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-6)
 
 
-def _measured() -> Table:
+def _measured() -> PriceTable:
     content = default_table("cpu", "float32").to_json()
     content.update(
         machine=choose.machine_of(CPU), measured=True, torch=torch.__version__,
         threads=torch.get_num_threads(),
     )  # fmt: skip
-    return Table.from_json(content)
+    return PriceTable.from_json(content)
 
 
 def test_a_stored_table_is_found_again(own_cache: Path) -> None:
     table = _measured()
-    path = cache.store(table)
+    path = choose.store(table)
     assert path is not None
     assert path.parent == own_cache / "tensorize"
     assert [each.suffix for each in path.parent.iterdir()] == [".json"]
     assert choose.prices_of(torch.float32, CPU).table == table
-    assert choose.calibrate(torch.float32, CPU) == table
+    assert measure.calibrate(torch.float32, CPU) == table
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', "null"])
 def test_a_damaged_table_is_none(damage: str) -> None:
     table = _measured()
-    path = cache.store(table)
+    path = choose.store(table)
     assert path is not None
     path.write_text(damage)
-    assert cache.load(table.machine, table.dtype, table.threads, table.torch) is None
+    assert choose.load(table.machine, table.dtype, table.threads, table.torch) is None
     assert not choose.prices_of(torch.float32, CPU).table.measured
 
 
 def test_a_table_of_something_else_is_none() -> None:
     table = _measured()
-    path = cache.store(table)
+    path = choose.store(table)
     assert path is not None
-    other = cache.file_of("another machine", table.dtype, table.threads, table.torch)
+    other = choose.file_of("another machine", table.dtype, table.threads, table.torch)
     path.rename(other)
-    assert cache.load("another machine", table.dtype, table.threads, table.torch) is None
+    assert choose.load("another machine", table.dtype, table.threads, table.torch) is None
 
 
 def test_tables_with_missing_points_are_refused() -> None:
     content = default_table("cpu", "float32").to_json()
     content["copy"] = content["copy"][1:]
     with pytest.raises(ValueError, match="other points"):
-        Table.from_json(content)
+        PriceTable.from_json(content)
 
 
 def test_a_new_table_changes_plans() -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.block import BTTLinear, block_network
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.forms.linear import BTTLinear, TTLinear, block_network
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear
-from outlast.tensorize.planner import cache, choose, explain, plan_for, predicted_speedup, tune
+from outlast.tensorize.planner import choose, measure
+from outlast.tensorize.planner.choose import explain, plan_for, predicted_speedup
 from outlast.tensorize.replace import tensorize
 
 CPU = torch.device("cpu")
@@ -24,15 +25,15 @@ NETWORK = block_network(48, 64, 2, in_modes=(6, 8), out_modes=(8, 8))
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test sees the machine's files, or leaves any; and repeats are few."""
     monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path))
-    monkeypatch.setattr(tune, "_ROUNDS", 1)
-    monkeypatch.setattr(tune, "_LEAST", 1e-6)
-    cache.forget()
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
+    monkeypatch.setattr(measure, "_LEAST", 1e-6)
+    choose.forget()
     yield tmp_path / "tensorize"
-    cache.forget()
+    choose.forget()
 
 
-def _tuned(tokens: int = 64, *, learns: bool = True, anew: bool = False) -> tune.Plan:
-    return tune.tune(NETWORK, tokens, torch.float32, CPU, learns=learns, anew=anew)
+def _tuned(tokens: int = 64, *, learns: bool = True, anew: bool = False) -> LayerPlan:
+    return measure.tune(NETWORK, tokens, torch.float32, CPU, learns=learns, anew=anew)
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -43,7 +44,7 @@ def test_a_timed_plan_is_taken_from_then_on_and_in_later_processes(learns: bool)
     assert plan.seconds > 0
     assert plan.dense_seconds > 0
     assert plan_for(NETWORK, 50, torch.float32, CPU, learns) is plan
-    cache.forget()
+    choose.forget()
     again = plan_for(NETWORK, 33, torch.float32, CPU, learns)
     assert again == plan
     assert again.timed
@@ -60,9 +61,9 @@ def test_a_timed_plan_is_taken_from_then_on_and_in_later_processes(learns: bool)
 
 def test_what_was_timed_is_not_timed_again_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = tune.fastest
+    real = measure.fastest
     monkeypatch.setattr(
-        tune, "fastest", lambda actions, *rest: runs.append(len(actions)) or real(actions, *rest)
+        measure, "fastest", lambda actions, *rest: runs.append(len(actions)) or real(actions, *rest)
     )
     plan = _tuned()
     assert _tuned() is plan
@@ -78,20 +79,20 @@ def test_the_fastest_of_those_timed_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     predicted = plan_for(network, 512, torch.float32, CPU, True)
     # Of the dense layer 9 seconds, of the plans 3, 2, 1, ...
     monkeypatch.setattr(
-        tune,
+        measure,
         "fastest",
         lambda actions, *_: [9.0, *(float(len(actions) - at) for at in range(1, len(actions)))],
     )
     # A pair of runs may contradict, and then the prices are believed.
-    monkeypatch.setattr(tune, "_wins", lambda *_: False)
-    assert tune.tune(network, 512, torch.float32, CPU) == predicted
-    monkeypatch.setattr(tune, "_wins", lambda *_: True)
-    plan = tune.tune(network, 512, torch.float32, CPU, anew=True)
+    monkeypatch.setattr(measure, "_wins", lambda *_: False)
+    assert measure.tune(network, 512, torch.float32, CPU) == predicted
+    monkeypatch.setattr(measure, "_wins", lambda *_: True)
+    plan = measure.tune(network, 512, torch.float32, CPU, anew=True)
     assert plan != predicted
     assert (plan.seconds, plan.dense_seconds) == (1.0, 9.0)
     # Where it makes no difference, that of the prices is.
-    monkeypatch.setattr(tune, "fastest", lambda actions, *_: [9.0] + [1.0] * (len(actions) - 1))
-    assert tune.tune(network, 512, torch.float32, CPU, anew=True) == predicted
+    monkeypatch.setattr(measure, "fastest", lambda actions, *_: [9.0] + [1.0] * (len(actions) - 1))
+    assert measure.tune(network, 512, torch.float32, CPU, anew=True) == predicted
 
 
 def test_the_slow_are_dropped_and_the_first_is_not() -> None:
@@ -103,7 +104,7 @@ def test_the_slow_are_dropped_and_the_first_is_not() -> None:
 
     actions = [lambda place=place, size=size: action(place, size)
                for place, size in enumerate((1 << 20, 1 << 4, 1 << 20))]  # fmt: skip
-    found = tune.fastest(actions, CPU, 1.0)
+    found = measure.fastest(actions, CPU, 1.0)
     assert found[1] < found[0]
     assert found[1] < found[2]
     assert calls[0] > calls[2]
@@ -114,7 +115,7 @@ def test_damaged_files_are_none(own_cache: Path, damage: str) -> None:
     _tuned()
     (path,) = own_cache.iterdir()
     path.write_text(damage)
-    cache.forget()
+    choose.forget()
     assert not plan_for(NETWORK, 64, torch.float32, CPU, True).timed
     assert _tuned().timed
     assert json.loads(path.read_text())["plans"]
@@ -125,7 +126,7 @@ def test_files_gather_plans(own_cache: Path) -> None:
     _tuned(1, learns=False)
     (path,) = own_cache.iterdir()
     assert len(json.loads(path.read_text())["plans"]) == 2
-    cache.forget()
+    choose.forget()
     assert plan_for(NETWORK, 64, torch.float32, CPU, True).timed
     assert plan_for(NETWORK, 1, torch.float32, CPU, False).timed
 
@@ -142,7 +143,7 @@ def test_a_model_is_tuned_shape_by_shape() -> None:
         BTTLinear(32, 64, 1), LowRankLinear(64, 32, 4), BottleneckLinear(32, 32, 4),
     )  # fmt: skip
     lines: list[str] = []
-    plans = tune.tune_model(model, 16, seconds=0.1, progress=lines.append)
+    plans = measure.tune_model(model, 16, seconds=0.1, progress=lines.append)
     assert [line.split()[0] for line in lines] == ["tt", "btt", "low_rank"]
     assert all(plan.timed for plan in plans)
     assert plan_for(model[0].network, 16, torch.float32, CPU, True) is plans[0]
@@ -152,13 +153,13 @@ def test_replacing_with_calibration_refuses_what_was_timed_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outlast.tensorize.replace.calibrate_machine", choose.prices_of)
-    monkeypatch.setattr(tune, "fastest", lambda actions, *_: [1.0] + [2.0] * (len(actions) - 1))
+    monkeypatch.setattr(measure, "fastest", lambda actions, *_: [1.0] + [2.0] * (len(actions) - 1))
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with pytest.raises(TensorizeError, match=r"0\.50x the speed"):
         tensorize(model, form="btt", rank=1, tokens=512, calibrate=True)
-    monkeypatch.setattr(tune, "fastest", lambda actions, *_: [2.0] + [1.0] * (len(actions) - 1))
-    cache.forget()
-    for path in cache.directory().iterdir():
+    monkeypatch.setattr(measure, "fastest", lambda actions, *_: [2.0] + [1.0] * (len(actions) - 1))
+    choose.forget()
+    for path in choose.directory().iterdir():
         path.unlink()
     report = tensorize(model, form="btt", rank=1, tokens=512, calibrate=True)
     assert len(report) == 2

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.catalogue import FORMS, form_named
 from outlast.tensorize.forms import LowRankEmbedding, LowRankLinear
 from outlast.tensorize.policy import Choice, Policy, replaceable, select
+from outlast.tensorize.shapes import FORMS, form_named
 
 
 class Tied(nn.Module):

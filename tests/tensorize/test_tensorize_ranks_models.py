@@ -14,7 +14,7 @@ from outlast.tensorize.forms import (
     TTLinear,
 )
 from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
-from outlast.tensorize.forms.latent import link_latents
+from outlast.tensorize.forms.low_rank import link_latents
 from outlast.tensorize.parallel.grouped import group_projections
 from outlast.tensorize.ranks import RankControl, grow, match_ranks, resize, shrink
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms import BTTLinear, LowRankLinear, SparseLowRankLinear, TTLinear
+from outlast.tensorize.muon import UnfoldedMuon, factor_unfoldings
 from outlast.tensorize.ranks import grow, match_ranks, resize, shrink
-from outlast.tensorize.rules.muon import UnfoldedMuon, factor_unfoldings
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import StructuredLinear, tensorize
-from outlast.tensorize.catalogue import FORMS
 from outlast.tensorize.forms import TiedHead
 from outlast.tensorize.policy import Choice
+from outlast.tensorize.shapes import FORMS
 
 CONVERTED = ("low_rank", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain")
 
@@ -463,10 +463,12 @@ def test_a_model_that_gains_nothing_is_refused_unless_forced() -> None:
 
 def test_what_is_predicted_to_be_slower_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from outlast.tensorize import replace
+    from outlast.tensorize.contraction import LayerPlan
     from outlast.tensorize.network import Route
-    from outlast.tensorize.plan import Plan
 
-    slow = Plan(Route((1, 1)), Route((1, 1)), (Route((1, 1)),) * 2, seconds=2.0, dense_seconds=1.0)
+    slow = LayerPlan(
+        Route((1, 1)), Route((1, 1)), (Route((1, 1)),) * 2, seconds=2.0, dense_seconds=1.0
+    )
     monkeypatch.setattr(replace, "plan_for", lambda *_: slow)
     with pytest.raises(TensorizeError, match=r"0\.50x the speed of dense \(64 x 64, 77 tokens\)"):
         tensorize(nn.Sequential(nn.Linear(64, 64)), tokens=77)
@@ -795,7 +797,7 @@ def test_what_is_between_factors_counts(form: str) -> None:
 def test_forms_without_plans_are_timed_where_it_is_asked_for(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outlast.tensorize.planner import tune
+    from outlast.tensorize.planner import measure
 
     seen = []
 
@@ -805,8 +807,8 @@ def test_forms_without_plans_are_timed_where_it_is_asked_for(
         seen.append(len(actions))
         return [3.0, 1.0]
 
-    monkeypatch.setattr(tune, "fastest", fastest)
-    monkeypatch.setattr(tune, "_SPEEDS", {})
+    monkeypatch.setattr(measure, "fastest", fastest)
+    monkeypatch.setattr(measure, "_SPEEDS", {})
     monkeypatch.setattr("outlast.tensorize.replace.calibrate_machine", lambda *_: None)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     report = tensorize(model, form, 4, tokens=8, calibrate=True)

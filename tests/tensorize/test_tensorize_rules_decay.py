@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.block import BTTLinear, MonarchLinear
+from outlast.tensorize.decay import ProductDecay, SpectralBound
+from outlast.tensorize.forms.linear import BTTLinear, MonarchLinear, TTLinear, TTMLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear, TTMLinear
+from outlast.tensorize.initialize import norm_gradients, squared_norm
 from outlast.tensorize.layer import StructuredLinear
 from outlast.tensorize.network import Network
+from outlast.tensorize.parameters import parameter_groups
 from outlast.tensorize.ranks.resize import resize
-from outlast.tensorize.rules.decay import ProductDecay
-from outlast.tensorize.rules.groups import parameter_groups
-from outlast.tensorize.rules.product import norm_gradients, squared_norm
-from outlast.tensorize.rules.spectral import SpectralBound
 
 
 def _layers() -> list[StructuredLinear]:

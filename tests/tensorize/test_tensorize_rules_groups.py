@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.block import BTTLinear
 from outlast.tensorize.forms.embedding import LowRankEmbedding
+from outlast.tensorize.forms.linear import BTTLinear, TTLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear
 from outlast.tensorize.initialize import activation_gain
-from outlast.tensorize.rules.groups import (
+from outlast.tensorize.parameters import (
     factor_multipliers,
     mup_initialize_,
     mup_multipliers,

@@ -7,15 +7,19 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.decay import ProductDecay, SpectralBound
 from outlast.tensorize.forms import LowRankLinear, TTLinear
 from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.muon import UnfoldedMuon, factor_unfoldings
 from outlast.tensorize.parallel.fsdp import WholeCores
+from outlast.tensorize.parameters import (
+    factor_multipliers,
+    factor_parameters,
+    mup_initialize_,
+    parameter_groups,
+    structured_layers,
+)
 from outlast.tensorize.ranks.control import RankControl
-from outlast.tensorize.rules.decay import ProductDecay
-from outlast.tensorize.rules.groups import factor_multipliers, mup_initialize_, parameter_groups
-from outlast.tensorize.rules.layers import factor_parameters, structured_layers
-from outlast.tensorize.rules.muon import UnfoldedMuon, factor_unfoldings
-from outlast.tensorize.rules.spectral import SpectralBound
 
 
 def _model() -> nn.Sequential:

@@ -9,18 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.block import BTTLinear
 from outlast.tensorize.forms.embedding import LowRankEmbedding
+from outlast.tensorize.forms.linear import BTTLinear, TTLinear, TTMLinear
 from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear, TTMLinear
-from outlast.tensorize.ranks.resize import resize
-from outlast.tensorize.rules.muon import (
+from outlast.tensorize.muon import (
     UnfoldedMuon,
     Unfolding,
     factor_unfoldings,
+    orthogonalize,
     unfoldings,
 )
-from outlast.tensorize.rules.orthogonal import orthogonalize
+from outlast.tensorize.ranks.resize import resize
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -11,14 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from outlast.tensorize.decay import ProductDecay, SpectralBound
+from outlast.tensorize.forms.linear import TTLinear
 from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear
-from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.rules.decay import ProductDecay
-from outlast.tensorize.rules.groups import parameter_groups
-from outlast.tensorize.rules.muon import UnfoldedMuon, factor_unfoldings
-from outlast.tensorize.rules.product import squared_norm
-from outlast.tensorize.rules.spectral import SpectralBound
+from outlast.tensorize.initialize import initialize_, squared_norm
+from outlast.tensorize.muon import UnfoldedMuon, factor_unfoldings
+from outlast.tensorize.parameters import parameter_groups
 from outlast.tensorize.sharded import whole
 
 pytestmark = pytest.mark.distributed

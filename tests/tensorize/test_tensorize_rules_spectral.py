@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize.decay import SpectralBound
+from outlast.tensorize.forms.linear import TTLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.forms.tensor_train import TTLinear
-from outlast.tensorize.rules.orthogonal import (
+from outlast.tensorize.muon import (
     bounded_root,
     norm_bound,
     power_norm,
     product_norm_bound,
 )
-from outlast.tensorize.rules.spectral import SpectralBound
 
 KINDS = ["random", "aligned", "gauge", "one factor", "from zero", "back and forth"]
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from outlast.tensorize.forms import SparseLowRankLinear
-from outlast.tensorize.forms import sparse as module
+from outlast.tensorize.forms import low_rank as module
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 900])

@@ -12,9 +12,12 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.tensorize.budget import Rank
-    from outlast.tensorize.hf.calibration import Text
-    from outlast.tensorize.hf.conversion import Converted, Progress
+    from outlast.tensorize.hf.conversion import (
+        CalibrationText,
+        ConvertedModel,
+        Progress,
+    )
+    from outlast.tensorize.policy import Rank
 
 WRITTEN_AS = ("factored", "merged", "dense")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -89,20 +92,20 @@ def convert(
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
     """
     from outlast.errors import TensorizeError
+    from outlast.tensorize.export import check_target
     from outlast.tensorize.hf.conversion import (
         NO_MATRICES,
-        Settings,
+        ConversionSettings,
         check,
         convert_model,
         load_dense,
     )
-    from outlast.tensorize.hf.folder import check_target
 
     if written_as not in WRITTEN_AS:
         raise TensorizeError(f"--as {written_as} is not one of {', '.join(WRITTEN_AS)}")
     if dtype is not None and dtype not in DTYPES:
         raise TensorizeError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    settings = Settings(
+    settings = ConversionSettings(
         form=form,
         rank=_rank(form, rank, error),
         match=tuple(match or ("*",)),
@@ -163,8 +166,8 @@ def _on(model, device: str):  # type: ignore[no-untyped-def]
 
 def _text(
     file: Path | None, source: Path, config: object, *, tokens: int, window: int | None
-) -> Text | None:
-    from outlast.tensorize.hf.calibration import read_text
+) -> CalibrationText | None:
+    from outlast.tensorize.hf.conversion import read_text
 
     return None if file is None else read_text(file, source, config, tokens=tokens, window=window)
 
@@ -192,7 +195,7 @@ def _write(  # type: ignore[no-untyped-def]
         )
 
 
-def _tell(done: Converted, text: Text | None) -> None:
+def _tell(done: ConvertedModel, text: CalibrationText | None) -> None:
     typer.echo(str(done.report))
     if text is None or done.perplexities is None:
         typer.echo("errors are the shares of the weights' norms that are lost")

@@ -18,8 +18,14 @@ from rich.table import Table
 import outlast
 from outlast.errors import HardwareError
 from outlast.hardware import Machine, Unavailable, this_machine
-from outlast.hardware.checks import Check, machine_checks, storage_checks
-from outlast.hardware.loopback import end_ranks, gloo_check, start_gloo_ranks
+from outlast.hardware.checks import (
+    Check,
+    end_ranks,
+    gloo_check,
+    machine_checks,
+    start_gloo_ranks,
+    storage_checks,
+)
 
 PYTHON_RANGE = ((3, 11), (3, 13))
 TORCH_RANGE = ((2, 11), (2, 13))

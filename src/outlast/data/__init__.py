@@ -7,33 +7,41 @@
     loader = BatchLoader(windows, SampleOrder(windows.samples, seed=0), batch_size=16)
     for step, parts in loader.prefetching(0, 100): ...   # parts[0].inputs: (16, 128) int64
 
-The order of samples is a function of (seed, global sample index): a run that restarts, or goes on
-with another number of ranks, sees every sample exactly once per epoch. Everything is NumPy.
+The order of samples is a function of (seed, global sample index): a run that restarts, with the
+same or another number of ranks, sees every sample exactly once per epoch. Everything is NumPy.
 """
 
 from outlast.data.batches import (
     BatchLoader,
     MicroBatch,
+    SampleOrder,
     SampleWindow,
     microbatch_count,
     microbatches,
     share,
 )
-from outlast.data.corpus import (
+from outlast.data.prepare import (
     Corpus,
     Document,
+    Prepared,
+    prepare,
     split_by_name,
     stdlib_files,
     stdlib_root,
     text_files,
+    wait_for,
     whole_files,
 )
-from outlast.data.header import TokenHeader
-from outlast.data.indexed import TokenIndex, read_index, write_index
-from outlast.data.order import SampleOrder
-from outlast.data.prepare import Prepared, prepare, wait_for
 from outlast.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from outlast.data.tokens import TokenFile, check_vocabulary, write_tokens
+from outlast.data.tokens import (
+    TokenFile,
+    TokenHeader,
+    TokenIndex,
+    check_vocabulary,
+    read_index,
+    write_index,
+    write_tokens,
+)
 
 __all__ = [
     "BatchLoader",

@@ -27,7 +27,7 @@ LEFTOVER_SECONDS = 3600.0
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that takes the name `path`, durably, when the block succeeds.
+    """Open a temporary file that takes the name `path`, durably, when the block succeeds.
 
     When the block fails, `path` is as it was before and the temporary file is gone.
 
@@ -43,7 +43,13 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
+        oldest = time.time() - LEFTOVER_SECONDS
+        for entry in os.scandir(path.parent):
+            if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
+                # Another process may remove it first; either way it is gone.
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat().st_mtime < oldest:
+                        os.unlink(entry.path)  # noqa: PTH108  a DirEntry has its path as text
         with temporary.open("xb", buffering=BUFFER_BYTES) as file:
             yield file
             file.flush()
@@ -58,7 +64,7 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
 
 
 def publish_json(path: Path, content: dict[str, Any]) -> None:
-    """Publishes a JSON object as `path`, in one step.
+    """Publish a JSON object as `path`, in one step.
 
     Raises:
         DataError: The disk is full, or the place cannot be written.
@@ -68,7 +74,7 @@ def publish_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Read a JSON object.
 
     Raises:
         DataError: The file cannot be read or does not hold a JSON object.
@@ -80,16 +86,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold a JSON object")
     return content
-
-
-def _remove_leftovers(path: Path) -> None:
-    oldest = time.time() - LEFTOVER_SECONDS
-    for entry in os.scandir(path.parent):
-        if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
-            # Another process may remove it first; either way it is gone.
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_mtime < oldest:
-                    os.unlink(entry.path)  # noqa: PTH108  a DirEntry has its path as text
 
 
 def _sentence(error: OSError, path: Path) -> str:

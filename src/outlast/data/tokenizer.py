@@ -24,7 +24,7 @@ _USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im
 
 
 class Tokenizer(Protocol):
-    """What the data package asks of a tokenizer."""
+    """Interface of tokenizers in this package."""
 
     @property
     def name(self) -> str:
@@ -39,10 +39,10 @@ class Tokenizer(Protocol):
         """Token written after each document; None writes none."""
 
     def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turns text (UTF-8 bytes) into ids, (tokens,); adds no special token."""
+        """Turn text (UTF-8 bytes) into ids, (tokens,); adds no special token."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Turns ids, (tokens,), into text."""
+        """Turn ids, (tokens,), into text."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class ByteTokenizer:
     end_of_text: int | None = 0
 
     def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turns bytes into ids, (bytes,) uint8, without a copy."""
+        """Turn bytes into ids, (bytes,) uint8, without a copy."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Turns ids into text; bytes that are not UTF-8 become U+FFFD.
+        """Turn ids into text; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             DataError: An id is not in [0, 256).
@@ -83,12 +83,12 @@ class JsonTokenizer:
     _engine: Any = field(repr=False, compare=False)
 
     def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turns text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
+        """Turn text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
         decoded = text.decode("utf-8", errors="replace")
         return np.array(self._engine.encode(decoded, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Turns ids into text, special tokens included."""
+        """Turn ids into text, special tokens included."""
         return str(self._engine.decode(_as_list(ids), skip_special_tokens=False))
 
 
@@ -102,16 +102,16 @@ class SentencePieceTokenizer:
     _engine: Any = field(repr=False, compare=False)
 
     def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turns text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
+        """Turn text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
         return np.array(self._engine.encode(text.decode("utf-8", errors="replace")), np.uint32)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Turns ids into text."""
+        """Turn ids into text."""
         return str(self._engine.decode(_as_list(ids)))
 
 
 def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
-    """Loads a tokenizer.
+    """Load a tokenizer.
 
     Args:
         name: `byte`; or the path of a `tokenizer.json`, of a folder that holds one (or a

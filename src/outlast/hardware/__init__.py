@@ -18,11 +18,10 @@ from outlast.hardware.catalogue import (
     node,
     nodes,
 )
-from outlast.hardware.detect import Machine, this_machine
+from outlast.hardware.detect import Machine, NetworkPort, Rapl, Slurm, this_machine
 from outlast.hardware.figure import Figure, Quantity, Unavailable
 from outlast.hardware.filesystem import FileSystemFacts, probe
 from outlast.hardware.nvml import Gpu, Gpus
-from outlast.hardware.surroundings import NetworkPort, Rapl, Slurm
 
 __all__ = [
     "Device",

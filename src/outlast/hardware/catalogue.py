@@ -134,7 +134,7 @@ Fact = TypeVar("Fact", Device, Link, Node)
 
 
 def device(key: str) -> Device:
-    """Returns the facts about one device.
+    """Return the facts about one device.
 
     Raises:
         HardwareError: No such device; the message suggests near names.
@@ -143,7 +143,7 @@ def device(key: str) -> Device:
 
 
 def link(key: str) -> Link:
-    """Returns the facts about one kind of link.
+    """Return the facts about one kind of link.
 
     Raises:
         HardwareError: No such link; the message suggests near names.
@@ -152,7 +152,7 @@ def link(key: str) -> Link:
 
 
 def node(key: str) -> Node:
-    """Returns the facts about one kind of node.
+    """Return the facts about one kind of node.
 
     Raises:
         HardwareError: No such node; the message suggests near names.
@@ -161,27 +161,27 @@ def node(key: str) -> Node:
 
 
 def devices() -> tuple[Device, ...]:
-    """Returns every known device."""
+    """Return every known device."""
     return tuple(_devices().values())
 
 
 def links() -> tuple[Link, ...]:
-    """Returns every known kind of link."""
+    """Return every known kind of link."""
     return tuple(_links().values())
 
 
 def nodes() -> tuple[Node, ...]:
-    """Returns every known kind of node."""
+    """Return every known kind of node."""
     return tuple(_nodes().values())
 
 
 def figures(fact: Device | Link | Node) -> dict[str, Quantity]:
-    """Returns every quantity of a fact by its name, absent ones as `Unavailable`."""
+    """Return every quantity of a fact by its name, absent ones as `Unavailable`."""
     return {name: getattr(fact, name) for name in _figure_names(type(fact))}
 
 
 def device_reported_as(name: str, memory_bytes: float | None = None) -> Device | Unavailable:
-    """Finds a device by the name that NVML, PyTorch or the kernel report.
+    """Find a device by the name that NVML, PyTorch or the kernel report.
 
     "H100" is not one device: parts that share a name are told apart by their memory.
 
@@ -202,8 +202,9 @@ def device_reported_as(name: str, memory_bytes: float | None = None) -> Device |
         return Unavailable(f"several parts report names like {name!r}: give memory_bytes too")
     fitting = [d for d in named if _memory_fits(d, memory_bytes)]
     if not fitting:
+        amount = "an unknown amount" if memory_bytes is None else f"{memory_bytes / 1e9:.1f} GB"
         return Unavailable(
-            f"a device named {name!r} with {_gigabytes(memory_bytes)} of memory is not the "
+            f"a device named {name!r} with {amount} of memory is not the "
             f"{named[0].name} that facts are recorded for"
         )
     return fitting[0]
@@ -223,10 +224,6 @@ def _memory_fits(candidate: Device, memory_bytes: float | None) -> bool:
         return True
     least, most = candidate.reported_memory_bytes
     return least <= memory_bytes <= most
-
-
-def _gigabytes(memory_bytes: float | None) -> str:
-    return "an unknown amount" if memory_bytes is None else f"{memory_bytes / 1e9:.1f} GB"
 
 
 def _pick(known: Mapping[str, Fact], key: str, what: str) -> Fact:
@@ -258,7 +255,7 @@ def _load(file_name: str, kind: type[Fact]) -> dict[str, Fact]:
 
 
 def parse_facts(text: str, kind: type[Fact]) -> dict[str, Fact]:
-    """Builds facts from the text of one TOML file.
+    """Build facts from the text of one TOML file.
 
     Args:
         text: Tables as in `facts/*.toml`, with one table `sources`.

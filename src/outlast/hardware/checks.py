@@ -1,9 +1,15 @@
-"""What a machine lacks for training, as plain lines: found, what it means, what to do.
+"""Checks of a machine for training, as plain lines: what was found, what it means, what to do.
 
-The machine's part of ``outlast doctor``; the command adds the checks that need PyTorch.
+The machine's part of ``outlast doctor``; the command adds the checks that need PyTorch. Whether
+processes of this machine can train together is shown by a real all-reduce over loopback, in two
+fresh Python processes that import PyTorch themselves; this module does not.
 """
 
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +18,14 @@ from typing import Literal, TypeAlias
 from outlast.errors import HardwareError
 from outlast.hardware.detect import Machine
 from outlast.hardware.figure import Unavailable
-from outlast.hardware.filesystem import FileSystemFacts, probe
-from outlast.hardware.nvml import Gpu
+from outlast.hardware.filesystem import probe
 
 State: TypeAlias = Literal["ok", "degraded", "missing"]
 
 LEAST_MEMORY_BYTES = 2 * 2**30
+
 LEAST_FREE_BYTES = 5 * 2**30
+
 SLOW_FSYNC_SECONDS = 0.05
 
 
@@ -46,12 +53,12 @@ class Check:
 
     @property
     def broken(self) -> bool:
-        """Whether training cannot work."""
+        """True if training cannot work."""
         return self.essential and self.state == "missing"
 
 
 def machine_checks(machine: Machine) -> list[Check]:
-    """Returns the checks of processors, memory, GPUs, energy sensors and the cluster."""
+    """Return the checks of processors, memory, GPUs, energy sensors and the cluster."""
     return [
         *_processor_checks(machine),
         *_gpu_checks(machine),
@@ -61,7 +68,7 @@ def machine_checks(machine: Machine) -> list[Check]:
 
 
 def storage_checks(path: Path) -> list[Check]:
-    """Probes the file system under a directory and returns its checks."""
+    """Probe the file system under a directory and return its checks."""
     try:
         facts = probe(path)
     except HardwareError as error:
@@ -76,7 +83,45 @@ def storage_checks(path: Path) -> list[Check]:
                 essential=True,
             )
         ]
-    return [_space_check(facts), _fsync_check(facts), _rename_check(facts)]
+    little = facts.free_bytes < LEAST_FREE_BYTES
+    means = ""
+    if facts.is_memory:
+        means = "in memory: checkpoints vanish with the machine"
+    elif little:
+        means = "a few checkpoints may fill it"
+    slow = facts.fsync_seconds > SLOW_FSYNC_SECONDS
+    durable = facts.directory_fsync is True
+    meaning = "each file of a checkpoint waits this long" if slow else ""
+    if not durable:
+        meaning = "a directory cannot be fsynced: a power failure may undo the newest checkpoint"
+    return [
+        Check(
+            group="Storage",
+            name="space",
+            state="degraded" if means else "ok",
+            found=f"{_gib(facts.free_bytes)} free on {facts.type} at {facts.mount_point}"
+            + (", shared" if facts.is_network else ""),
+            means=means,
+            remedy="keep checkpoints on a larger, durable file system" if means else "",
+        ),
+        Check(
+            group="Storage",
+            name="fsync",
+            state="ok" if durable and not slow else "degraded",
+            found=f"{facts.fsync_seconds * 1000:.2f} ms for 4 KiB (median, measured)",
+            means=meaning,
+            remedy="use a local disk for checkpoints" if meaning else "",
+        ),
+        Check(
+            group="Storage",
+            name="rename",
+            state="ok" if facts.rename_is_atomic else "missing",
+            found="replaces atomically" if facts.rename_is_atomic else "a reader saw a torn file",
+            means="" if facts.rename_is_atomic else "a crash could leave half a checkpoint visible",
+            remedy="" if facts.rename_is_atomic else f"use another file system than {facts.type}",
+            essential=True,
+        ),
+    ]
 
 
 def _processor_checks(machine: Machine) -> Iterator[Check]:
@@ -151,25 +196,23 @@ def _gpu_checks(machine: Machine) -> Iterator[Check]:
         remedy="" if gpus.visible else "unset CUDA_VISIBLE_DEVICES, or ask Slurm for --gpus",
     )
     for gpu in gpus.visible:
-        yield _gpu_check(gpu)
-
-
-def _gpu_check(gpu: Gpu) -> Check:
-    memory = "" if isinstance(gpu.memory_bytes, Unavailable) else f", {_gib(gpu.memory_bytes)}"
-    limit = gpu.power_limit_watts
-    power = "" if isinstance(limit, Unavailable) else f", {limit:.0f} W"
-    sliced = gpu.mig_enabled is True
-    unknown = isinstance(gpu.facts, Unavailable)
-    means = "the planner has no facts about this model and must be calibrated" if unknown else ""
-    if sliced:
-        means = "MIG slices: no NCCL between slices, and power is that of the whole GPU"
-    return Check(
-        group="Accelerators",
-        name=f"GPU {gpu.index}",
-        state="degraded" if sliced or unknown else "ok",
-        found=f"{gpu.name}{memory}{power}{', MIG on' if sliced else ''}",
-        means=means,
-    )
+        memory = "" if isinstance(gpu.memory_bytes, Unavailable) else f", {_gib(gpu.memory_bytes)}"
+        limit = gpu.power_limit_watts
+        power = "" if isinstance(limit, Unavailable) else f", {limit:.0f} W"
+        sliced = gpu.mig_enabled is True
+        unknown = isinstance(gpu.facts, Unavailable)
+        means = (
+            "the planner has no facts about this model and must be calibrated" if unknown else ""
+        )
+        if sliced:
+            means = "MIG slices: no NCCL between slices, and power is that of the whole GPU"
+        yield Check(
+            group="Accelerators",
+            name=f"GPU {gpu.index}",
+            state="degraded" if sliced or unknown else "ok",
+            found=f"{gpu.name}{memory}{power}{', MIG on' if sliced else ''}",
+            means=means,
+        )
 
 
 def _energy_checks(machine: Machine) -> Iterator[Check]:
@@ -236,51 +279,91 @@ def _cluster_checks(machine: Machine) -> Iterator[Check]:
     )
 
 
-def _space_check(facts: FileSystemFacts) -> Check:
-    little = facts.free_bytes < LEAST_FREE_BYTES
-    means = ""
-    if facts.is_memory:
-        means = "in memory: checkpoints vanish with the machine"
-    elif little:
-        means = "a few checkpoints may fill it"
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+# One rank of the smoke test. The result is checked in the rank itself: 1 + 2 = 3.
+GLOO_RANK = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), sys.argv[2]
+timeout = timedelta(seconds=float(sys.argv[3]))
+dist.init_process_group("gloo", f"file://{store}", timeout, world_size=2, rank=rank)
+x = torch.full((1024,), rank + 1.0)
+dist.all_reduce(x)
+assert bool((x == 3).all()), x[:4]
+dist.destroy_process_group()
+"""
+
+
+def start_gloo_ranks(store: Path, timeout_seconds: float) -> list[subprocess.Popen[str]]:
+    """Start two ranks of an all-reduce over the loopback interface.
+
+    Args:
+        store: File that the ranks meet in; must not exist.
+        timeout_seconds: How long a rank waits for the other.
+
+    Returns:
+        The two processes, for `gloo_check` and then `end_ranks`.
+    """
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", GLOO_RANK, str(rank), str(store), str(timeout_seconds)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def gloo_check(ranks: list[subprocess.Popen[str]], deadline_seconds: float) -> Check:
+    """Wait for the ranks of `start_gloo_ranks` and report.
+
+    Args:
+        ranks: The processes.
+        deadline_seconds: How long to wait from now, for all of them together.
+    """
+    end = time.monotonic() + deadline_seconds
+    while time.monotonic() < end:
+        codes = [process.poll() for process in ranks]
+        # One failed rank leaves the other waiting: do not wait with it.
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.02)
+    problem = _gloo_problem(ranks, deadline_seconds)
     return Check(
-        group="Storage",
-        name="space",
-        state="degraded" if means else "ok",
-        found=f"{_gib(facts.free_bytes)} free on {facts.type} at {facts.mount_point}"
-        + (", shared" if facts.is_network else ""),
-        means=means,
-        remedy="keep checkpoints on a larger, durable file system" if means else "",
-    )
-
-
-def _fsync_check(facts: FileSystemFacts) -> Check:
-    slow = facts.fsync_seconds > SLOW_FSYNC_SECONDS
-    durable = facts.directory_fsync is True
-    means = "each file of a checkpoint waits this long" if slow else ""
-    if not durable:
-        means = "a directory cannot be fsynced: a power failure may undo the newest checkpoint"
-    return Check(
-        group="Storage",
-        name="fsync",
-        state="ok" if durable and not slow else "degraded",
-        found=f"{facts.fsync_seconds * 1000:.2f} ms for 4 KiB (median, measured)",
-        means=means,
-        remedy="use a local disk for checkpoints" if means else "",
-    )
-
-
-def _rename_check(facts: FileSystemFacts) -> Check:
-    return Check(
-        group="Storage",
-        name="rename",
-        state="ok" if facts.rename_is_atomic else "missing",
-        found="replaces atomically" if facts.rename_is_atomic else "a reader saw a torn file",
-        means="" if facts.rename_is_atomic else "a crash could leave half a checkpoint visible",
-        remedy="" if facts.rename_is_atomic else f"use another file system than {facts.type}",
+        group="PyTorch",
+        name="all-reduce",
+        state="missing" if problem else "ok",
+        found=problem or "two gloo processes summed 1,024 numbers over loopback",
+        means="several processes cannot train together" if problem else "",
+        remedy="look at the firewall, or set GLOO_SOCKET_IFNAME to a working interface"
+        if problem
+        else "",
         essential=True,
     )
 
 
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
+def _gloo_problem(ranks: list[subprocess.Popen[str]], deadline_seconds: float) -> str:
+    codes = [process.poll() for process in ranks]
+    for rank, code in enumerate(codes):
+        if code:
+            _, error = ranks[rank].communicate()
+            last = (error.strip().splitlines() or ["no message"])[-1]
+            return f"rank {rank} failed with exit code {code}: {last}"
+    return f"no result within {deadline_seconds:g} s" if None in codes else ""
+
+
+def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:
+    """End the ranks that still run and free their pipes."""
+    for process in ranks:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

@@ -5,7 +5,10 @@ Works without a GPU, inside containers and without root. Nothing is set, only re
 
 import os
 import platform
+import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,281 @@ from typing import Any
 import psutil
 
 from outlast.hardware.catalogue import Device, device_reported_as
-from outlast.hardware.cgroup import cpu_limit_cores, memory_limit_bytes, usable_cores
 from outlast.hardware.figure import Unavailable
 from outlast.hardware.nvml import Gpus, read_gpus
-from outlast.hardware.surroundings import (
-    NetworkPort,
-    Rapl,
-    Slurm,
-    read_network_ports,
-    read_rapl,
-    read_slurm,
-)
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+# Version 1 writes "no limit" as the largest multiple of a page below 2**63.
+NO_LIMIT_BYTES = 2**60
+
+
+def cpu_limit_cores(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> float | None:
+    """Return the tightest CPU quota of this process' groups in cores, or None without one."""
+    found = [
+        limit
+        for group in _groups(root, membership, "cpu")
+        if (limit := _cpu_limit_of(group)) is not None
+    ]
+    return min(found, default=None)
+
+
+def memory_limit_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return the tightest memory limit of this process' groups in bytes, or None without one."""
+    found = [
+        limit
+        for group in _groups(root, membership, "memory")
+        for file in ("memory.max", "memory.limit_in_bytes")
+        if (limit := parse_memory_limit(_text(group / file))) is not None
+    ]
+    return min(found, default=None)
+
+
+def memory_available_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return what this process' groups may still take in bytes, or None without a limit.
+
+    File pages count as free, since the kernel drops them for whoever needs memory; those of tmpfs
+    do not.
+    """
+    found = []
+    for group in _groups(root, membership, "memory"):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = parse_memory_limit(_text(group / limit_file))
+            used = _text(group / used_file).strip()
+            if limit is not None and used:
+                pages = parse_file_pages(_text(group / "memory.stat"))
+                found.append(max(limit - int(used) + pages, 0))
+    return min(found, default=None)
+
+
+def parse_file_pages(text: str) -> int:
+    """Read the bytes of a file system's pages from `memory.stat`, of the group and those below."""
+    pairs = [line.split() for line in text.splitlines()]
+    values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    names = ("active_file", "inactive_file")
+    # Version 1 has its own figures and, with this prefix, those of the groups below as well.
+    return sum(values.get(f"total_{name}", values.get(name, 0)) for name in names)
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """Read version 2's `cpu.max`, "quota period" in microseconds, as cores.
+
+    Args:
+        text: For example "150000 100000" (1.5 cores) or "max 100000" (no limit).
+    """
+    words = text.split()
+    if not words or words[0] == "max":
+        return None
+    period = float(words[1]) if len(words) > 1 else 100_000.0
+    return float(words[0]) / period
+
+
+def parse_cfs_quota(quota: str, period: str) -> float | None:
+    """Read version 1's quota and period, both in microseconds, as cores; -1 is no limit."""
+    if not quota.strip() or not period.strip() or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def parse_memory_limit(text: str) -> int | None:
+    """Read a memory limit in bytes; "max" and version 1's huge number are no limit."""
+    word = text.strip()
+    if not word or word == "max":
+        return None
+    limit = int(word)
+    return None if limit >= NO_LIMIT_BYTES else limit
+
+
+def parse_membership(text: str, controller: str) -> list[str]:
+    """Return the groups of a process that hold a controller, from `/proc/<pid>/cgroup`.
+
+    Args:
+        text: Lines "id:controllers:/path"; version 2 has id 0 and no controllers.
+        controller: "cpu" or "memory".
+    """
+    groups = []
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers or controller in controllers.split(","):
+            groups.append(path)
+    return groups
+
+
+def usable_cores(affinity_cores: int, quota_cores: float | None) -> float:
+    """Return how many cores' worth of time the process may use."""
+    return affinity_cores if quota_cores is None else min(float(affinity_cores), quota_cores)
+
+
+def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    # A limit of any ancestor binds. Inside a container the path of the host may not be mounted;
+    # then the mount's own root is the group.
+    mounts = [root, root / "unified", root / controller, root / f"{controller},{controller}acct"]
+    paths = parse_membership(_text(membership), controller) or ["/"]
+    seen: set[Path] = set()
+    for mount in mounts:
+        for path in paths:
+            group = mount / path.lstrip("/")
+            for candidate in (group, *group.parents):
+                if candidate.is_relative_to(mount) and candidate not in seen:
+                    seen.add(candidate)
+                    yield candidate
+
+
+def _cpu_limit_of(group: Path) -> float | None:
+    unified = parse_cpu_max(_text(group / "cpu.max"))
+    if unified is not None:
+        return unified
+    quota = _text(group / "cpu.cfs_quota_us")
+    return parse_cfs_quota(quota, _text(group / "cpu.cfs_period_us"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+SLURM_COMMANDS = ("sinfo", "squeue", "sbatch", "srun", "scontrol", "sacct")
+
+VERSION_SECONDS = 5.0
+
+INFINIBAND = Path("/sys/class/infiniband")
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """The Slurm client on this machine.
+
+    Attributes:
+        version: For example "slurm 23.11.4".
+        commands: Client commands on PATH.
+        missing_commands: Client commands that are not.
+        job_id: The job that this process runs in, or None.
+        munge_socket: Path of munge's socket, or None where munge does not run.
+    """
+
+    version: str
+    commands: tuple[str, ...]
+    missing_commands: tuple[str, ...]
+    job_id: str | None
+    munge_socket: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkPort:
+    """One port of an RDMA adapter.
+
+    Attributes:
+        device: For example "mlx5_0".
+        port: For example "1".
+        rate: As the kernel prints it, for example "400 Gb/sec (4X NDR)".
+        state: For example "4: ACTIVE".
+        link_layer: "InfiniBand" or "Ethernet" (RoCE).
+    """
+
+    device: str
+    port: str
+    rate: str
+    state: str
+    link_layer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rapl:
+    """Energy counters of the processors that this process may read.
+
+    Attributes:
+        zones: Names, for example ("package-0", "dram").
+    """
+
+    zones: tuple[str, ...]
+
+
+def read_slurm() -> Slurm | Unavailable:
+    """Look for the Slurm client commands and ask for their version."""
+    present = tuple(name for name in SLURM_COMMANDS if shutil.which(name))
+    if "sinfo" not in present and "srun" not in present:
+        return Unavailable(
+            "neither sinfo nor srun is on PATH", "apt-get install slurm-client munge"
+        )
+    sockets = (Path("/run/munge/munge.socket.2"), Path("/var/run/munge/munge.socket.2"))
+    munge = next((str(socket) for socket in sockets if socket.exists()), None)
+    return Slurm(
+        version=_slurm_version(present[0]),
+        commands=present,
+        missing_commands=tuple(name for name in SLURM_COMMANDS if name not in present),
+        job_id=os.environ.get("SLURM_JOB_ID"),
+        munge_socket=munge,
+    )
+
+
+def _slurm_version(command: str) -> str:
+    try:
+        done = subprocess.run(
+            [command, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=VERSION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def read_network_ports(root: Path = INFINIBAND) -> tuple[NetworkPort, ...] | Unavailable:
+    """List the ports of the RDMA adapters (InfiniBand or RoCE) that the kernel shows."""
+    ports = tuple(
+        NetworkPort(
+            device=port.parent.parent.name,
+            port=port.name,
+            rate=_line(port / "rate"),
+            state=_line(port / "state"),
+            link_layer=_line(port / "link_layer"),
+        )
+        for port in sorted(root.glob("*/ports/*"))
+    )
+    return ports or Unavailable(f"no RDMA adapter in {root}")
+
+
+def read_rapl(root: Path = POWERCAP) -> Rapl | Unavailable:
+    """Tell which RAPL energy counters this process may read.
+
+    The mirrored `intel-rapl-mmio` zones are left out: they count the same joules again.
+    """
+    counters = sorted(root.glob("intel-rapl:*/energy_uj"))
+    if not counters:
+        return Unavailable(
+            f"no RAPL counters in {root}",
+            "modprobe intel_rapl_msr (as root); a virtual machine or container hides them",
+        )
+    readable = tuple(_line(c.parent / "name") for c in counters if _line(c))
+    if not readable:
+        return Unavailable(
+            "only root may read the RAPL counters",
+            f"chmod a+r {root}/intel-rapl:*/energy_uj (as root, after each boot)",
+        )
+    return Rapl(zones=readable)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
 
 CPUINFO = Path("/proc/cpuinfo")
+
 AMD_DRIVER = Path("/dev/kfd")
 
 # Instruction sets that decide how fast a CPU trains: vector width and native bf16.
@@ -82,13 +347,13 @@ class Machine:
         return min(self.memory_limit_bytes, self.memory_total_bytes)
 
     def summary(self) -> str:
-        """Returns one short line: processor, usable cores, memory and GPUs."""
+        """Return one short line: processor, usable cores, memory and GPUs."""
         memory_gib = self.usable_memory_bytes / 2**30
         processors = f"{self.cpu_model}, {self.usable_cores:g} of {self.logical_cores} cores"
         return f"{self.host_name}: {processors}, {memory_gib:.0f} GiB, {self._gpu_summary()}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON types.
+        """Return plain JSON types.
 
         What is missing becomes ``{"unavailable": reason, "remedy": remedy}``; known devices become
         their key.
@@ -103,12 +368,15 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Reads this machine. Takes milliseconds; asks no network and needs no rights."""
+    """Read this machine. Takes milliseconds; asks no network and needs no rights."""
     cpu_model, cpu_features = read_processor()
     memory = psutil.virtual_memory()
     logical = psutil.cpu_count(logical=True) or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     quota = cpu_limit_cores()
+    gpus = read_gpus()
+    if isinstance(gpus, Unavailable) and AMD_DRIVER.exists():
+        gpus = Unavailable(f"AMD GPUs are present ({AMD_DRIVER}), but only NVML is read here")
     return Machine(
         host_name=socket.gethostname(),
         operating_system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -124,7 +392,7 @@ def this_machine() -> Machine:
         memory_total_bytes=memory.total,
         memory_available_bytes=memory.available,
         memory_limit_bytes=memory_limit_bytes(),
-        gpus=_with_amd_hint(read_gpus()),
+        gpus=gpus,
         slurm=read_slurm(),
         network_ports=read_network_ports(),
         rapl=read_rapl(),
@@ -132,7 +400,7 @@ def this_machine() -> Machine:
 
 
 def read_processor(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
-    """Returns the processor's name and its instruction sets out of `CPU_FEATURES`."""
+    """Return the processor's name and its instruction sets out of `CPU_FEATURES`."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -144,12 +412,6 @@ def read_processor(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
     model = entries.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = (entries.get("flags") or entries.get("Features") or "").split()
     return model, tuple(name for name in CPU_FEATURES if name in flags)
-
-
-def _with_amd_hint(gpus: Gpus | Unavailable) -> Gpus | Unavailable:
-    if isinstance(gpus, Unavailable) and AMD_DRIVER.exists():
-        return Unavailable(f"AMD GPUs are present ({AMD_DRIVER}), but only NVML is read here")
-    return gpus
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """What is not known or cannot be read, and why. Never a zero.
+    """Fact that is not known or cannot be read, with the reason. Never a zero.
 
     Arithmetic on it raises TypeError, and so does using it as a truth value: ask with
     ``isinstance(x, Unavailable)``. `value` raises `HardwareError` with the reason, so that
@@ -81,7 +81,7 @@ NOT_RECORDED = Unavailable("no figure is recorded")
 
 
 def unit_of(name: str) -> str:
-    """Returns the unit that a figure's name ends with.
+    """Return the unit that a figure's name ends with.
 
     Raises:
         HardwareError: The name ends with no known unit.

@@ -1,4 +1,4 @@
-"""What a file system does: free space, the price of fsync, and whether rename replaces safely.
+"""Facts about a file system: free space, the price of fsync, and whether rename replaces safely.
 
 Checkpoints are published by writing, fsyncing and renaming; this module tries those operations for
 real in a temporary directory and cleans up.
@@ -53,17 +53,17 @@ class FileSystemFacts:
 
     @property
     def is_network(self) -> bool:
-        """Whether other machines see the same files."""
+        """True if other machines see the same files."""
         return self.type in NETWORK_TYPES
 
     @property
     def is_memory(self) -> bool:
-        """Whether the files vanish with the machine."""
+        """True if the files vanish with the machine."""
         return self.type in MEMORY_TYPES
 
 
 def probe(path: Path | str) -> FileSystemFacts:
-    """Measures the file system under a directory. Takes well under a second on a healthy disk.
+    """Measure the file system under a directory. Takes well under a second on a healthy disk.
 
     Args:
         path: An existing directory that this process may write to.
@@ -75,7 +75,11 @@ def probe(path: Path | str) -> FileSystemFacts:
     if not directory.is_dir():
         raise HardwareError(f"{path} is not a directory: make it, or name another one")
     space = os.statvfs(directory)
-    mount_point, kind = mount_of(directory, _mounts())
+    try:
+        mounts = MOUNTS.read_text(encoding="latin-1")
+    except OSError:
+        mounts = ""
+    mount_point, kind = mount_of(directory, mounts)
     try:
         with tempfile.TemporaryDirectory(prefix=".outlast-probe-", dir=directory) as scratch:
             return FileSystemFacts(
@@ -93,7 +97,7 @@ def probe(path: Path | str) -> FileSystemFacts:
 
 
 def mount_of(directory: Path, mounts: str) -> tuple[str, str]:
-    """Finds the mount that holds a directory.
+    """Find the mount that holds a directory.
 
     Args:
         directory: An absolute path without links.
@@ -111,13 +115,6 @@ def mount_of(directory: Path, mounts: str) -> tuple[str, str]:
         if directory.is_relative_to(point) and len(point) >= len(best[0]):
             best = (point, words[2])
     return best
-
-
-def _mounts() -> str:
-    try:
-        return MOUNTS.read_text(encoding="latin-1")
-    except OSError:
-        return ""
 
 
 def _fsync_seconds(scratch: Path) -> float:

@@ -44,7 +44,8 @@ def load(
         return None, "no C compiler was found (CC, cc, gcc, clang)"
     sources = {name: (folder / name).read_text(encoding="utf-8") for name in files}
     key = hashlib.sha256(repr((sources, compiler, flags, _processor())).encode()).hexdigest()
-    file = _cache() / f"{Path(files[0]).stem}-{key[:16]}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast"
+    file = cache / f"{Path(files[0]).stem}-{key[:16]}.so"
     problem = "" if file.exists() else _compile(compiler, sources, flags, file)
     if problem:
         return None, problem
@@ -61,16 +62,12 @@ def _compiler() -> list[str]:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: homes may be shared by unlike machines."""
+    """Return what ``-march=native`` depends on: homes may be shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() + platform.machine()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast"
 
 
 def _compile(

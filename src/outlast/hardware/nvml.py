@@ -52,7 +52,7 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | Unavailable:
-    """Reads the GPUs through NVML.
+    """Read the GPUs through NVML.
 
     Returns:
         The GPUs, or Unavailable with the reason where NVML or its driver is missing.
@@ -79,7 +79,7 @@ def read_gpus() -> Gpus | Unavailable:
 def visible_indices(
     setting: str | None, uuids: list[str], mig_parent: Callable[[str], int | None]
 ) -> list[int]:
-    """Applies CUDA_VISIBLE_DEVICES as CUDA does.
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does.
 
     Args:
         setting: Value of the variable; None where it is unset (everything is visible).

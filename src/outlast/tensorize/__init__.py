@@ -17,58 +17,53 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.tensorize.accounting import Account, account, counted_flops, kept_bytes
-    from outlast.tensorize.budget import Budget
-    from outlast.tensorize.export import absorb, export_dense, export_factored, load_factored
-    from outlast.tensorize.forms.block import BTTLinear, MonarchLinear
-    from outlast.tensorize.forms.cp import CPLinear
+    from outlast.tensorize.export import (
+        absorb,
+        export_dense,
+        export_factored,
+        load_factored,
+        save_with_dense_weights,
+    )
     from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
-    from outlast.tensorize.forms.latent import LatentLinear, latent_contexts
-    from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-    from outlast.tensorize.forms.sparse import SparseLowRankLinear
-    from outlast.tensorize.forms.tensor_train import TTLinear, TTMLinear
-    from outlast.tensorize.forms.tucker import TuckerLinear
+    from outlast.tensorize.forms.linear import (
+        BTTLinear,
+        CPLinear,
+        MonarchLinear,
+        TTLinear,
+        TTMLinear,
+        TuckerLinear,
+    )
+    from outlast.tensorize.forms.low_rank import (
+        BottleneckLinear,
+        LatentLinear,
+        LowRankLinear,
+        SparseLowRankLinear,
+        latent_contexts,
+    )
     from outlast.tensorize.layer import StructuredLinear, merged
-    from outlast.tensorize.planner import calibrate
-    from outlast.tensorize.policy import Choice
+    from outlast.tensorize.parameters import parameter_groups
+    from outlast.tensorize.planner.measure import calibrate
+    from outlast.tensorize.policy import Budget, Choice
     from outlast.tensorize.quality import effective_parameters
     from outlast.tensorize.replace import tensorize
-    from outlast.tensorize.rules.groups import parameter_groups
     from outlast.tensorize.table import Replacement, Replacements
 
-_HOMES = {
-    "Account": "accounting",
-    "BTTLinear": "forms.block",
-    "BottleneckLinear": "forms.low_rank",
-    "Budget": "budget",
-    "CPLinear": "forms.cp",
-    "Choice": "policy",
-    "LatentLinear": "forms.latent",
-    "LowRankEmbedding": "forms.embedding",
-    "LowRankLinear": "forms.low_rank",
-    "MonarchLinear": "forms.block",
-    "Replacement": "table",
-    "Replacements": "table",
-    "SparseLowRankLinear": "forms.sparse",
-    "StructuredLinear": "layer",
-    "TTEmbedding": "forms.embedding",
-    "TTLinear": "forms.tensor_train",
-    "TTMEmbedding": "forms.embedding",
-    "TTMLinear": "forms.tensor_train",
-    "TuckerLinear": "forms.tucker",
-    "absorb": "export",
-    "account": "accounting",
-    "calibrate": "planner",
-    "counted_flops": "accounting",
-    "effective_parameters": "quality",
-    "export_dense": "export",
-    "export_factored": "export",
-    "kept_bytes": "accounting",
-    "latent_contexts": "forms.latent",
-    "load_factored": "export",
-    "merged": "layer",
-    "parameter_groups": "rules.groups",
-    "tensorize": "replace",
+_NAMES = {
+    "accounting": "Account account counted_flops kept_bytes",
+    "export": "absorb export_dense export_factored load_factored save_with_dense_weights",
+    "forms.embedding": "LowRankEmbedding TTEmbedding TTMEmbedding",
+    "forms.linear": "BTTLinear CPLinear MonarchLinear TTLinear TTMLinear TuckerLinear",
+    "forms.low_rank": "BottleneckLinear LatentLinear LowRankLinear SparseLowRankLinear "
+    "latent_contexts",
+    "layer": "StructuredLinear merged",
+    "parameters": "parameter_groups",
+    "planner.measure": "calibrate",
+    "policy": "Budget Choice",
+    "quality": "effective_parameters",
+    "replace": "tensorize",
+    "table": "Replacement Replacements",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Account",
@@ -102,6 +97,7 @@ __all__ = [
     "load_factored",
     "merged",
     "parameter_groups",
+    "save_with_dense_weights",
     "tensorize",
 ]
 

@@ -1,8 +1,14 @@
-"""Parameters, operations, kept bytes and joules of a model with structured layers.
+"""Parameters, operations, kept bytes, joules and collectives of a model with structured layers.
 
 Operations are counted as `torch.utils.flop_counter.FlopCounterMode` counts them: two for each
 multiplication and addition of a matrix product, none for what is done element by element. The
 formulas follow the routes of a `Plan`, with what is computed again in the backward pass.
+
+Bytes that collectives carry, counted as they are called.
+
+Works forward and backward, for functional and for in-place collectives, and below DTensor. What is
+counted is what the caller hands over, not what a library puts on the wire; `Traffic.ring_bytes`
+is what a bandwidth-optimal ring would send from every rank (Thakur et al. 2005).
 """
 
 from __future__ import annotations
@@ -10,27 +16,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
-from outlast.tensorize.contraction import Merging
-from outlast.tensorize.course import course, keeps
-from outlast.tensorize.forms.latent import LatentLinear
-from outlast.tensorize.forms.low_rank import BottleneckLinear
-from outlast.tensorize.forms.sparse import SparseLowRankLinear
-from outlast.tensorize.layer import StructuredLinear
-from outlast.tensorize.network import Network, Route, Stage, lower
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner import plan_for
+from outlast.tensorize.contraction import (
+    LayerPlan,
+    execution_plan,
+    keeps,
+)
+from outlast.tensorize.network import (
+    Network,
+    Route,
+    RouteStage,
+    lower,
+)
+from outlast.tensorize.planner.choose import plan_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 
@@ -40,24 +55,26 @@ def route_flops(network: Network, route: Route, tokens: int) -> int:
     return sum(_stage_flops(stage) for stage in stages) * tokens
 
 
-def _stage_flops(stage: Stage) -> int:
+def _stage_flops(stage: RouteStage) -> int:
     return 2 * stage.b * stage.m * stage.k * stage.f
 
 
 def merge_flops(network: Network, route: Route) -> int:
     """Operations of merging the groups of a route, once; outer products count as well."""
-    legs = course(network, route).legs
-    return sum(making.product.flops for leg in legs for making in leg.merging.ahead)
+    planned_stages = execution_plan(network, route).stages
+    return sum(
+        making.product.flops for planned in planned_stages for making in planned.merging.ahead
+    )
 
 
-def forward_flops(network: Network, plan: Plan, tokens: int) -> int:
+def forward_flops(network: Network, plan: LayerPlan, tokens: int) -> int:
     """Operations of a forward pass."""
     return route_flops(network, plan.forward, tokens) + merge_flops(network, plan.forward)
 
 
 def backward_flops(
     network: Network,
-    plan: Plan,
+    plan: LayerPlan,
     tokens: int,
     *,
     want_x: bool = True,
@@ -93,83 +110,12 @@ def backward_flops(
             _stage_flops(stage) for stage, is_asked in zip(stages, asked, strict=True) if is_asked
         )
         total += products * tokens + merge_flops(network, route)
-        legs = course(network, route).legs
-        total += sum(_unmerge_flops(leg.merging, mine) for leg in legs)
+        for planned in execution_plan(network, route).stages:
+            if back := planned.merging.back_to(frozenset(mine)):
+                # All but the matrix is made again.
+                again = [*planned.merging.ahead[:-1], *back]
+                total += sum(making.product.flops for making in again)
     return total
-
-
-def _unmerge_flops(merging: Merging, wanted: Sequence[int]) -> int:
-    back = merging.back_to(frozenset(wanted))
-    # All but the matrix is made again.
-    products = [*merging.ahead[:-1], *back] if back else []
-    return sum(making.product.flops for making in products)
-
-
-@dataclass(frozen=True)
-class LinearFlops:
-    """Operations of a model's linear layers, by formula.
-
-    Attributes:
-        forward: Of a forward pass.
-        backward: Of a backward pass with all gradients, that of the model's input as well.
-    """
-
-    forward: int
-    backward: int
-
-    @property
-    def training(self) -> int:
-        """Of both."""
-        return self.forward + self.backward
-
-
-def linear_flops(
-    model: nn.Module,
-    tokens: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> LinearFlops:
-    """Operations of all linear layers, dense and structured ones, without running them.
-
-    Every layer is taken to see all tokens once a pass, and none to be frozen.
-
-    Args:
-        model: On any device, also meta.
-        tokens: In one pass.
-        dtype: Of activations, for the plans.
-        device: Where the model will run, for the plans.
-    """
-    where = torch.device(device)
-    forward = backward = 0
-    parts: set[int] = set()
-    for module in model.modules():
-        if id(module) in parts:
-            continue
-        if isinstance(module, StructuredLinear):
-            parts.update(map(id, module.modules()))
-            ahead, back = _layer_flops(module, tokens, dtype, where)
-            forward, backward = forward + ahead, backward + back
-        elif isinstance(module, nn.Linear):
-            flops = 2 * module.in_features * module.out_features * tokens
-            forward, backward = forward + flops, backward + 2 * flops
-    return LinearFlops(forward, backward)
-
-
-def _layer_flops(
-    layer: StructuredLinear, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[int, int]:
-    network = layer.network
-    if isinstance(layer, SparseLowRankLinear):
-        # The weight is built once in each direction, and its gradient taken to both factors.
-        dense = 2 * layer.in_features * layer.out_features
-        rank = layer.down.out_features
-        return dense * (rank + tokens), dense * (3 * rank + 2 * tokens)
-    if isinstance(layer, BottleneckLinear | LatentLinear):
-        flops = 2 * network.parameters * tokens
-        return flops, 2 * flops
-    plan = plan_for(network, tokens, dtype, device, True)
-    return forward_flops(network, plan, tokens), backward_flops(network, plan, tokens)
 
 
 @register_flop_formula(torch.ops.outlast.chain, get_raw=True)
@@ -200,10 +146,7 @@ def counted_flops(run: Callable[[], object]) -> int:
     Products that are added in place, as gradients of chunks are, are counted as well; torch's
     counter leaves them out.
     """
-    own = {
-        torch.ops.aten.addmm_: _in_place_flops,
-        torch.ops.aten.baddbmm_: _in_place_flops,
-    }
+    own = {torch.ops.aten.addmm_: _in_place_flops, torch.ops.aten.baddbmm_: _in_place_flops}
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
         run()
     return int(counter.get_total_flops())
@@ -237,7 +180,7 @@ def kept_bytes(run: Callable[[], object], besides: Sequence[Tensor] = ()) -> int
 
 @dataclass(frozen=True)
 class Account:
-    """What a model takes.
+    """Parameters, operations and memory of a model.
 
     Attributes:
         parameters: All, tied ones once.
@@ -309,7 +252,16 @@ def account(
         kept = kept_bytes(forward, parameters)
         flops = counted_flops(once)
         begun = joules() if joules is not None else 0.0
-        seconds = [_timed(once, parameters) for _ in range(repeats)]
+        on_gpu = any(parameter.is_cuda for parameter in parameters)
+        seconds = []
+        for _ in range(repeats):
+            if on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            once()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
         used: float | Unavailable = Unavailable("no meter", "pass joules=")
         if joules is not None:
             used = (joules() - begun) / repeats / tokens
@@ -327,20 +279,9 @@ def account(
     )
 
 
-def _timed(run: Callable[[], None], parameters: Sequence[Tensor]) -> float:
-    on_gpu = any(parameter.is_cuda for parameter in parameters)
-    if on_gpu:
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    run()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
 def factor_numbers(model: nn.Module) -> int:
     """Numbers in the factors of a model's structured layers, tied ones once."""
-    from outlast.tensorize.rules.layers import structured_layers
+    from outlast.tensorize.parameters import structured_layers
 
     factors = {
         id(parameter): parameter.numel()
@@ -348,3 +289,119 @@ def factor_numbers(model: nn.Module) -> int:
         for parameter in part.parameters
     }
     return sum(factors.values())
+
+
+_REDUCING = {"all_reduce", "all_reduce_", "allreduce_"}
+"""Counted: the tensor; a ring sends 2 (p - 1) / p of it."""
+
+_GATHERING = {"all_gather_into_tensor", "_allgather_base_", "allgather_"}
+"""Counted: the result of all ranks; a ring sends (p - 1) / p of it."""
+
+_SCATTERING = {"reduce_scatter_tensor", "_reduce_scatter_base_", "reduce_scatter_"}
+"""Counted: the input of all ranks; a ring sends (p - 1) / p of it."""
+
+_MOVING = {"broadcast", "broadcast_", "all_to_all_single", "alltoall_base_", "scatter_"}
+"""Counted: the tensor, and as much on the wire."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective.
+
+    Attributes:
+        name: The operator, such as ``all_reduce``.
+        payload_bytes: Bytes of the whole tensor.
+        ranks: Size of the process group.
+    """
+
+    name: str
+    payload_bytes: int
+    ranks: int
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that a ring sends from every rank."""
+        share = (self.ranks - 1) / self.ranks
+        if self.name in _REDUCING:
+            return 2 * share * self.payload_bytes
+        return share * self.payload_bytes if self.name not in _MOVING else self.payload_bytes
+
+
+@dataclass
+class Traffic:
+    """Collectives that have been called so far, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all tensors handed to collectives."""
+        return sum(call.payload_bytes for call in self.calls)
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that rings would send from every rank."""
+        return sum(call.ring_bytes for call in self.calls)
+
+
+class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives of this process inside a ``with`` block.
+
+    The reducer of DistributedDataParallel is outside: its collectives come from C++.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.traffic = Traffic()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, and note it if it is a collective."""
+        if any(issubclass(type_, DTensor) for type_ in types):
+            return NotImplemented  # DTensor turns itself into local operators, which come back here
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func.name().partition("::")
+        name = name.split(".")[0]
+        if namespace in ("_c10d_functional", "c10d"):
+            carried = _carried_bytes(name, args, result)
+            if carried is not None:
+                self.traffic.calls.append(Call(name, carried, _ranks(args)))
+        return result
+
+
+def _carried_bytes(name: str, args: tuple[Any, ...], result: Any) -> int | None:
+    if name in _REDUCING or name in _MOVING:
+        return sum(map(_size, _tensors(args[0])))
+    if name in _GATHERING:
+        # In place the result is the first argument, else what is returned.
+        functional = name == "all_gather_into_tensor"
+        return sum(map(_size, _tensors(result if functional else args[0])))
+    if name in _SCATTERING:
+        functional = name == "reduce_scatter_tensor"
+        return sum(map(_size, _tensors(args[0] if functional else args[1])))
+    return None
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _ranks(args: tuple[Any, ...]) -> int:
+    """Size of the group among a collective's arguments: a name, or a boxed group."""
+    for argument in args:
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
+            return _resolve_process_group(argument).size()  # type: ignore[arg-type]
+        if isinstance(argument, dist.ProcessGroup):
+            return argument.size()
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return int(dist.ProcessGroup.unbox(argument).size())
+    raise AssertionError("a collective without a process group")

@@ -8,9 +8,15 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from outlast.tensorize.folding import folds, unfolded, with_bias, with_ones
-from outlast.tensorize.planner.fused import bottleneck_pays
-from outlast.tensorize.surroundings import transformed, without_autocast
+from outlast.tensorize.execute import (
+    folds,
+    transformed,
+    unfolded,
+    with_bias,
+    with_ones,
+    without_autocast,
+)
+from outlast.tensorize.planner.choose import bottleneck_pays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +34,7 @@ FEW = 1 << 14
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast wants products of x to be computed in; None where it is off."""
+    """Return the dtype in which autocast computes products of x; None where it is off."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -58,8 +64,8 @@ def bottleneck(
         bias: (out_features,).
         activation: A key of `ACTIVATIONS`.
         fused: Take the Triton kernel, which needs x in one dtype with the factors and has not run
-            on a GPU yet; None: on CUDA devices if `planner.fused.warm` was called for it and it is
-            predicted to be faster. Not where plain operations are taken anyway.
+            on a GPU yet; None: on CUDA devices if `planner.measure.warm` was called for it and it
+            is predicted to be faster. Not where plain operations are taken anyway.
 
     Returns:
         (..., out_features)
@@ -117,7 +123,7 @@ def through_activation(
 
 
 def _pays(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: str) -> bool:
-    """Whether the kernel can read these, and is predicted to be faster than two products."""
+    """Return whether the kernel can read these operands and is predicted to beat two products."""
     given = [item for item in (x, down, up, bias) if item is not None]
     # A subclass may have no memory that a kernel could read.
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in given):

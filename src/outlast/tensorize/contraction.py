@@ -1,25 +1,99 @@
-"""The order in which small tensors are contracted, and merging as matrix products. No torch."""
+"""Contraction of a layer's cores, worked out once: orders, products, permutations. No torch.
+
+`steps` orders the contraction of small tensors, `merging` makes matrix products of it, and
+`execution_plan` lists all that is done along a route. Between two of its stages, tensors have the
+dimensions (b, t f, m) in the token-major layout and (b, m, f t) in the other, where t are the
+tokens of a chunk; there is no b where it is one. A `LayerPlan` holds the routes of a layer.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import opt_einsum
 
-from outlast.tensorize.turn import Groups, Turn, turn
+from outlast.tensorize.network import lower
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outlast.tensorize.network import Network, Stage
+    from torch import Tensor
+
+    from outlast.tensorize.network import (
+        Network,
+        Route,
+        RouteStage,
+    )
+
+
+# In the letters of a network; stands for the tokens.
+TOKENS = "."
+
+Groups = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class Permutation:
+    """A reordering of a tensor; None stands for none at all.
+
+    Attributes:
+        given: The tensor's dimensions, each the letters of some indices.
+        wanted: The dimensions that it shall have.
+        sizes: Its indices as dimensions, to permute them; empty: it has these dimensions.
+        order: Of the indices; empty: they stay in their order.
+        shape: The sizes of the wanted dimensions; empty: those of the indices.
+    """
+
+    given: Groups
+    wanted: Groups
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor with the wanted dimensions; a view of it where that can be."""
+        if self.sizes:
+            tensor = tensor.reshape(self.sizes)
+        if self.order:
+            tensor = tensor.permute(self.order)
+        return tensor.reshape(self.shape) if self.shape else tensor
+
+
+def permutation(given: Groups, wanted: Groups, sizes: Mapping[str, int]) -> Permutation | None:
+    """The reordering of the same indices from some dimensions into others.
+
+    Indices of size one are nowhere in memory, so their places do not matter.
+
+    Args:
+        given: The dimensions of the tensor.
+        wanted: Those that it shall have.
+        sizes: Of every index but that of the tokens.
+    """
+
+    def size(group: str) -> int:
+        return -1 if TOKENS in group else math.prod(sizes[letter] for letter in group)
+
+    def long(group: str) -> str:
+        return "".join(letter for letter in group if letter == TOKENS or sizes[letter] > 1)
+
+    given, wanted = tuple(map(long, given)), tuple(map(long, wanted))
+    if given == wanted:
+        return None
+    shape = tuple(map(size, wanted))
+    before, after = "".join(given), "".join(wanted)
+    if before == after:
+        return Permutation(given, wanted, (), (), shape)
+    split = () if given == tuple(before) else tuple(map(size, before))
+    order = tuple(before.index(letter) for letter in after)
+    return Permutation(given, wanted, split, order, () if wanted == tuple(after) else shape)
+
+
+@dataclass(frozen=True)
+class ContractionStep:
     """One contraction of two tensors, or the reordering of one.
 
     Attributes:
@@ -36,7 +110,7 @@ class Step:
 @functools.lru_cache(maxsize=16384)
 def steps(
     terms: tuple[str, ...], result: str, sizes: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
+) -> tuple[ContractionStep, ...]:
     """Pairwise contractions with the fewest operations, and without needless copies.
 
     torch.einsum makes a product of what it is given: rows of the first operand, columns of the
@@ -56,8 +130,9 @@ def steps(
     else:
         shapes = [tuple(size[letter] for letter in term) for term in terms]
         how = "optimal" if len(terms) <= 4 else "dp"
-        equation = ",".join(terms) + "->" + result
-        _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=how)
+        _, info = opt_einsum.contract_path(
+            ",".join(terms) + "->" + result, *shapes, shapes=True, optimize=how
+        )
         order = [(tuple(step[0]), step[2].split("->")[1]) for step in info.contraction_list]
     left = list(terms)
     found = []
@@ -68,21 +143,21 @@ def steps(
         turned = len(taken) == 2 and _entries(taken[1], size) > _entries(taken[0], size)
         operands = taken[::-1] if turned else taken
         letters = wanted if number == len(order) - 1 else _natural(operands, wanted)
-        found.append(Step(_shifted(places, turned), _equation(operands, letters), letters))
+        # An equation whose alphabet is the order of the operands' indices.
+        own = dict.fromkeys("".join(operands))
+        names = dict(zip(own, string.ascii_letters[26:] + string.ascii_letters[:26], strict=False))
+        renamed = ["".join(names[letter] for letter in term) for term in (*operands, letters)]
+        if turned:
+            # The other operand is taken first, so that the place after it moves down by one.
+            places = places[1], places[0] - 1
+        equation = ",".join(renamed[:-1]) + "->" + renamed[-1]
+        found.append(ContractionStep(places, equation, letters))
         left.append(letters)
     return tuple(found)
 
 
 def _entries(term: str, size: dict[str, int]) -> int:
     return math.prod(size[letter] for letter in term)
-
-
-def _shifted(places: tuple[int, ...], turned: bool) -> tuple[int, ...]:
-    """Places for taking operands one by one, the other one first if turned."""
-    if not turned:
-        return places
-    high, low = places
-    return low, high - 1
 
 
 def _natural(operands: list[str], letters: str) -> str:
@@ -94,16 +169,8 @@ def _natural(operands: list[str], letters: str) -> str:
     return "".join((*shared, *rows, *columns))
 
 
-def _equation(operands: list[str], letters: str) -> str:
-    """An equation whose alphabet is the order of the operands' indices."""
-    own = dict.fromkeys("".join(operands))
-    names = dict(zip(own, string.ascii_letters[26:] + string.ascii_letters[:26], strict=False))
-    renamed = ["".join(names[letter] for letter in term) for term in (*operands, letters)]
-    return ",".join(renamed[:-1]) + "->" + renamed[-1]
-
-
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A contraction of two tensors as a product of matrices, or of a batch of them.
 
     Attributes:
@@ -117,8 +184,8 @@ class Product:
         layout: Which of the two matrices lie transposed: ``nn``, ``nt``, ``tn`` or ``tt``.
     """
 
-    left: Turn | None
-    right: Turn | None
+    left: Permutation | None
+    right: Permutation | None
     gives: Groups
     b: int
     m: int
@@ -132,7 +199,7 @@ class Product:
         return 2 * self.b * self.m * self.n * self.k
 
 
-def product(left: Groups, right: Groups, wanted: str, sizes: Mapping[str, int]) -> Product:
+def product(left: Groups, right: Groups, wanted: str, sizes: Mapping[str, int]) -> MatrixProduct:
     """The product of two tensors with these dimensions that leaves the wanted indices."""
     first, second = "".join(left), "".join(right)
     shared = "".join(item for item in first if item in second and item in wanted)
@@ -144,9 +211,9 @@ def product(left: Groups, right: Groups, wanted: str, sizes: Mapping[str, int]) 
         return math.prod(sizes[letter] for letter in letters)
 
     batch = (shared,) if size(shared) > 1 else ()
-    return Product(
-        turn(left, (*batch, rows, summed), sizes),
-        turn(right, (*batch, summed, columns), sizes),
+    return MatrixProduct(
+        permutation(left, (*batch, rows, summed), sizes),
+        permutation(right, (*batch, summed, columns), sizes),
         (*batch, rows, columns),
         size(shared),
         size(rows),
@@ -157,12 +224,12 @@ def product(left: Groups, right: Groups, wanted: str, sizes: Mapping[str, int]) 
 
 
 def _lies(letters: str, slow: str) -> str:
-    """Whether a matrix lies transposed, whose slower dimension has some of a tensor's indices."""
+    """Say if a matrix whose slower dimension has the indices `slow` lies transposed ("t")."""
     return "t" if letters and letters[-1] in slow else "n"
 
 
 @dataclass(frozen=True)
-class Making:
+class PairProduct:
     """A product of two tensors that are numbered: first the cores, then what is made of them.
 
     Attributes:
@@ -177,14 +244,14 @@ class Making:
     result: int
     first: int
     second: int
-    product: Product
+    product: MatrixProduct
     of: int
     cores: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Merging:
-    """How the cores of a stage become its matrix, and its gradient theirs.
+    """Contraction of a stage's cores to its matrix, and of its gradient to theirs.
 
     Attributes:
         cores: By their places in the network; they have the numbers 0, 1, ...
@@ -197,20 +264,20 @@ class Merging:
     """
 
     cores: tuple[int, ...]
-    ahead: tuple[Making, ...]
-    last: Turn | None
-    back: tuple[Making, ...]
-    closing: tuple[Turn | None, ...]
+    ahead: tuple[PairProduct, ...]
+    last: Permutation | None
+    back: tuple[PairProduct, ...]
+    closing: tuple[Permutation | None, ...]
     matrix: Groups
     padding: tuple[int, int]
 
-    def back_to(self, wanted: frozenset[int]) -> tuple[Making, ...]:
+    def back_to(self, wanted: frozenset[int]) -> tuple[PairProduct, ...]:
         """The products that the gradients of some cores need."""
         return tuple(making for making in self.back if not making.cores.isdisjoint(wanted))
 
 
 @functools.lru_cache(maxsize=16384)
-def merging(network: Network, stage: Stage) -> Merging:
+def merging(network: Network, stage: RouteStage) -> Merging:
     """The merging of a stage."""
     sizes = dict(network.sizes)
     groups: list[Groups] = [tuple(network.cores[core]) for core in stage.cores]
@@ -219,7 +286,7 @@ def merging(network: Network, stage: Stage) -> Merging:
     if stage.b > 1:
         matrix = (stage.batch, *matrix)
     left = list(range(len(groups)))
-    ahead: list[Making] = []
+    ahead: list[PairProduct] = []
     terms = tuple("".join(group) for group in groups)
     order = steps(terms, stage.batch + stage.new + stage.contracted, network.sizes)
     for step in order if len(terms) > 1 else ():
@@ -227,11 +294,11 @@ def merging(network: Network, stage: Stage) -> Merging:
         found = product(groups[first], groups[second], step.result, sizes)
         left.append(len(groups))
         covered = within[first] | within[second]
-        ahead.append(Making(len(groups), first, second, found, 0, covered))
+        ahead.append(PairProduct(len(groups), first, second, found, 0, covered))
         groups.append(found.gives)
         within.append(covered)
     gradients: dict[int, Groups] = {len(groups) - 1: matrix}
-    back: list[Making] = []
+    back: list[PairProduct] = []
     for made in reversed(ahead):
         given = gradients[made.result]
         pairs = (made.first, made.second), (made.second, made.first)
@@ -244,17 +311,136 @@ def merging(network: Network, stage: Stage) -> Merging:
             else:
                 found, of = product(groups[other], given, wanted, sizes), 1
                 factors = other, made.result
-            back.append(Making(part, *factors, found, of, within[part]))
+            back.append(PairProduct(part, *factors, found, of, within[part]))
             gradients[part] = found.gives
     return Merging(
         stage.cores,
         tuple(ahead),
-        turn(groups[-1], matrix, sizes),
+        permutation(groups[-1], matrix, sizes),
         tuple(back),
         tuple(
-            turn(gradients[number], tuple(network.cores[core]), sizes)
+            permutation(gradients[number], tuple(network.cores[core]), sizes)
             for number, core in enumerate(stage.cores)
         ),
         matrix,
         (network.size(stage.contracted) - stage.k, network.size(stage.new) - stage.m),
     )
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage on the way.
+
+    Attributes:
+        stage: Which.
+        merging: How its matrix is made.
+        enter: From what the stage before gives, or x, to what this one takes.
+        back: From the gradient of what it takes to that of what the stage before gives, or of x.
+    """
+
+    stage: RouteStage
+    merging: Merging
+    enter: Permutation | None
+    back: Permutation | None
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """A route in all detail.
+
+    Attributes:
+        stages: Its stages.
+        features: Whether the layout is feature-major.
+        leave: From what the last stage gives to y.
+        leave_back: From the gradient of y to that of what the last stage gives.
+        width: Features of x, with the padding if the first stage needs it.
+        out_width: Likewise of y.
+        narrow: Whether nothing between the stages is wider than half of x.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    features: bool
+    leave: Permutation | None
+    leave_back: Permutation | None
+    width: int
+    out_width: int
+    narrow: bool
+
+
+@functools.lru_cache(maxsize=16384)
+def execution_plan(network: Network, route: Route) -> ExecutionPlan:
+    """Everything that is done along a route."""
+    lowered = lower(network, route)
+    stages, sizes = lowered.stages, dict(network.sizes)
+    features = route.layout == "features"
+    given = _ends(network.inputs, features)
+    planned_stages = []
+    for stage in stages:
+        batch = (stage.batch,) if stage.b > 1 else ()
+        if features:
+            taken: Groups = (*batch, stage.contracted, stage.free + TOKENS)
+            gives: Groups = (*batch, stage.new, stage.free + TOKENS)
+        else:
+            taken = (*batch, TOKENS + stage.free, stage.contracted)
+            gives = (*batch, TOKENS + stage.free, stage.new)
+        enter, back = permutation(given, taken, sizes), permutation(taken, given, sizes)
+        planned_stages.append(PlannedStage(stage, merging(network, stage), enter, back))
+        given = gives
+    outputs = _ends(network.outputs, features)
+    return ExecutionPlan(
+        tuple(planned_stages),
+        features,
+        permutation(given, outputs, sizes),
+        permutation(outputs, given, sizes),
+        stages[0].width,
+        stages[-1].out_width,
+        all(2 * stage.width <= network.in_features for stage in stages[1:]),
+    )
+
+
+def _ends(letters: str, features: bool) -> Groups:
+    return (letters, TOKENS) if features else (TOKENS, letters)
+
+
+def keeps(network: Network, plan: LayerPlan, tokens: int) -> bool:
+    """Return whether the stages' inputs are kept for the backward pass, not recomputed.
+
+    They are where they are narrow, all tokens go at once, and some core's gradient uses them.
+    """
+    if 0 < plan.forward.chunk < tokens or plan.forward not in plan.core_gradients:
+        return False
+    return execution_plan(network, replace(plan.forward, chunk=0)).narrow
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The routes of a layer.
+
+    Attributes:
+        forward: That of y.
+        input_gradient: That of the gradient of x.
+        core_gradients: That of every core's gradient, in the order of the network's cores.
+        plain: Leave differentiation to autograd, which keeps what is between the stages: cheapest
+            where the tokens are so few that starting operations is what takes the time.
+        fused: Take the Triton kernels of `outlast.tensorize.kernels` instead of the routes, which
+            only tensors go that no kernel reads. On CUDA devices alone, and not yet run on one.
+        seconds: Time of forward and backward; of forward alone without gradients.
+        dense_seconds: Likewise of the dense layer.
+        timed: Whether both were timed; predicted otherwise.
+        reason: Why this plan, in words.
+    """
+
+    forward: Route
+    input_gradient: Route
+    core_gradients: tuple[Route, ...]
+    plain: bool = False
+    fused: bool = False
+    seconds: float = field(default=0.0, compare=False)
+    dense_seconds: float = field(default=0.0, compare=False)
+    timed: bool = field(default=False, compare=False)
+    reason: str = field(default="", compare=False)
+
+    @staticmethod
+    def uniform(route: Route, cores: int, *, plain: bool = False) -> LayerPlan:
+        """The same route for everything."""
+        return LayerPlan(route, route, (route,) * cores, plain)

@@ -1,4 +1,4 @@
-"""What structured layers cost and save, as pure functions of their settings; needs no torch.
+"""Costs and savings of structured layers, as pure functions of their settings; needs no torch.
 
 The planner of the whole system composes these: parameters, floating-point operations, bytes that
 are kept and sent, and how a training step shrinks. What a rank costs in quality is in
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.network import Route, lower
-from outlast.tensorize.networks import (
+from outlast.tensorize.network import (
+    Route,
     block_network,
     chosen_modes,
     cp_network,
+    lower,
     train_matrix_network,
     train_network,
     tucker_network,
@@ -58,7 +59,7 @@ class LayerCost:
     kept_values_per_token: int
 
     def kept_bytes(self, tokens: int, bytes_per_value: float = 2.0) -> float:
-        """What `tokens` tokens keep beyond x."""
+        """Return the bytes that `tokens` tokens keep beyond x."""
         return self.kept_values_per_token * tokens * bytes_per_value
 
 
@@ -71,7 +72,7 @@ def layer_cost(
     cores: int = 3,
     density: float = SLTRAIN_DENSITY,
 ) -> LayerCost:
-    """What a layer costs.
+    """Return the cost of a layer.
 
     Args:
         form: One of `FORMS`.
@@ -201,45 +202,6 @@ def _shortest(
     return best[count]
 
 
-@dataclass(frozen=True)
-class Payload:
-    """Bytes that other parts of a run move for a number of parameters.
-
-    Attributes:
-        gradient_bytes: What an all-reduce or a gradient code sends per step.
-        optimizer_bytes: The optimizer's state.
-        checkpoint_bytes: Weights and optimizer state.
-    """
-
-    gradient_bytes: float
-    optimizer_bytes: float
-    checkpoint_bytes: float
-
-
-def payload(
-    parameters: float,
-    *,
-    gradient_bytes_per_value: float = 4.0,
-    moments: int = 2,
-    moment_bytes_per_value: float = 4.0,
-    weight_bytes_per_value: float = 4.0,
-) -> Payload:
-    """Bytes of gradients, optimizer state and checkpoints; Adam in float32 unless said.
-
-    Raises:
-        TensorizeError: For negative numbers.
-    """
-    given = (parameters, gradient_bytes_per_value, moments, moment_bytes_per_value)
-    if min(*given, weight_bytes_per_value) < 0:
-        raise TensorizeError(f"a payload of {given} and {weight_bytes_per_value} bytes is below 0")
-    optimizer = parameters * moments * moment_bytes_per_value
-    return Payload(
-        parameters * gradient_bytes_per_value,
-        optimizer,
-        optimizer + parameters * weight_bytes_per_value,
-    )
-
-
 def step_ratio(*, linear_share: float, flops_ratio: float, efficiency: float = 1.0) -> float:
     """Time of a training step over that of the dense model (Amdahl's law).
 
@@ -259,99 +221,3 @@ def step_ratio(*, linear_share: float, flops_ratio: float, efficiency: float = 1
             f"least 0 and efficiency = {efficiency} above 0"
         )
     return 1.0 - linear_share + linear_share * flops_ratio / efficiency
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """A LLaMA model as low-rank papers size them: untied embedding and head, no biases.
-
-    Attributes:
-        hidden: Width.
-        intermediate: Width between the linear layers of the feed-forward part.
-        layers: Blocks.
-        heads: Attention heads.
-        vocabulary: Tokens.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    vocabulary: int = 32_000
-
-    @property
-    def linears(self) -> tuple[tuple[int, int, int], ...]:
-        """(in, out, how many) of the linear layers inside the blocks."""
-        wide, narrow = self.intermediate, self.hidden
-        return (
-            (narrow, narrow, 4 * self.layers),
-            (narrow, wide, 2 * self.layers),
-            (wide, narrow, self.layers),
-        )
-
-    @property
-    def other_parameters(self) -> int:
-        """Embedding, head and norms."""
-        return 2 * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden
-
-
-LLAMA = {
-    "60M": LlamaShape(512, 1376, 8, 8),
-    "130M": LlamaShape(768, 2048, 12, 12),
-    "350M": LlamaShape(1024, 2736, 24, 16),
-    "1B": LlamaShape(2048, 5461, 24, 32),
-    "7B": LlamaShape(4096, 11008, 32, 32),
-}
-"""Shapes of arXiv 2403.03507 (GaLore), appendix; CoLA, SLTrain and LORO use the same."""
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """A whole model.
-
-    Attributes:
-        parameters: All.
-        linear_parameters: Of the layers in the blocks.
-        training_flops_per_token: Linear layers, head and attention, forward and backward.
-        linear_flops_per_token: Of the layers in the blocks, forward and backward.
-    """
-
-    parameters: int
-    linear_parameters: int
-    training_flops_per_token: int
-    linear_flops_per_token: int
-
-
-def llama_cost(
-    shape: LlamaShape, form: str = "dense", fraction: float = 0.25, *, sequence: int = 256
-) -> ModelCost:
-    """Parameters and operations of a LLaMA model whose blocks' linear layers have a form.
-
-    Attention takes 4 s d operations per token, layer and pass forward (scores and their use; a
-    causal kernel that skips half takes half), which the backward pass doubles.
-
-    Args:
-        shape: See `LLAMA`.
-        form: ``dense`` or a form of two factors.
-        fraction: Rank over the narrower side of each layer, rounded to the nearest number.
-        sequence: Tokens per sequence, s.
-
-    Raises:
-        TensorizeError: For another form or a fraction out of (0, 1].
-    """
-    if form not in ("dense", *TWO_FACTOR_FORMS):
-        raise TensorizeError(
-            f"form = {form!r} has no rank fraction: give layer_cost its rank layer by layer"
-        )
-    if not 0.0 < fraction <= 1.0:
-        raise TensorizeError(f"fraction = {fraction} must be above 0 and at most 1")
-    parameters = flops = 0
-    for into, out, count in shape.linears:
-        cost = layer_cost(form, into, out, max(1, round(fraction * min(into, out))))
-        parameters += cost.parameters * count
-        flops += cost.training_flops_per_token * count
-    head = 6 * shape.vocabulary * shape.hidden
-    attention = 3 * 4 * sequence * shape.hidden * shape.layers
-    return ModelCost(
-        parameters + shape.other_parameters, parameters, flops + head + attention, flops
-    )

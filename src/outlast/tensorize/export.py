@@ -13,6 +13,7 @@ import inspect
 import io
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,23 +25,119 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.embedding import StructuredEmbedding
-from outlast.tensorize.forms.tied import TiedHead, name_of, tied_heads
+from outlast.tensorize.forms.embedding import StructuredEmbedding, TiedHead, name_of, tied_heads
 from outlast.tensorize.hf import entry as entries
-from outlast.tensorize.hf.folder import copy_tokenizer, new_folder
-from outlast.tensorize.hf.plain import Structured, dense_layer, is_matrix, merged_layer, structured
+from outlast.tensorize.hf.entry import Structured, dense_layer, is_matrix, merged_layer, structured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+)
+"""What tokenizers of Hugging Face consist of."""
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse to write where something is that should stay.
+
+    Raises:
+        TensorizeError: `target` is a file, or a folder that is not empty and may not be replaced,
+            or holds no model.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise TensorizeError(f"{target} is no folder: give another name to write the model to")
+    held = {path.name for path in target.iterdir()}
+    if not held:
+        return
+    if not overwrite:
+        raise TensorizeError(
+            f"{target} exists: give another folder to write the model to, or --force "
+            "(overwrite = True) to replace it"
+        )
+    if "config.json" not in held:
+        raise TensorizeError(
+            f"{target} holds no config.json, so it is no model to replace: give another folder"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill, which gets its name at the end of the block, when its files are durable.
+
+    Args:
+        target: Its name; must be new or an empty folder unless `overwrite`.
+        overwrite: Replace a model that is there, once the new one is whole.
+
+    Raises:
+        TensorizeError: See `check_target`; or the files cannot be written.
+    """
+    target = target.absolute()
+    check_target(target, overwrite=overwrite)
+    partial, earlier = (
+        target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("partial", "old")
+    )
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.rglob("*"):
+            _make_durable(file)
+        _make_durable(partial)
+        # Somebody may have put a folder there meanwhile.
+        check_target(target, overwrite=overwrite)
+        if target.exists():
+            target.rename(earlier)
+        partial.rename(target)
+        _make_durable(target.parent)
+        shutil.rmtree(earlier, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        if earlier.exists() and not target.exists():
+            earlier.rename(target)
+        raise TensorizeError(f"the model cannot be written to {target}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> list[str]:
+    """Copy a tokenizer's files; returns their names."""
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, folder / name)
+    return found
+
+
+def _make_durable(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 VARIANT = "factored"
 """Part of the names of files of factors, so that nobody takes them for the dense weights."""
 
 _CONFIG = "config.json"
+
 _LAYERS_FILE = "outlast_tensorize.json"
+
 _CODE_FILE = "modeling_outlast.py"
+
 _SHARD = "5GB"
 
 
@@ -87,7 +184,7 @@ def _retied(model: nn.Module, name: str, head: TiedHead, embedding: nn.Module) -
 
 
 def _replaced(model: nn.Module, make: Callable[[Structured], nn.Module]) -> dict[str, nn.Module]:
-    """What `make` gives for every layer that it changes; shared factors stay shared."""
+    """Call `make` for every layer and return those that it changes; shared factors stay shared."""
     made: dict[int, nn.Module] = {}
     leaders: dict[tuple[int, ...], nn.Module] = {}
     found = {}
@@ -96,18 +193,14 @@ def _replaced(model: nn.Module, make: Callable[[Structured], nn.Module]) -> dict
             new = make(layer)
             leader = leaders.setdefault(tuple(map(id, layer.factors())), new)
             if leader is not new:
-                _share_weights(new, leader)
+                for own, parameter in list(leader.named_parameters()):
+                    home, _, last = own.rpartition(".")
+                    if last == "weight":
+                        setattr(new.get_submodule(home), last, parameter)
             made[id(layer)] = new
         if made[id(layer)] is not layer:
             found[name] = made[id(layer)]
     return found
-
-
-def _share_weights(layer: nn.Module, leader: nn.Module) -> None:
-    for name, parameter in list(leader.named_parameters()):
-        home, _, last = name.rpartition(".")
-        if last == "weight":
-            setattr(layer.get_submodule(home), last, parameter)
 
 
 def export_dense(
@@ -235,13 +328,13 @@ def save_with_dense_weights(
 
 
 def _writes_all(model: Any, settings: Mapping[str, Any]) -> bool:
-    """Whether ``save_pretrained`` replaces the weights that lie in a folder."""
+    """Return whether ``save_pretrained`` replaces the weights that lie in a folder."""
     partial = settings.get("variant") or _adapters_alone(model)
     return bool(settings.get("is_main_process", True)) and not partial
 
 
 def _adapters_alone(model: Any) -> bool:
-    """Whether ``save_pretrained`` writes adapters and nothing of the model itself."""
+    """Return whether ``save_pretrained`` writes adapters and nothing of the model itself."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -294,7 +387,10 @@ def _with_dense_weights(
             written[f"{name}.weight"] = torch.empty(0, dtype=like.dtype, device=like.device)
             continue
         values = {key: state[at] for key, at in found.items()}
-        whole = {key: _gathered(value) for key, value in values.items()}
+        whole = {
+            key: (value.full_tensor() if isinstance(value, DTensor) else value)
+            for key, value in values.items()
+        }
         source = layer
         if not exact or any(whole[key] is not values[key] for key in whole):
             source = copy.deepcopy(layer)
@@ -315,10 +411,6 @@ def _with_dense_weights(
             state[key] = state[key].clone()
         seen.add(state[key].data_ptr())
     return factored
-
-
-def _gathered(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @contextlib.contextmanager
@@ -490,17 +582,14 @@ def export_factored(
         if not special and set(shared) <= set(_tied(skeleton)):
             auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"  # type: ignore[operator]
             content["auto_map"] = {auto: f"{Path(_CODE_FILE).stem}.Tensorized"}
-            (folder / _CODE_FILE).write_text(_code_for(name))
+            code = (Path(entries.__file__).parent / "modelling.py").read_text()
+            (folder / _CODE_FILE).write_text(
+                code.replace("import PreTrainedModel as Dense", f"import {name} as Dense")
+            )
         (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), folder)
     return target
-
-
-def _code_for(model_class: str) -> str:
-    """The file of layers in plain torch, on top of a class of transformers."""
-    code = (Path(entries.__file__).parent / "modelling.py").read_text()
-    return code.replace("import PreTrainedModel as Dense", f"import {model_class} as Dense")
 
 
 def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> Any:

@@ -1,4 +1,6 @@
-"""Standard deviations of cores, so that their product starts like the dense weight it replaces.
+"""Initialization of cores, and the norm of their product.
+
+Standard deviations of cores, so that their product starts like the dense weight it replaces.
 
 An entry of the weight is a sum of products of core entries, one term for every value of the bonds.
 With independent zero-mean entries the terms are uncorrelated, so ::
@@ -11,12 +13,19 @@ such that x with unit root mean square stays so through the chain: every core bu
 1 / sqrt(fan in), and the last takes the rest, which is where a dense layer would put its scale.
 (CoMERA, arXiv 2405.14377, and CoLA, arXiv 2502.10940, spread the scale evenly instead, and CoLA
 leaves out what its nonlinearity takes away.)
+
+Norm of a chain's product, and its gradients, from the cores alone.
+
+The chain's cores meet their own copies one after the other, as in the norm of a matrix product
+state (Schollwoeck 2011, section 4.2.1): ``||W||_F^2`` is a sweep of two small contractions per
+core, and the weight is never built. For two factors it is tr((B^T B)(A A^T)) with r x r matrices.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import string
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +33,6 @@ import torch
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import ACTIVATIONS
 from outlast.tensorize.network import Route, lower
-from outlast.tensorize.rules.product import check_factors, squared_norm
 from outlast.tensorize.sharded import whole
 
 if TYPE_CHECKING:
@@ -33,6 +41,95 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from outlast.tensorize.network import Network
+
+
+def squared_norm(factors: Sequence[Tensor], network: Network) -> Tensor:
+    """``||W||_F^2`` of the product of all cores, differentiable.
+
+    Columns and rows of padding, where modes multiply to more than the features, count as well:
+    cores make them like all others.
+
+    Args:
+        factors: The cores, with the shapes of `network`; in float32 or float64, since squares of
+            small numbers leave the range of shorter types.
+        network: How the cores hang together.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TensorizeError: The factors are not those of the network.
+    """
+    check_factors(factors, network)
+    between: Tensor | None = None
+    for core, (with_core, with_copy) in zip(factors, _sweep(network), strict=True):
+        if between is not None:
+            half = torch.einsum(with_core, between, core)
+            between = torch.einsum(with_copy, half, core)
+        else:
+            between = torch.einsum(with_copy, core, core)
+    assert between is not None
+    return between
+
+
+def norm_gradients(
+    factors: Sequence[Tensor], network: Network
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The gradients of ``||W||_F^2 / 2`` by the cores.
+
+    For two factors W = B A they are (B^T B) A and B (A A^T).
+
+    Args:
+        factors: As for `squared_norm`; not changed, and nothing is accumulated into their ``grad``.
+        network: As for `squared_norm`.
+
+    Returns:
+        ``||W||_F^2``, and per core its gradient.
+    """
+    leaves = [factor.detach().requires_grad_(True) for factor in factors]
+    with torch.enable_grad():
+        norm = squared_norm(leaves, network)
+        gradients = torch.autograd.grad(norm / 2.0, leaves)
+    return norm.detach(), gradients
+
+
+def check_factors(factors: Sequence[Tensor], network: Network) -> None:
+    """Refuse cores that are not those of a network.
+
+    Raises:
+        TensorizeError: Their number or shapes differ.
+    """
+    given = [tuple(factor.shape) for factor in factors]
+    wanted = [network.shape(core) for core in range(len(network.cores))]
+    if given != wanted:
+        raise TensorizeError(f"factors of shapes {given} were given, but {network} has {wanted}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _sweep(network: Network) -> tuple[tuple[str, str], ...]:
+    """The einsum equations that add each core and then its copy to what is between them."""
+    # Other letters for the bonds of the copies; features are shared with the cores.
+    used = {letter for letter, _ in network.sizes}
+    spare = [letter for letter in string.ascii_letters if letter not in used]
+    if len(spare) < len(network.bonds):
+        raise TensorizeError(f"the network {network} has too many indices for one sweep")
+    copies = {ord(bond): letter for bond, letter in zip(network.bonds, spare, strict=False)}
+    between = ""
+    equations: list[tuple[str, str]] = []
+    for place, core in enumerate(network.cores):
+        copy = core.translate(copies)
+        later = "".join(network.cores[place + 1 :])
+        later += later.translate(copies)
+        half = _needed(between + core, copy + later) if place else core
+        kept = _needed(half + copy, later)
+        equations.append((f"{between},{core}->{half}", f"{half},{copy}->{kept}"))
+        between = kept
+    return tuple(equations)
+
+
+def _needed(letters: str, later: str) -> str:
+    return "".join(letter for letter in dict.fromkeys(letters) if letter in later)
+
 
 _TOLERANCE = 2e-3
 """Relative error of the product's deviation that sampling may leave."""
@@ -130,8 +227,6 @@ def initialize_(
     network: Network,
     std: float,
     generator: Generator | None = None,
-    *,
-    activation_gain: float = 1.0,
 ) -> None:
     """Fill cores in place with normal numbers, for a product of a given standard deviation.
 
@@ -143,13 +238,12 @@ def initialize_(
         network: The chain.
         std: Root mean square of the product's entries; see `core_stds`.
         generator: Source of the numbers; torch's own by default.
-        activation_gain: See `core_stds`.
 
     Raises:
         TensorizeError: See `core_stds`; or the factors are not those of the network.
     """
     check_factors(factors, network)
-    deviations = core_stds(network, std, activation_gain)
+    deviations = core_stds(network, std)
     if factors[0].is_meta:
         return
     fill_(factors, deviations, generator)

@@ -22,14 +22,19 @@ from torch.nn import functional
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import autocast_dtype
-from outlast.tensorize.course import keeps
-from outlast.tensorize.execute import BIAS, Path, apply, differentiate
-from outlast.tensorize.folding import folds
-from outlast.tensorize.merge import widest
+from outlast.tensorize.contraction import LayerPlan, keeps
+from outlast.tensorize.execute import (
+    BIAS,
+    MergedPath,
+    apply,
+    differentiate,
+    folds,
+    transformed,
+    widest,
+    without_autocast,
+)
 from outlast.tensorize.network import Network, Route, dense_route, lower
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner import plan_for
-from outlast.tensorize.surroundings import transformed, without_autocast
+from outlast.tensorize.planner.choose import plan_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,11 +49,13 @@ class Merged:
     """
 
     def __init__(self) -> None:
-        self._paths: dict[tuple[Route, torch.dtype], tuple[list[Tensor], list[Any], Path]] = {}
+        self._paths: dict[
+            tuple[Route, torch.dtype], tuple[list[Tensor], list[Any], MergedPath]
+        ] = {}
 
     def path(
         self, network: Network, route: Route, cores: Sequence[Tensor], dtype: torch.dtype
-    ) -> Path:
+    ) -> MergedPath:
         """The route with its groups merged."""
         stamp: list[Any] = [id(network)]
         for core in cores:
@@ -57,7 +64,7 @@ class Merged:
         known = self._paths.get((route, dtype))
         if known is None or known[1] != stamp:
             # With the cores, whose identities nothing else can get while they are held.
-            known = list(cores), stamp, Path(network, route, cores, dtype)
+            known = list(cores), stamp, MergedPath(network, route, cores, dtype)
             self._paths[route, dtype] = known
         return known[2]
 
@@ -67,7 +74,7 @@ def chain(
     cores: Sequence[Tensor],
     network: Network,
     bias: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: LayerPlan | None = None,
     *,
     merged: Merged | None = None,
 ) -> Tensor:
@@ -116,7 +123,7 @@ def _chain(
     cores: tuple[Tensor, ...],
     network: Network,
     bias: Tensor | None,
-    plan: Plan | None,
+    plan: LayerPlan | None,
     *,
     merged: Merged | None,
 ) -> Tensor:
@@ -127,7 +134,7 @@ def _chain(
         y: Tensor = torch.ops.outlast.chain(x, list(cores), str(network))
         return y if bias is None else y + bias
     if plainly or x.is_meta:
-        return Path(network, two_products(network), cores, x.dtype).forward(x, bias)
+        return MergedPath(network, two_products(network), cores, x.dtype).forward(x, bias)
     learns = torch.is_grad_enabled() and (
         x.requires_grad or any(core.requires_grad for core in cores)
     )
@@ -141,12 +148,12 @@ def _chain(
 
             return pairs.forward(x, cores, bias)[0]
         if merged is None:
-            return apply(Path(network, plan.forward, cores, x.dtype), x, bias)[0]
+            return apply(MergedPath(network, plan.forward, cores, x.dtype), x, bias)[0]
         return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
     # The function folds a bias in only where it keeps what autograd would.
     folded = bias is not None and folds(x.shape[0], network.out_features)
     if plan.plain and not (folded and keeps(network, plan, x.shape[0])):
-        return Path(network, plan.forward, cores, x.dtype).forward(x, bias)
+        return MergedPath(network, plan.forward, cores, x.dtype).forward(x, bias)
     result: Tensor = _Chain.apply(x, bias, network, plan, *cores)  # type: ignore[no-untyped-call]
     return result
 
@@ -184,14 +191,14 @@ class _Chain(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, network: Network, plan: Plan, *cores: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, network: Network, plan: LayerPlan, *cores: Tensor
     ) -> Tensor:
         if plan.fused:
             from outlast.tensorize.kernels import pairs
 
             y, kept = pairs.forward(x, cores, bias, learns=True)
         else:
-            path = Path(network, plan.forward, cores, x.dtype)
+            path = MergedPath(network, plan.forward, cores, x.dtype)
             keep = keeps(network, plan, x.shape[0])
             fold = keep and folds(x.shape[0], network.out_features)
             y, inputs = apply(path, x, bias, fold=fold)
@@ -225,7 +232,7 @@ class _Chain(Function):
 
 def gradients_of(
     network: Network,
-    plan: Plan,
+    plan: LayerPlan,
     x: Tensor,
     dy: Tensor,
     cores: Sequence[Tensor],
@@ -258,7 +265,7 @@ def gradients_of(
     routes = [plan.input_gradient] if want_x else []
     routes += [plan.core_gradients[core] for core in wanted]
     for route in dict.fromkeys(routes):
-        path = Path(network, route, cores, x.dtype)
+        path = MergedPath(network, route, cores, x.dtype)
         inputs: list[Tensor] = []
         if kept and route == plan.forward:
             inputs = [path.entered(x), *kept]
@@ -273,17 +280,13 @@ def gradients_of(
 
 
 def _differentiable(
-    network: Network,
-    x: Tensor,
-    dy: Tensor,
-    cores: Sequence[Tensor],
-    asked: tuple[bool, list[int]],
+    network: Network, x: Tensor, dy: Tensor, cores: Sequence[Tensor], asked: tuple[bool, list[int]]
 ) -> tuple[Tensor | None, dict[int, Tensor]]:
     """Gradients that have gradients themselves, by plain operations."""
     want_x, wanted = asked
     # Views, so that neither a core that is used twice nor one that depends on x counts twice.
     x, cores = x.view_as(x), [core.view_as(core) for core in cores]
-    y = Path(network, two_products(network), cores, x.dtype).forward(x)
+    y = MergedPath(network, two_products(network), cores, x.dtype).forward(x)
     targets = ([x] if want_x else []) + [cores[core] for core in wanted]
     found = list(torch.autograd.grad(y, targets, dy, create_graph=True, allow_unused=True))
     dx = found.pop(0) if want_x else None
@@ -298,7 +301,7 @@ def _chain_op(x: Tensor, cores: list[Tensor], network: str) -> Tensor:
         from outlast.tensorize.kernels import pairs
 
         return pairs.forward(x, cores)[0]
-    return apply(Path(description, plan.forward, cores, x.dtype), x)[0]
+    return apply(MergedPath(description, plan.forward, cores, x.dtype), x)[0]
 
 
 @_chain_op.register_fake

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.forms.sparse import SparseLowRankLinear
+from outlast.tensorize.forms.low_rank import LowRankLinear, SparseLowRankLinear
 from outlast.tensorize.layer import StructuredLinear
-from outlast.tensorize.rules.layers import factor_parameters
+from outlast.tensorize.parameters import factor_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +29,7 @@ Recipe = Literal["tensorwise", "rowwise"]
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether a device multiplies float8 matrices itself."""
+    """Return whether a device multiplies float8 matrices itself."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY

@@ -1,4 +1,4 @@
-"""What a rank costs in quality, as the dense model that learns as well: N_eff. No torch.
+"""Quality that a rank costs, as the dense model that learns as well: N_eff. No torch.
 
 A scaling law L = E + A N^-a + B D^-b says how much loss a smaller dense model costs at the same
 data. Where a structured model of linear share s (its linear parameters over the dense ones') lost

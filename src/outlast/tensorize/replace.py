@@ -8,6 +8,8 @@ or as it was.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,40 +18,45 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from outlast.distributed.group import Group
 from outlast.errors import TensorizeError
 from outlast.tensorize.accounting import forward_flops
-from outlast.tensorize.budget import Budget, Rank, Shape, resolved_rank, shared_ranks
-from outlast.tensorize.catalogue import Form, Ranks, form_named
-from outlast.tensorize.checks import check_ranks_agree, check_sharing, check_target
-from outlast.tensorize.forms.embedding import StructuredEmbedding
-from outlast.tensorize.forms.latent import Gate, link_by_name
-from outlast.tensorize.forms.tied import TiedHead
-from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.forms.embedding import StructuredEmbedding, TiedHead
+from outlast.tensorize.forms.low_rank import Gate, link_by_name
+from outlast.tensorize.layer import StructuredLayer
 from outlast.tensorize.network import Network
-from outlast.tensorize.placing import is_bias, put_in, share_factors
-from outlast.tensorize.planner import calibrate as calibrate_machine
-from outlast.tensorize.planner import plan_for
 from outlast.tensorize.planner.choose import (
     FORMS_WITHOUT_PLANS,
     PRICED_DEVICES,
     basis_of,
     extra_seconds,
+    plan_for,
 )
+from outlast.tensorize.planner.measure import calibrate as calibrate_machine
 from outlast.tensorize.policy import (
     NAME_IT,
+    Budget,
     Choice,
+    LayerShape,
     Policy,
+    Rank,
     Selection,
     Target,
     common_gate,
+    resolved_rank,
     select,
+    shared_ranks,
     why_dense,
 )
-from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
-from outlast.tensorize.table import Kept, Replacement, Replacements
-from outlast.tensorize.values import (
+from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION, Form, Ranks, form_named
+from outlast.tensorize.table import (
+    KeptLayer,
+    Replacement,
+    Replacements,
     check_convertible,
     convert,
     draw,
@@ -57,6 +64,130 @@ from outlast.tensorize.values import (
     seed_of,
     starting_std,
 )
+
+
+def is_bias(name: str) -> bool:
+    """Return whether a parameter is a bias, by its name."""
+    return name.rpartition(".")[2] == "bias"
+
+
+def share_factors(layer: nn.Module, leader: nn.Module) -> None:
+    """Give a layer the very factors of another."""
+    for name, parameter in list(leader.named_parameters()):
+        if is_bias(name):
+            continue
+        owner, _, last = name.rpartition(".")
+        home = layer.get_submodule(owner)
+        if isinstance(home, nn.ParameterList):
+            home[int(last)] = parameter
+        else:
+            setattr(home, last, parameter)
+    for name, buffer in leader.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(owner), last, buffer)
+
+
+def put_in(model: nn.Module, target: Target, module: nn.Module) -> None:
+    """Put a layer where another one is, under all its names."""
+    for name in target.names:
+        owner, _, last = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        setattr(parent, last, module)
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # Its fused kernel for inference, which reads dense weights, is for these two alone.
+            parent.activation_relu_or_gelu = 0
+
+
+def check_sharing(selection: Selection) -> None:
+    """Refuse to replace some of the layers that share a weight.
+
+    Raises:
+        TensorizeError: See above.
+    """
+    chosen = {id(target.module): choice for target, choice in selection.chosen}
+    sharing: dict[int, list[Target]] = {}
+    for target in selection.targets:
+        sharing.setdefault(id(target.parameter), []).append(target)
+    for targets in sharing.values():
+        mine = [chosen.get(id(target.module)) for target in targets]
+        if len(targets) == 1 or not any(mine):
+            continue
+        names = " and ".join(target.name for target in targets)
+        kinds = {(target.is_embedding, target.transposed) for target in targets}
+        if any(target.transposed for target in targets) and len(kinds) > 1:
+            raise TensorizeError(
+                f"{names} share a weight of which one is transposed, and cannot share factors: "
+                "exclude them"
+            )
+        if len(set(mine)) > 1:
+            raise TensorizeError(
+                f"{names} share a weight, so all of them must become the same or none: match or "
+                "exclude them together, or untie them (tie_word_embeddings = False)"
+            )
+
+
+def check_target(target: Target) -> None:
+    """Refuse layers whose replacement would lose something.
+
+    Raises:
+        TensorizeError: The layer is sharded, cannot learn, has hooks, or does what embeddings of
+            factors do not.
+    """
+    module = target.module
+    if isinstance(target.parameter, DTensor):
+        raise TensorizeError(
+            f"{target.name} is sharded already: call tensorize before fully_shard and "
+            "parallelize_module"
+        )
+    quantized = is_traceable_wrapper_subclass(target.parameter)
+    if quantized or not target.parameter.is_floating_point():
+        kind = type(target.parameter.data).__name__ if quantized else target.parameter.dtype
+        raise TensorizeError(
+            f"{target.name} has a weight of {kind}, which cannot be learned: exclude it"
+        )
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks):
+        raise TensorizeError(
+            f"{target.name} has hooks, which would be lost: register them after tensorize"
+        )
+    if target.is_embedding and (module.max_norm or module.sparse or module.scale_grad_by_freq):
+        raise TensorizeError(
+            f"{target.name} has max_norm, sparse or scale_grad_by_freq, which embeddings of "
+            "factors have not: exclude it"
+        )
+
+
+def check_ranks_agree(decided: Mapping[str, str]) -> None:
+    """Refuse to continue where the processes of a run would replace the same layer differently.
+
+    Collective, if there is a process group: first of a digest, and of all only if these differ.
+    Layers that other processes do not have, as in a pipeline, need not agree.
+
+    Args:
+        decided: Name of every layer that was looked at -> what becomes of it.
+
+    Raises:
+        TensorizeError: Two processes differ, on all of them.
+    """
+    mine = repr(sorted(decided.items())).encode()
+    group = Group()
+    if len(set(group.gather(hashlib.blake2b(mine).hexdigest()))) == 1:
+        return
+    every = group.gather(dict(decided))
+    for (one, first), (other, second) in itertools.combinations(enumerate(every), 2):
+        for name in first:
+            if first[name] != second.get(name, first[name]):
+                raise TensorizeError(
+                    f"{name} would become {first[name]} on rank {one} and {second[name]} on rank "
+                    f"{other}: call tensorize alike on all ranks, and with force = True where "
+                    "machines differ in what is faster"
+                )
+
 
 Start = Literal["scratch", "from_dense"]
 
@@ -66,7 +197,7 @@ _WORTH_A_WARNING = 0.1
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """What a layer would become.
+    """Planned replacement of a layer.
 
     Attributes:
         target: The layer.
@@ -89,13 +220,13 @@ class _Planned:
     impossible: bool = False
 
     def said(self) -> str:
-        """What other ranks must have decided as well."""
+        """Decision that all other ranks must have made as well."""
         return "dense" if self.against else f"{self.form.name} at rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all layers share; see `tensorize`."""
+    """Settings of all layers; see `tensorize`."""
 
     init: Start
     multiple: int | None
@@ -168,10 +299,10 @@ def tensorize(
         calibrate: Measure this machine first if that was not done yet (about ten seconds), and time
             the best plans and the dense layer for every shape (a few seconds each, with a way
             back), so that what stays dense is what was timed to be slower. Without it, or for
-            decoding (``learns=False``), ``planner.tune.tune_model(model, tokens)`` times the plans
-            of a model that was tensorized, with a callback for progress; later runs on this machine
-            know the results. Of several ranks one must do it first, for two that time the same may
-            decide differently.
+            decoding (``learns=False``), ``planner.measure.tune_model(model, tokens)`` times the
+            plans of a model that was tensorized, with a callback for progress; later runs on this
+            machine know the results. Of several ranks one must do it first, for two that time the
+            same may decide differently.
         collective: Whether all ranks of the default process group, if there is one, call it, and
             are compared; False: this process alone.
 
@@ -224,7 +355,13 @@ def tensorize(
     found = Replacements(
         tuple(rows), refused, modules, _numbers(model), before, tokens, kept, basis
     )
-    for warning in (_slow(found), _untouched(found, match, selection), _frozen(made, init)):
+    frozen = [one.target.name for one in made if init == "scratch" and _is_frozen(one.target)]
+    random = (
+        f"{frozen[0]} and {len(frozen) - 1} other layers are frozen, and their factors random"
+        if frozen
+        else ""
+    )
+    for warning in (_slow(found), _untouched(found, match, selection), random):
         if warning:
             warnings.warn(warning, stacklevel=2)
     return found
@@ -259,7 +396,7 @@ def _numbers(model: nn.Module) -> int:
 
 def _kept(
     model: nn.Module, selection: Selection, replaced: set[str], refused: Mapping[str, str]
-) -> tuple[Kept, ...]:
+) -> tuple[KeptLayer, ...]:
     """All that stays dense: the layers that could be replaced, and every other parameter."""
     seen: set[int] = set()
     rows = []
@@ -267,14 +404,14 @@ def _kept(
         if target.name not in replaced:
             why = refused.get(target.name) or selection.left[target.name]
             numbers = 0 if id(target.parameter) in seen else target.parameter.numel()
-            rows.append(Kept(target.name, numbers, why))
+            rows.append(KeptLayer(target.name, numbers, why))
         seen.add(id(target.parameter))
     order = {target.name: place for place, target in enumerate(selection.targets)}
     rows.sort(key=lambda row: order[row.name])
     factors = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, StructuredLinear | StructuredEmbedding)
+        if isinstance(module, StructuredLayer)
         for parameter in module.parameters()
     }
     vectors = 0
@@ -282,16 +419,16 @@ def _kept(
         if id(parameter) in seen:
             continue
         if isinstance(parameter, UninitializedParameter):
-            rows.append(Kept(name, 0, "has no shape yet: run the model once before tensorize"))
+            rows.append(KeptLayer(name, 0, "has no shape yet: run the model once before tensorize"))
         elif id(parameter) in factors:
-            rows.append(Kept(name, parameter.numel(), "is a factor already"))
+            rows.append(KeptLayer(name, parameter.numel(), "is a factor already"))
         elif parameter.ndim < 2:
             vectors += parameter.numel()
         else:
             owner = model.get_submodule(name.rpartition(".")[0])
-            rows.append(Kept(name, parameter.numel(), why_dense(owner, name, parameter)))
+            rows.append(KeptLayer(name, parameter.numel(), why_dense(owner, name, parameter)))
     if vectors:
-        rows.append(Kept("norms, biases and other vectors", vectors, "are no matrices"))
+        rows.append(KeptLayer("norms, biases and other vectors", vectors, "are no matrices"))
     return tuple(rows)
 
 
@@ -330,13 +467,6 @@ def _untouched(found: Replacements, match: str | Sequence[str], selection: Selec
         f"{share:.0%} of the parameters match and stay dense: {largest.name} {largest.why}; "
         "print the result for all of them"
     )
-
-
-def _frozen(made: Sequence[_Planned], init: Start) -> str:
-    names = [one.target.name for one in made if init == "scratch" and _is_frozen(one.target)]
-    if not names:
-        return ""
-    return f"{names[0]} and {len(names) - 1} other layers are frozen, and their factors random"
 
 
 def _is_frozen(target: Target) -> bool:
@@ -394,19 +524,13 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
         if target.name == selection.likely_head and not one.against:
             one = replace(one, against=f"seems to be the head, which {NAME_IT}")
         found.append(one)
-    return _alike(found)
-
-
-def _alike(planned: Sequence[_Planned]) -> list[_Planned]:
-    """Keep all layers of a weight dense of which one should stay so."""
-    refused = {one.leader or one.target.name: one for one in planned if one.against}
-    found = []
-    for one in planned:
-        against, other = one.against, refused.get(one.leader or one.target.name)
-        if other is not None and not against:
+    # Keep all layers of a weight dense of which one should stay so.
+    refused = {one.leader or one.target.name: one for one in found if one.against}
+    for place, one in enumerate(found):
+        other = refused.get(one.leader or one.target.name)
+        if other is not None and not one.against:
             why = f"shares its weight with {other.target.name}, which stays dense"
-            against = f"{why}: {other.against}"
-        found.append(replace(one, against=against))
+            found[place] = replace(one, against=f"{why}: {other.against}")
     return found
 
 
@@ -448,7 +572,7 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
     if settings.init == "from_dense":
         check_convertible(form.name)
     into, out = target.features
-    shape = Shape(form, into, out, choice.cores, _multiple(target, settings), choice.density)
+    shape = LayerShape(form, into, out, choice.cores, _multiple(target, settings), choice.density)
     weight = target.weight if settings.init == "from_dense" else None
     if weight is not None and target.is_embedding:
         weight = weight.t()
@@ -462,7 +586,9 @@ def _described(target: Target, choice: Choice, settings: _Settings, force: bool)
             # It is here because it was named.
             raise TensorizeError(f"{target.name}: {error}") from error
         return _Planned(target, choice, form, 0, row, against=str(error), impossible=True)
-    parameters = _own_parameters(layer)
+    parameters = sum(
+        parameter.numel() for name, parameter in layer.named_parameters() if not is_bias(name)
+    )
     dense = into * out
     flops, speed = 0.0, None
     if not target.is_embedding:
@@ -498,7 +624,7 @@ def _work(
     kind, device = _computed(target, settings.dtype)
     speed = None
     if settings.timed:
-        from outlast.tensorize.planner.tune import timed_speed, tune
+        from outlast.tensorize.planner.measure import timed_speed, tune
 
         if form.name in FORMS_WITHOUT_PLANS:
             speed = timed_speed(layer, settings.tokens, kind, device)
@@ -532,15 +658,8 @@ def _build(target: Target, choice: Choice, form: Form, rank: Ranks) -> nn.Module
     into, out = target.features
     if target.is_embedding:
         settings["padding_idx"] = target.module.padding_idx
-        return form.build_embedding(into, out, rank, settings)
-    return form.build(into, out, rank, settings)
-
-
-def _own_parameters(layer: nn.Module) -> int:
-    """Numbers that are learned but for the bias."""
-    return sum(
-        parameter.numel() for name, parameter in layer.named_parameters() if not is_bias(name)
-    )
+        return form.build_embedding(into, out, rank, settings)  # type: ignore[no-any-return]
+    return form.build(into, out, rank, settings)  # type: ignore[no-any-return]
 
 
 def _made(

@@ -1,4 +1,4 @@
-"""How feature sizes split into modes, and which ranks those modes allow.
+"""Forms by name, splitting of feature sizes into modes, and the ranks that those modes allow.
 
 A tensorized layer reads its input features as a small tensor: 768 features as (8, 8, 12). Modes of
 similar size give the fewest parameters for a rank, so sizes that have no balanced factorization
@@ -8,9 +8,13 @@ padded with zeros to the next size that has one. No torch here: planners import 
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from outlast.errors import TensorizeError
 
@@ -26,11 +30,7 @@ MULTIPLE_OF_PRECISION = {"float8": 16, "bfloat16": 8, "float16": 8, "float32": 4
 
 @lru_cache(maxsize=4096)
 def balanced_modes(
-    size: int,
-    count: int,
-    *,
-    imbalance: float = LARGEST_IMBALANCE,
-    padding: float = LARGEST_PADDING,
+    size: int, count: int, *, imbalance: float = LARGEST_IMBALANCE, padding: float = LARGEST_PADDING
 ) -> tuple[int, ...]:
     """Modes for a feature size, as even as possible, in ascending order.
 
@@ -239,3 +239,122 @@ def rounded_rank(rank: int, multiple: int, *, largest: int | None = None) -> int
         return up
     down = largest // multiple * multiple
     return down if down else largest
+
+
+Ranks = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form.
+
+    Attributes:
+        name: What `tensorize` and `cost.layer_cost` know it by.
+        linear: Class of `outlast.tensorize.forms` that stands in for `nn.Linear`.
+        embedding: Likewise for `nn.Embedding`; empty: none.
+        two_factor: Whether a rank is the number of features between two factors, so that a fraction
+            is one of the narrower side.
+        aligned: Whether the rank is a side of the matrix products, so that matrix units want
+            multiples of it.
+        modes: Modes on each side unless the user says so; 0: they are none to choose.
+        modes_name: What the class calls their number.
+        blocks: Whether the "rank" is a number of blocks: more of them are fewer parameters.
+    """
+
+    name: str
+    linear: str
+    embedding: str = ""
+    two_factor: bool = False
+    aligned: bool = False
+    modes: int = 0
+    modes_name: str = "cores"
+    blocks: bool = False
+
+    def build(
+        self, in_features: int, out_features: int, rank: Ranks, settings: dict[str, Any]
+    ) -> Any:
+        """A new linear layer; `settings` are keywords of its class that it may not know."""
+        return _made(self.linear, (in_features, out_features, rank), self._known(settings))
+
+    def build_embedding(
+        self, rows: int, features: int, rank: Ranks, settings: dict[str, Any]
+    ) -> Any:
+        """A new embedding, an `nn.Module`.
+
+        Raises:
+            TensorizeError: There is none of this form.
+        """
+        if not self.embedding:
+            some = ", ".join(form.name for form in FORMS.values() if form.embedding)
+            raise TensorizeError(f"form = {self.name!r} has no embedding: use one of {some}")
+        known = self._known(settings)
+        known.pop("bias", None)
+        if settings.get("padding_idx") is not None:
+            known["padding_idx"] = settings["padding_idx"]
+        return _made(self.embedding, (rows, features, rank), known)
+
+    def _known(self, settings: dict[str, Any]) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        for name in ("bias", "device", "dtype"):
+            if name in settings:
+                known[name] = settings[name]
+        if self.modes:
+            known[self.modes_name] = settings.get("cores") or self.modes
+        if self.name in ("cola", "lax") and settings.get("activation") is not None:
+            known["activation"] = settings["activation"]
+        if self.name == "sltrain" and settings.get("density") is not None:
+            known["density"] = settings["density"]
+        return known
+
+    def largest_rank(self, in_features: int, out_features: int, cores: int) -> int:
+        """The rank above which the form holds nothing more; of blocks, their largest number."""
+        narrow = min(in_features, out_features)
+        if self.two_factor or self.blocks:
+            return narrow
+        if self.name == "btt":
+            return largest_block_rank(*block_modes(in_features, out_features))
+        into, out = balanced_modes(in_features, cores), balanced_modes(out_features, cores)
+        if self.name == "tt":
+            return max(largest_train_ranks((*into, *out)))
+        if self.name == "ttm":
+            pairs = [a * b for a, b in zip(into, out, strict=True)]
+            return max(largest_train_ranks(pairs), default=1)
+        if self.name == "tucker":
+            return max(*into, *out)
+        return in_features * out_features // max(*into, *out)
+
+
+def _made(name: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    kind = getattr(importlib.import_module("outlast.tensorize.forms"), name)
+    return kind(*arguments, **settings)
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        Form("low_rank", "LowRankLinear", "LowRankEmbedding", True, aligned=True),
+        Form("cola", "BottleneckLinear", two_factor=True, aligned=True),
+        Form("lax", "LatentLinear", two_factor=True, aligned=True),
+        Form("sltrain", "SparseLowRankLinear", two_factor=True, aligned=True),
+        Form("tt", "TTLinear", "TTEmbedding", aligned=True, modes=3),
+        Form("ttm", "TTMLinear", "TTMEmbedding", modes=3),
+        Form("btt", "BTTLinear"),
+        Form("monarch", "MonarchLinear", blocks=True),
+        Form("tucker", "TuckerLinear", modes=2, modes_name="modes"),
+        Form("cp", "CPLinear", aligned=True, modes=2, modes_name="modes"),
+    )
+}
+"""All forms."""
+
+
+def form_named(name: str) -> Form:
+    """A form by its name.
+
+    Raises:
+        TensorizeError: There is none of that name.
+    """
+    if name in FORMS:
+        return FORMS[name]
+    close = difflib.get_close_matches(str(name), FORMS, n=1)
+    hint = f": did you mean {close[0]!r}?" if close else ""
+    raise TensorizeError(f"form = {name!r} is not one of {', '.join(FORMS)}{hint}")

@@ -49,7 +49,7 @@ def sharded_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 
 class _Look:
-    """How layers see parameters now."""
+    """State of `as_stored`."""
 
     stored: ClassVar[int] = 0
     """How many `as_stored` are open."""

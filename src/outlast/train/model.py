@@ -21,7 +21,7 @@ from torch import nn
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.tensorize.network import Route, lower
-from outlast.tensorize.rules.layers import StructuredPart, structured_layers
+from outlast.tensorize.parameters import StructuredPart, structured_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

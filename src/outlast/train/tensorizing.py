@@ -13,19 +13,15 @@ from outlast.distributed.group import raise_together
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.records import Tensorized, Warned
+from outlast.tensorize.decay import ProductDecay, SpectralBound
 from outlast.tensorize.export import export_dense, export_factored
-from outlast.tensorize.planner import calibrate
-from outlast.tensorize.planner.cache import forget
-from outlast.tensorize.planner.fused import warm_model
-from outlast.tensorize.planner.tune import tune_model
+from outlast.tensorize.muon import factor_unfoldings
+from outlast.tensorize.parameters import factor_multipliers, mup_initialize_, structured_layers
+from outlast.tensorize.planner.choose import forget
+from outlast.tensorize.planner.measure import calibrate, tune_model, warm_model
 from outlast.tensorize.replace import tensorize
-from outlast.tensorize.rules.decay import ProductDecay
-from outlast.tensorize.rules.groups import factor_multipliers, mup_initialize_
-from outlast.tensorize.rules.layers import structured_layers
-from outlast.tensorize.rules.muon import factor_unfoldings
-from outlast.tensorize.rules.spectral import SpectralBound
-from outlast.tensorize.rules.spikes import SpikeDetector
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
+from outlast.tensorize.spikes import SpikeDetector
 from outlast.train.model import build_model, products_per_token, size_of, wants_weights
 
 if TYPE_CHECKING:
@@ -37,8 +33,8 @@ if TYPE_CHECKING:
 
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job, OptimizerSection, TensorizeSection
-    from outlast.tensorize.rules.layers import StructuredPart
-    from outlast.tensorize.rules.muon import Unfolding
+    from outlast.tensorize.muon import Unfolding
+    from outlast.tensorize.parameters import StructuredPart
     from outlast.tensorize.table import Replacement, Replacements
     from outlast.train.layout import Layout
     from outlast.train.model import ModelSize

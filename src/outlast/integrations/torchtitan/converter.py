@@ -24,10 +24,10 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import ACTIVATIONS
-from outlast.tensorize.budget import Shape, resolved_rank
-from outlast.tensorize.catalogue import form_named
 from outlast.tensorize.forms.low_rank import low_rank_network
 from outlast.tensorize.initialize import activation_gain, core_stds
+from outlast.tensorize.policy import LayerShape, resolved_rank
+from outlast.tensorize.shapes import form_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,7 +222,9 @@ class TensorizeConverter(ModelConfigConverter):  # type: ignore[misc]
             raise TensorizeError("lm_head shares its weight with the embedding: leave it dense")
         form = form_named(self.config.form)
         try:
-            shape = Shape(form, layer.in_features, layer.out_features, None, self.config.multiple)
+            shape = LayerShape(
+                form, layer.in_features, layer.out_features, None, self.config.multiple
+            )
             rank = resolved_rank(self.config.rank, shape)
         except TensorizeError as error:
             raise TensorizeError(f"{name}: {error}") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from outlast.errors import RecoverError
-from outlast.hardware.cgroup import memory_available_bytes
+from outlast.hardware.detect import memory_available_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,88 +1,227 @@
-"""Embedding tables made of factors: two, a tensor train, or a tensor-train matrix."""
+"""Embedding tables made of factors, and the output layers that are tied to them.
+
+Rows of a table that is made of cores: the cores of each half of the row's index are merged once.
+
+A row number i = i1 V2 + i2 picks a slice of what the first cores make of the V1 values of i1 and
+one of what the others make of the V2 values of i2; the row is the product of the two. Both halves
+have about sqrt(V) slices, so merging them costs little, and the cores never meet a vector as long
+as the vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.lookup import halves, look_up
+from outlast.tensorize.execute import autocasts, contract, has_values, transformed, without_autocast
 from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.network import Network
-from outlast.tensorize.networks import (
+from outlast.tensorize.layer import StructuredLayer, dense_matrix, weight_of
+from outlast.tensorize.network import (
+    Network,
     chosen_modes,
     one_rank,
     train_matrix_network,
     train_network,
 )
 from outlast.tensorize.operator import chain
-from outlast.tensorize.surroundings import has_values, transformed
-from outlast.tensorize.weight import (
-    accept_factors,
-    dense_matrix,
-    save_dense_weights_too,
-    weight_of,
-)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from outlast.tensorize.networks import Ranks
+    from outlast.tensorize.network import Ranks
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Cores that are merged, and the indices of what they make.
+
+    Attributes:
+        terms: The letters of each core.
+        cores: Their places in the network.
+        rows: Letters of the row's index, which come first.
+        rest: The other letters of the merged cores.
+        count: The product of the sizes of `rows`.
+        shape: The sizes of `rest`.
+    """
+
+    terms: tuple[str, ...]
+    cores: tuple[int, ...]
+    rows: str
+    rest: str
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TableHalves:
+    """A network cut for looking up rows.
+
+    Attributes:
+        network: The map from rows to columns.
+        parts: The halves, one where there is a single core with rows, and what has no rows.
+        products: The einsum equation that adds each part after the first.
+        shape: (rows of padding and all, columns of padding and all).
+    """
+
+    network: Network
+    parts: tuple[TablePart, ...]
+    products: tuple[str, ...]
+    shape: tuple[int, int]
+
+
+def halves(network: Network) -> TableHalves:
+    """Cut a chain whose cores have the modes of the row in order, and all of them before the last.
+
+    The cut is where the merged halves are smallest.
+    """
+    ends = [core for core, term in enumerate(network.cores) if set(term) & set(network.inputs)]
+    last = ends[-1] + 1
+    cuts = [_parts(network, (0, cut, last, len(network.cores))) for cut in range(1, last)]
+    cuts = cuts or [_parts(network, (0, last, len(network.cores)))]
+    parts = min(cuts, key=lambda cut: sum(network.size(part.rows + part.rest) for part in cut))
+    products = []
+    have = parts[0].rest
+    for place, part in enumerate(parts[1:], start=1):
+        later = "".join(after.rest for after in parts[place + 1 :]) + network.outputs
+        both = dict.fromkeys(have + part.rest)
+        wanted = "".join(letter for letter in both if letter in later)
+        wanted = network.outputs if place == len(parts) - 1 else wanted
+        of_row = "..." if part.rows else ""
+        products.append(f"...{have},{of_row}{part.rest}->...{wanted}")
+        have = wanted
+    shape = network.size(network.inputs), network.size(network.outputs)
+    return TableHalves(network, parts, tuple(products), shape)
+
+
+def _parts(network: Network, bounds: tuple[int, ...]) -> tuple[TablePart, ...]:
+    parts = []
+    for begin, end in pairwise(bounds):
+        if begin == end:
+            continue
+        terms = network.cores[begin:end]
+        others = "".join(network.cores[:begin] + network.cores[end:]) + network.outputs
+        own = dict.fromkeys("".join(terms))
+        rows = "".join(letter for letter in network.inputs if letter in own)
+        rest = "".join(letter for letter in own if letter in others and letter not in rows)
+        if len(terms) == len(network.cores):
+            rest = network.outputs
+        shape = tuple(network.size(letter) for letter in rest)
+        parts.append(
+            TablePart(terms, tuple(range(begin, end)), rows, rest, network.size(rows), shape)
+        )
+    return tuple(parts)
+
+
+def look_up(index: Tensor, cores: Sequence[Tensor], halved: TableHalves) -> Tensor:
+    """Rows of a table; keeps the indices and the cores alone for the backward pass.
+
+    Args:
+        index: (n,) row numbers.
+        cores: The cores of the network.
+        halved: The network.
+
+    Returns:
+        (n, columns)
+    """
+    plain = torch.compiler.is_compiling() or transformed()
+    if autocasts(index.device):
+        # An nn.Embedding gives its own dtype under autocast as well.
+        with torch.autocast(index.device.type, enabled=False):
+            return look_up(index, cores, halved)
+    if plain or index.is_meta:
+        return _rows(index, cores, halved)
+    rows: Tensor = _LookUp.apply(index, halved, *cores)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _rows(index: Tensor, cores: Sequence[Tensor], halved: TableHalves) -> Tensor:
+    rows, left = None, index
+    stride = halved.shape[0]
+    products = iter(halved.products)
+    for part in halved.parts:
+        merged = _merged(part, [cores[core] for core in part.cores], halved.network)
+        if part.rows:
+            stride //= part.count
+            place = torch.div(left, stride, rounding_mode="floor")
+            left = left - place * stride
+            merged = functional.embedding(place, merged.reshape(part.count, -1))
+            merged = merged.view(-1, *part.shape)
+        rows = merged if rows is None else torch.einsum(next(products), rows, merged)
+    assert rows is not None
+    return rows.reshape(-1, halved.shape[1])[:, : halved.network.out_features]
+
+
+def _merged(part: TablePart, cores: list[Tensor], network: Network) -> Tensor:
+    if torch.compiler.is_compiling():
+        # The search for a path cannot be traced, and torch.einsum has its own.
+        return torch.einsum(",".join(part.terms) + "->" + part.rows + part.rest, *cores)
+    if len(cores) == 1:
+        term = part.terms[0]
+        return cores[0].permute([term.index(letter) for letter in part.rows + part.rest])
+    return contract(part.terms, part.rows + part.rest, network.sizes, cores)
+
+
+class _LookUp(Function):
+    """See `look_up`."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, halved: TableHalves, *cores: Tensor) -> Tensor:
+        ctx.halved = halved
+        ctx.save_for_backward(index, *cores)
+        return _rows(index, cores, halved).contiguous()
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        index, *cores = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Views, so that a core that is used twice does not count twice.
+            cores = [
+                core.view_as(core) if again else core.detach().requires_grad_() for core in cores
+            ]
+            rows = _rows(index, cores, ctx.halved)
+        needs = ctx.needs_input_grad[2:]
+        wanted = [core for core, need in zip(cores, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(rows, wanted, gradients, create_graph=again))
+        return None, None, *(next(found) if need else None for need in needs)
+
 
 # From this many indices on, rows are made once per different index.
 _MANY = 64
 
 
-class StructuredEmbedding(nn.Module):
+class StructuredEmbedding(StructuredLayer):
     """An embedding whose table is made of factors; the base of the forms.
 
     Takes the place of an `nn.Embedding`: indices of any shape, `padding_idx`. It has no
     ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
 
     Attributes:
-        form: The name that `tensorize` knows the form by.
         num_embeddings: Rows of the table.
         embedding_dim: Its columns.
         padding_idx: The row that is and stays zero.
         network: How the factors make the table: a map from its rows to its columns.
     """
 
-    form: ClassVar[str]
-
     def __init__(self, network: Network, padding_idx: int | None) -> None:
-        super().__init__()
+        super().__init__(network)
         rows = network.in_features
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise TensorizeError(f"padding_idx = {padding_idx} is no row of the {rows}")
-        self.network = network
         self.num_embeddings = rows
         self.embedding_dim = network.out_features
         self.padding_idx = None if padding_idx is None else padding_idx % rows
-        save_dense_weights_too()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        save_dense_weights_too()
-
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
-    ) -> None:
-        accept_factors(self, state, prefix, others[-1])
-        super()._load_from_state_dict(state, prefix, metadata, *others)
-
-    def factors(self) -> tuple[Tensor, ...]:
-        """The cores, in the order and with the dimensions of the network's."""
-        raise NotImplementedError
-
-    @property
-    def rank(self) -> int | tuple[int, ...]:
-        """The size of what is between the factors: of all bonds, or of each if they differ."""
-        sizes = tuple(self.network.size(bond) for bond in self.network.bonds)
-        return sizes[0] if len(set(sizes)) == 1 else sizes
 
     def forward(self, index: Tensor) -> Tensor:
         """Rows of the table; index: (...) of integers -> (..., embedding_dim).
@@ -94,7 +233,11 @@ class StructuredEmbedding(nn.Module):
         eager = not torch.compiler.is_compiling()
         eager = eager and not transformed() and has_values(index)
         if index.device.type == "cpu" and eager and flat.numel():
-            self._check(flat)
+            low, high = torch.aminmax(flat)
+            if int(low) < 0 or int(high) >= self.num_embeddings:
+                raise IndexError(
+                    f"indices from {int(low)} to {int(high)} into {self.num_embeddings} embeddings"
+                )
         if index.device.type == "cpu" and eager and flat.numel() >= _MANY:
             # Elsewhere this would wait for the device.
             different, places = torch.unique(flat, return_inverse=True)
@@ -102,13 +245,6 @@ class StructuredEmbedding(nn.Module):
         else:
             rows = self._rows(flat)
         return rows.view(*index.shape, self.embedding_dim)
-
-    def _check(self, index: Tensor) -> None:
-        low, high = torch.aminmax(index)
-        if int(low) < 0 or int(high) >= self.num_embeddings:
-            raise IndexError(
-                f"indices from {int(low)} to {int(high)} into {self.num_embeddings} embeddings"
-            )
 
     def _raw_rows(self, index: Tensor) -> Tensor:
         """Rows of the table without regard to `padding_idx`; (n,) -> (n, embedding_dim)."""
@@ -191,14 +327,8 @@ class StructuredEmbedding(nn.Module):
             "padding_idx": self.padding_idx,
         }
 
-    def resized(self, rank: int | tuple[int, ...]) -> StructuredEmbedding:
-        """A new layer of this form with another rank, on the same device and of the same dtype."""
-        first = self.factors()[0]
-        settings = {**self.settings(), "rank": rank, "device": first.device, "dtype": first.dtype}
-        return type(self)(**settings)
-
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return the text that `print` shows."""
         share = self.network.parameters / (self.num_embeddings * self.embedding_dim)
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
         return (
@@ -319,13 +449,10 @@ class TTEmbedding(CoredEmbedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        network = train_network(
-            num_embeddings,
-            embedding_dim,
-            rank,
-            in_modes=chosen_modes(row_modes, num_embeddings, cores, name="cores"),
-            out_modes=chosen_modes(column_modes, embedding_dim, cores, name="cores"),
-        )
+        into = chosen_modes(row_modes, num_embeddings, cores, name="cores")
+        out = chosen_modes(column_modes, embedding_dim, cores, name="cores")
+        modes = {"in_modes": into, "out_modes": out}
+        network = train_network(num_embeddings, embedding_dim, rank, **modes)
         super().__init__(network, padding_idx, device=device, dtype=dtype)
 
 
@@ -359,11 +486,82 @@ class TTMEmbedding(CoredEmbedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        network = train_matrix_network(
-            num_embeddings,
-            embedding_dim,
-            rank,
-            in_modes=chosen_modes(row_modes, num_embeddings, cores, name="cores"),
-            out_modes=chosen_modes(column_modes, embedding_dim, cores, name="cores"),
-        )
+        into = chosen_modes(row_modes, num_embeddings, cores, name="cores")
+        out = chosen_modes(column_modes, embedding_dim, cores, name="cores")
+        modes = {"in_modes": into, "out_modes": out}
+        network = train_matrix_network(num_embeddings, embedding_dim, rank, **modes)
         super().__init__(network, padding_idx, device=device, dtype=dtype)
+
+
+class TiedHead(nn.Module):
+    """Scores of every row of an embedding's table; has no factors of its own.
+
+    The embedding is no child of it, so every parameter has one name in the model.
+
+    Args:
+        embedding: What it is tied to.
+        bias: Whether there is a bias, one number per row.
+        device: Where that lies.
+        dtype: Its.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embedding: StructuredEmbedding,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
+        self.tie(embedding)
+        empty = torch.empty(self.out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, *others: Any
+    ) -> None:
+        # A dense weight that is loaded here is the embedding's, which refuses what it cannot take.
+        state.pop(f"{prefix}weight", None)
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+    @property
+    def embedding(self) -> StructuredEmbedding:
+        """The embedding that the head is tied to."""
+        (embedding,) = self._tied
+        return embedding
+
+    def tie(self, embedding: StructuredEmbedding) -> None:
+        """Take the factors of another embedding of the same sizes from now on."""
+        self._tied = (embedding,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding's table; see `StructuredLinear.weight`."""
+        return self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x: (..., in_features) -> (..., out_features)."""
+        scores = self.embedding.logits(x)
+        return scores if self.bias is None else scores + self.bias.to(scores.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows."""
+        biased = self.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={biased}, tied to an embedding"
+
+
+def tied_heads(model: nn.Module) -> dict[str, TiedHead]:
+    """All such layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TiedHead)}
+
+
+def name_of(module: nn.Module, model: nn.Module) -> str:
+    """The first name of a module that is part of a model."""
+    name: str = next(name for name, item in model.named_modules() if item is module)
+    return name

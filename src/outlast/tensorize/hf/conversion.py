@@ -1,4 +1,4 @@
-"""Converting a whole dense model: its layers replaced, and fitted to what they read."""
+"""Conversion of a whole dense model: layers replaced, and fitted to the text that they read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.catalogue import form_named
-from outlast.tensorize.convert.blocks import to_blocks_for_inputs
-from outlast.tensorize.convert.distill import cosine, distill_model
-from outlast.tensorize.convert.moments import InputMoments
-from outlast.tensorize.convert.start import start_from_dense
-from outlast.tensorize.convert.whitening import low_rank_for_inputs, output_change
+from outlast.tensorize.convert.distill import InputMoments, cosine, distill_model, start_from_dense
+from outlast.tensorize.convert.svd import low_rank_for_inputs, output_change, to_blocks_for_inputs
+from outlast.tensorize.export import TOKENIZER_FILES
 from outlast.tensorize.hf import entry as entries
-from outlast.tensorize.hf.calibration import batches, perplexity
 from outlast.tensorize.replace import tensorize
+from outlast.tensorize.shapes import form_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,9 +30,135 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.tensorize.budget import Rank
-    from outlast.tensorize.hf.calibration import Text
+    from outlast.tensorize.policy import Rank
     from outlast.tensorize.table import Replacements
+
+
+HELD_OUT = 5
+"""One in so many sequences is held out."""
+
+LONGEST_WINDOW = 512
+"""Tokens in a sequence, where nobody says otherwise and the model takes as many."""
+
+_BYTES_PER_TOKEN = 16
+
+_BATCH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationText:
+    """A text as sequences of token ids.
+
+    Attributes:
+        calibration: (sequences, window) to fit to.
+        held_out: (sequences, window) from the text's end, to judge by.
+        tokens_are_bytes: Whether there was no tokenizer.
+    """
+
+    calibration: Tensor
+    held_out: Tensor
+    tokens_are_bytes: bool
+
+
+def read_text(
+    file: Path, directory: Path, config: Any, *, tokens: int = 32768, window: int | None = None
+) -> CalibrationText:
+    """Read a file with the tokenizer of a model.
+
+    Models without tokenizer files read bytes, as Outlast's trainer gives them by default.
+
+    Args:
+        file: The text; only as much of it as is needed is read.
+        directory: The model's folder.
+        config: The model's config.
+        tokens: To calibrate with, at most; a quarter more is read to be held out.
+        window: Tokens in a sequence; None: 512, or fewer where the model takes fewer.
+
+    Raises:
+        TensorizeError: The file cannot be read or is too short, or the tokenizer cannot be loaded
+            or is not that of the model.
+    """
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW
+    window = min(LONGEST_WINDOW, longest) if window is None else window
+    if not 2 <= window <= longest or tokens < window:
+        raise TensorizeError(
+            f"window = {window} must be between 2 and the {longest} positions of the model, and "
+            f"tokens = {tokens} at least as many"
+        )
+    calibrating = tokens // window
+    wanted = (calibrating + max(1, calibrating // (HELD_OUT - 1))) * window
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(wanted * _BYTES_PER_TOKEN)
+    except OSError as error:
+        raise TensorizeError(f"the text {file} cannot be read: {error.strerror}") from None
+    ids, are_bytes = _encoded(raw, directory, config.vocab_size)
+    count = min(len(ids), wanted) // window
+    held = max(1, count // HELD_OUT)
+    if count < 2:
+        raise TensorizeError(
+            f"the text {file} has {len(ids)} tokens, and 2 sequences of {window} are the least: "
+            "give a longer text or a smaller window"
+        )
+    sequences = torch.tensor(ids[: count * window]).view(count, window)
+    return CalibrationText(sequences[:-held], sequences[-held:], are_bytes)
+
+
+def _encoded(raw: bytes, directory: Path, vocabulary: int) -> tuple[list[int], bool]:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        if vocabulary < 256:
+            raise TensorizeError(
+                f"{directory} has no tokenizer files, and its vocabulary of {vocabulary} is too "
+                "small to read bytes: put the tokenizer beside the model"
+            )
+        return list(raw), True
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        text = raw.decode("utf-8", errors="replace")
+        ids = [int(id_) for id_ in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    except Exception as error:  # tokenizers raise errors of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise TensorizeError(f"the tokenizer of {directory} cannot be used: {reason}") from None
+    if max(ids, default=0) >= vocabulary:
+        raise TensorizeError(
+            f"the tokenizer of {directory} gives the id {max(ids)}, and the model's vocabulary "
+            f"has {vocabulary}: put the model's own tokenizer there"
+        )
+    return ids, False
+
+
+def batches(sequences: Tensor, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Keywords of the model's forward, a few sequences at a time."""
+    for part in torch.split(sequences, _BATCH):
+        yield {"input_ids": part.to(device), "use_cache": False}
+
+
+@torch.no_grad()
+def perplexity(model: Any, sequences: Tensor, progress: Callable[[int, int], None]) -> float:
+    """Perplexity over all tokens but the first of each sequence.
+
+    Args:
+        model: A causal language model.
+        sequences: (sequences, window).
+        progress: Called with sequences done and in all.
+
+    Returns:
+        e to the mean loss in nats per token.
+    """
+    total, done = 0.0, 0
+    for batch in batches(sequences, model.device):
+        ids = batch["input_ids"]
+        scores = model(**batch).logits[:, :-1].float()
+        loss = functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        total += float(loss)
+        done += len(ids)
+        progress(done, len(sequences))
+    mean = total / (len(sequences) * (sequences.shape[1] - 1))
+    return math.exp(mean) if mean < 700 else math.inf
+
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is, and how much there is."""
@@ -46,16 +170,17 @@ NO_MATRICES = ("cola", "lax")
 """Forms with something between their factors."""
 
 _FITTED = ("low_rank", "btt", "monarch", "cola")
+
 _RATE = 1e-2
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What becomes of a model; see `outlast.tensorize.replace.tensorize`.
+class ConversionSettings:
+    """Settings of a conversion; see `outlast.tensorize.replace.tensorize`.
 
     Attributes:
         form: The form.
-        rank: See `outlast.tensorize.budget.Rank`.
+        rank: See `outlast.tensorize.policy.Rank`.
         match: Patterns of names.
         exclude: Patterns of names that stay.
         activation: Of ``cola``.
@@ -75,7 +200,7 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class Converted:
+class ConvertedModel:
     """A converted model.
 
     Attributes:
@@ -91,7 +216,7 @@ class Converted:
     perplexities: tuple[float, float] | None
 
 
-def check(settings: Settings, *, calibrates: bool) -> None:
+def check(settings: ConversionSettings, *, calibrates: bool) -> None:
     """Refuse what cannot be done, before anything is loaded.
 
     Raises:
@@ -159,8 +284,11 @@ def load_dense(directory: Path) -> Any:
 
 
 def convert_model(
-    model: Any, settings: Settings, text: Text | None = None, progress: Progress | None = None
-) -> Converted:
+    model: Any,
+    settings: ConversionSettings,
+    text: CalibrationText | None = None,
+    progress: Progress | None = None,
+) -> ConvertedModel:
     """Replace the layers of a dense model by those nearest to them.
 
     With a text, low-rank and block layers are those that change the outputs least for what they
@@ -180,7 +308,7 @@ def convert_model(
     say = progress or (lambda what, done, total: None)
     if text is None:
         say("replacing layers", 0, 1)
-        return Converted(model, _tensorized(model, settings), None)
+        return ConvertedModel(model, _tensorized(model, settings), None)
     _make_linear(model)
     held_out = text.held_out
     before = perplexity(model, held_out, lambda *n: say("perplexity of the dense model", *n))
@@ -194,10 +322,10 @@ def convert_model(
     errors = _output_errors(student, model, held_out, say)
     rows = tuple(replace(row, error=errors.get(row.name, row.error)) for row in report.replaced)
     after = perplexity(student, held_out, lambda *n: say("perplexity of the converted model", *n))
-    return Converted(student.eval(), replace(report, replaced=rows), (before, after))
+    return ConvertedModel(student.eval(), replace(report, replaced=rows), (before, after))
 
 
-def _tensorized(model: nn.Module, settings: Settings) -> Replacements:
+def _tensorized(model: nn.Module, settings: ConversionSettings) -> Replacements:
     options: dict[str, Any] = {"cores": settings.cores} if settings.cores else {}
     with torch.no_grad():
         return tensorize(
@@ -236,7 +364,9 @@ def _fittable(report: Replacements, teacher: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def _fit(student: nn.Module, teacher: Any, names: Sequence[str], text: Text, say: Progress) -> None:
+def _fit(
+    student: nn.Module, teacher: Any, names: Sequence[str], text: CalibrationText, say: Progress
+) -> None:
     """Give layers the factors that change their outputs least."""
     groups = list(_groups(teacher, names))
     done = 0
@@ -291,7 +421,9 @@ def _fit_layer(layer: Any, dense: Any, moment: Tensor) -> None:
             factor.copy_(core)
 
 
-def _distill(student: nn.Module, teacher: Any, steps: int, text: Text, say: Progress) -> None:
+def _distill(
+    student: nn.Module, teacher: Any, steps: int, text: CalibrationText, say: Progress
+) -> None:
     """Every layer learns by itself, from what the dense layer reads and answers."""
     turns = itertools.chain.from_iterable(
         batches(text.calibration, teacher.device) for _ in itertools.count()

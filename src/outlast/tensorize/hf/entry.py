@@ -1,4 +1,4 @@
-"""What config.json says of a model's structured layers, and building them from it.
+"""Description of a model's structured layers in config.json, and building them from it.
 
 The entry ``outlast_tensorize``::
 
@@ -15,6 +15,7 @@ The entry ``outlast_tensorize``::
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +23,159 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import forms
-from outlast.tensorize.forms.tied import TiedHead, name_of, tied_heads
-from outlast.tensorize.hf.plain import Structured, structured
+from outlast.tensorize.execute import MergedPath
+from outlast.tensorize.forms import (
+    BottleneckLinear,
+    BTTLinear,
+    LatentLinear,
+    LowRankEmbedding,
+    LowRankLinear,
+    SparseLowRankLinear,
+    StructuredEmbedding,
+)
+from outlast.tensorize.forms.embedding import TiedHead, name_of, tied_heads
+from outlast.tensorize.layer import StructuredLayer, StructuredLinear
+from outlast.tensorize.network import Route, lower
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+
+_HALF = (torch.bfloat16, torch.float16)
+
+Structured = StructuredLinear | StructuredEmbedding
+
+
+def structured(model: nn.Module) -> dict[str, Structured]:
+    """All structured layers by name, under every name that a layer has."""
+    if not any(isinstance(module, StructuredLayer) for module in model.modules()):
+        # Modules of others may hold each other, and then have names without end.
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, StructuredLinear | StructuredEmbedding)
+    }
+
+
+def dense_weight(layer: Structured) -> Tensor:
+    """The weight (out, in), or the table (rows, columns), in the dtype of the first factor.
+
+    Half-precision factors are multiplied in float32 and rounded once.
+
+    Raises:
+        TensorizeError: The layer is no matrix.
+    """
+    with torch.no_grad():
+        dtype = layer.factors()[0].dtype
+        return _wide(layer).to_dense().detach().to(dtype).contiguous()
+
+
+def two_factors(layer: Structured) -> tuple[Tensor, Tensor] | None:
+    """The factors that the cores merge to at the best cut of the chain.
+
+    A chain is two matrices where a cut has all inputs on one side and all outputs on the other;
+    the rank is the product of the bonds that it cuts.
+
+    Returns:
+        (rank, in) and (out, rank), of an embedding (rank, rows) and (columns, rank), in the dtype
+        of the first factor; None where no cut is such, as in a tensor-train matrix.
+    """
+    if isinstance(layer, SparseLowRankLinear):
+        return None
+    count = len(layer.network.cores)
+    cuts = [Route((left, count - left)) for left in range(1, count)]
+    plain = [cut for cut in cuts if all(s.is_plain for s in lower(layer.network, cut).stages)]
+    route = min(plain, key=lambda cut: lower(layer.network, cut).stages[1].k, default=None)
+    if route is None:
+        return None
+    with torch.no_grad():
+        dtype = layer.factors()[0].dtype
+        cores = [core.detach() for core in _wide(layer).factors()]
+        first, last = MergedPath(layer.network, route, cores, cores[0].dtype).matrices
+        return first[0].to(dtype).contiguous(), last[0].to(dtype).contiguous()
+
+
+def _wide(layer: Structured) -> Structured:
+    if isinstance(layer, LowRankLinear):
+        layer.check_children()
+    if any(factor.dtype in _HALF for factor in layer.factors()):
+        return copy.deepcopy(layer).float()
+    return layer
+
+
+def is_matrix(layer: Structured) -> bool:
+    """Return whether the layer is a linear map by itself."""
+    if isinstance(layer, LatentLinear):
+        return layer.activation is None and layer._taken is None and layer._left is None
+    return not isinstance(layer, BottleneckLinear)
+
+
+def merged_layer(layer: Structured) -> nn.Module:
+    """The layer to run instead: of two factors, a plain one, or the layer itself.
+
+    Layers with something between their factors stay, and block tensor trains (Monarch), whose
+    merged weight has full rank. All others become two factors where these have fewer parameters
+    than the dense weight, and else `nn.Linear` or `nn.Embedding`.
+    """
+    if not is_matrix(layer) or isinstance(layer, BTTLinear):
+        return layer
+    rows, columns = layer.network.out_features, layer.network.in_features
+    factors = two_factors(layer)
+    if factors is None or len(factors[0]) * (rows + columns) >= rows * columns:
+        return dense_layer(layer)
+    if type(layer) in (LowRankLinear, LowRankEmbedding):
+        return layer
+    rank = len(factors[0])
+    made: Any
+    if isinstance(layer, StructuredEmbedding):
+        table, up = factors[0].t().contiguous(), factors[1]
+        options: dict[str, Any] = {"padding_idx": layer.padding_idx, "device": "meta"}
+        made = LowRankEmbedding(columns, rows, rank, dtype=up.dtype, **options)
+        made.table.weight, made.up.weight = _learned(table, layer), _learned(up, layer)
+    else:
+        bias = layer.bias
+        options = {"bias": bias is not None, "device": "meta", "dtype": factors[0].dtype}
+        made = LowRankLinear(columns, rows, rank, **options)
+        made.down.weight, made.up.weight = (_learned(factor, layer) for factor in factors)
+        if bias is not None:
+            made.up.bias = bias
+    trained: nn.Module = made.train(layer.training)
+    return trained
+
+
+def dense_layer(layer: Structured) -> nn.Module:
+    """`nn.Linear` or `nn.Embedding` with the layer's weight and its own bias.
+
+    Raises:
+        TensorizeError: The layer is no matrix.
+    """
+    if not is_matrix(layer):
+        raise TensorizeError(
+            "it has a nonlinearity or another layer's latent between its factors and is no matrix"
+        )
+    weight = _learned(dense_weight(layer), layer)
+    rows, columns = weight.shape
+    dense: nn.Embedding | nn.Linear
+    if isinstance(layer, StructuredEmbedding):
+        dense = nn.Embedding(rows, columns, layer.padding_idx, device="meta")
+    else:
+        dense = nn.Linear(columns, rows, layer.bias is not None, device="meta")
+        if layer.bias is not None:
+            dense.bias = layer.bias  # type: ignore[assignment]
+    dense.weight = weight
+    return dense.train(layer.training)
+
+
+def _learned(tensor: Tensor, layer: Structured) -> nn.Parameter:
+    """A parameter that is trained if the layer's factors are."""
+    return nn.Parameter(tensor, requires_grad=layer.factors()[0].requires_grad)
+
+
 KEY = "outlast_tensorize"
+
 VERSION = 1
 
 _LINEAR: dict[str, type[nn.Module]] = {
@@ -48,6 +193,7 @@ _LINEAR: dict[str, type[nn.Module]] = {
         forms.CPLinear,
     )
 }
+
 _EMBEDDINGS: dict[str, type[nn.Module]] = {
     kind.form: kind for kind in (forms.LowRankEmbedding, forms.TTEmbedding, forms.TTMEmbedding)
 }
@@ -61,12 +207,26 @@ def describe(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any]:
         shared: See `shared_names`.
     """
     layers = structured(model)
+    # The lines of latent crossing, each with its kind of gate.
+    crossing = {n: one for n, one in layers.items() if isinstance(one, forms.LatentLinear)}
+    takers = {id(one._taken): own for own, one in crossing.items() if one._taken is not None}
+    lines = []
+    for own, one in crossing.items():
+        if one._taken is not None or one._left is None:
+            continue
+        names, linked = [own], one
+        while linked._left is not None:
+            names.append(takers[id(linked._left)])
+            linked = crossing[names[-1]]
+        gate = linked.gate
+        kind = "identity" if gate is None else "scalar" if gate.numel() == 1 else "vector"
+        lines.append([kind, names])
     return {
         "version": VERSION,
         "model_class": type(model).__name__,
         "layers": {name: _described(layer) for name, layer in layers.items()},
         "shared": dict(shared),
-        "lines": _lines(layers),
+        "lines": lines,
         "heads": {
             name: {"embedding": name_of(head.embedding, model), "bias": head.bias is not None}
             for name, head in tied_heads(model).items()
@@ -101,24 +261,6 @@ def shared_names(state: Mapping[str, Tensor]) -> dict[str, str]:
         else:
             first[id(tensor)] = name
     return shared
-
-
-def _lines(layers: Mapping[str, Structured]) -> list[list[Any]]:
-    """The lines of latent crossing, each with its kind of gate."""
-    crossing = {n: one for n, one in layers.items() if isinstance(one, forms.LatentLinear)}
-    takers = {id(one._taken): name for name, one in crossing.items() if one._taken is not None}
-    lines = []
-    for name, one in crossing.items():
-        if one._taken is not None or one._left is None:
-            continue
-        names, layer = [name], one
-        while layer._left is not None:
-            names.append(takers[id(layer._left)])
-            layer = crossing[names[-1]]
-        gate = layer.gate
-        kind = "identity" if gate is None else "scalar" if gate.numel() == 1 else "vector"
-        lines.append([kind, names])
-    return lines
 
 
 def checked(entry: Any, where: str) -> dict[str, Any]:
@@ -180,13 +322,10 @@ def share(model: nn.Module, shared: Mapping[str, str]) -> None:
     """Give parameters that were one the same object again."""
     for name, leader in shared.items():
         home, _, last = name.rpartition(".")
-        owner, tensor = model.get_submodule(home), _tensor(model, leader)
+        leader_home, _, leader_last = leader.rpartition(".")
+        owner = model.get_submodule(home)
+        tensor = getattr(model.get_submodule(leader_home), leader_last)
         if isinstance(owner, nn.ParameterList):
             owner[int(last)] = tensor
         else:
             setattr(owner, last, tensor)
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    home, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(home), last)  # type: ignore[no-any-return]

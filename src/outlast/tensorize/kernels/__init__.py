@@ -2,7 +2,7 @@
 
 `bottleneck` keeps the rank-wide tensor of two products on the chip; `blocks` spares block
 tensor-trains and Monarch the permutation between their products; `pairs` is how plans of layers
-take them, once `outlast.tensorize.planner.fused.warm` has tuned them. Importing this package
+take them, once `outlast.tensorize.planner.measure.warm` has tuned them. Importing this package
 imports no Triton.
 
 The kernels have been compiled for compute capability 9.0 and run in Triton's interpreter; they have
@@ -24,7 +24,7 @@ _OLDEST = (8, 0)
 
 
 def available(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernels are of use on `device`.
+    """Return whether the kernels are of use on `device`.
 
     They are on CUDA devices of capability 8.0 or more with Triton installed; in fp32 only where
     torch may read it as TF32, since the matrix units read nothing finer. Triton's interpreter on

@@ -53,7 +53,7 @@ _WIDEST_RANK = 256
 
 
 def fits(rank: int, dtype: torch.dtype) -> bool:
-    """Whether h stays on the chip: up to rank 256 for 2-byte types, 128 for fp32."""
+    """Return whether h stays on the chip: up to rank 256 for 2-byte types, 128 for fp32."""
     return dtype in TYPES and rank >= 1 and padded(rank) * dtype.itemsize <= 2 * _WIDEST_RANK
 
 
@@ -274,12 +274,7 @@ def bottleneck_forward(
 
 
 def bottleneck_backward(
-    dy: Tensor,
-    hidden: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    *,
-    activation: str = "identity",
+    dy: Tensor, hidden: Tensor | None, down: Tensor, up: Tensor, *, activation: str = "identity"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``dx = (dy up * act'(h)) down`` and what the factors' gradients need.
 

@@ -1,4 +1,4 @@
-"""What the kernels' launches share: which tensors they take, where they start, how they read."""
+"""Launches of kernels: the tensors that they take, and the device and precision of products."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def rows_contiguous(matrix: Tensor) -> Tensor:
 
 
 def precision_of(x: Tensor) -> str:
-    """How products read fp32 operands: as torch's own products on the device do."""
+    """Return how products read fp32 operands: as torch's own products on the device do."""
     tf32 = x.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Where kernels must be started: they go to the current device, whatever their tensors'."""
+    """Make the tensor's device current, since kernels start on the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,7 +1,7 @@
 """A layer's way forward and backward through the kernels, for plans that say so.
 
 What `outlast.tensorize.execute` does along routes, for networks of two cores that the kernels know
-(`outlast.tensorize.planner.fused.pair_of`): low-rank, block tensor-train and Monarch layers.
+(`outlast.tensorize.planner.choose.pair_of`): low-rank, block tensor-train and Monarch layers.
 
 Tested in Triton's interpreter; not yet run on a GPU.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.tensorize.kernels import blocks, bottleneck
-from outlast.tensorize.planner.fused import Blocks, LowRank
+from outlast.tensorize.planner.choose import BlockPair, LowRankPair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def fits(pair: LowRank | Blocks, dtype: torch.dtype) -> bool:
-    """Whether the kernels serve these sizes well."""
-    if isinstance(pair, LowRank):
+def fits(pair: LowRankPair | BlockPair, dtype: torch.dtype) -> bool:
+    """Return whether the kernels serve these sizes well."""
+    if isinstance(pair, LowRankPair):
         return pair.activation in bottleneck.ACTIVATIONS and bottleneck.fits(pair.rank, dtype)
     return blocks.fits(pair.in_modes, pair.out_modes, pair.rank, dtype)
 
@@ -96,7 +96,7 @@ def backward(
 
 
 def tune(
-    pair: LowRank | Blocks, tokens: int, dtype: torch.dtype, device: torch.device | str
+    pair: LowRankPair | BlockPair, tokens: int, dtype: torch.dtype, device: torch.device | str
 ) -> None:
     """Call every kernel that a layer of this pair can take, so that none is tuned later.
 
@@ -110,7 +110,7 @@ def tune(
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=dtype, device=device)
 
-    if isinstance(pair, Blocks):
+    if isinstance(pair, BlockPair):
         (m1, m0), (n0, n1) = pair.in_modes, pair.out_modes
         x = zeros(tokens, m1 * m0)
         right, left = zeros(m1, n0, pair.rank, m0), zeros(n0, n1, m1, pair.rank)

@@ -5,6 +5,7 @@ the rank; `group_projections` groups products on one rank; `shard_tensorized` is
 shards; `CountedCollectives` counts the bytes of all of them.
 """
 
+from outlast.tensorize.accounting import CountedCollectives, Traffic
 from outlast.tensorize.parallel.bottleneck import LLAMA, ModelPlan, parallelize_bottleneck
 from outlast.tensorize.parallel.fsdp import (
     WholeCores,
@@ -13,9 +14,12 @@ from outlast.tensorize.parallel.fsdp import (
     shard_tensorized,
     whole_cores,
 )
-from outlast.tensorize.parallel.grouped import LLAMA_BLOCK, BlockPlan, group_projections
-from outlast.tensorize.parallel.online_norm import normalized_projection
-from outlast.tensorize.parallel.traffic import CountedCollectives, Traffic
+from outlast.tensorize.parallel.grouped import (
+    LLAMA_BLOCK,
+    BlockPlan,
+    group_projections,
+    normalized_projection,
+)
 
 __all__ = [
     "LLAMA",

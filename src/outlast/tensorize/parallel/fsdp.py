@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def leaves_empty(length: int, ranks: int) -> bool:
-    """Whether chunks of equal size along a dimension of this length leave ranks without any."""
+    """Return whether equal chunks along a dimension of this length leave some ranks without any."""
     chunk = -(-length // ranks)
     return chunk * (ranks - 1) >= length
 
@@ -54,7 +54,7 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int | None:
 
 
 def placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """What `fully_shard` takes as `shard_placement_fn`, for shards over this many ranks.
+    """Return the `shard_placement_fn` of `fully_shard` for shards over this many ranks.
 
     A parameter that tensor parallelism has split already is left to FSDP2's own choice.
     """
@@ -84,7 +84,7 @@ class WholeCores:
 
     @property
     def ignored(self) -> set[nn.Parameter]:
-        """What `fully_shard` takes as `ignored_params`."""
+        """The `ignored_params` of `fully_shard`."""
         return set(self.parameters.values())
 
     def listen(self, model: nn.Module | None = None) -> None:

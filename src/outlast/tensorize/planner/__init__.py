@@ -1,9 +1,5 @@
-"""Which of a layer's routes is the fastest, from what the machine's operations cost.
+"""Planner of a layer's computation: the fastest of its routes, by measured prices of operations.
 
-`calibrate` measures those; `tune.tune_model` times whole plans (its module imports torch).
+`choose.plan_for` looks a plan up, `choose.explain` prints it, `measure.calibrate` measures a
+machine's prices, and `measure.tune_model` times whole plans (`measure` imports torch).
 """
-
-from outlast.tensorize.planner.choose import calibrate, plan_for, predicted_speedup
-from outlast.tensorize.planner.explain import explain
-
-__all__ = ["calibrate", "explain", "plan_for", "predicted_speedup"]

@@ -1,22 +1,444 @@
-"""The plan of a layer for a number of tokens, looked up in microseconds."""
+"""Plan of a layer for a number of tokens, looked up in microseconds, and why it is that one.
+
+Plans and prices are held in memory; tables and timed plans also in files for later runs.
+
+A pair of factors can go through the Triton kernels, by their bytes and operations.
+
+A kernel's time is that of what it is bound by: of its operations, at a share of the rate of the
+device's matrix products, or of the bytes that it moves. Neither has been measured: **no kernel has
+run on a GPU yet**, so the shares below are guesses on the cautious side, and nothing here is ever
+chosen before `warm` was called for it, which a CPU refuses.
+
+For a few tokens, as in decoding, the kernels are not for: of 64 tokens a bottleneck is one program,
+and all but one of the device's processors would wait for it.
+
+No torch at import.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import json
+import math
+import os
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from outlast.tensorize.planner import cache
-from outlast.tensorize.planner.cache import PLANS, PRICES, TIMED
-from outlast.tensorize.planner.fused import with_kernel
-from outlast.tensorize.planner.price import Prices
-from outlast.tensorize.planner.search import best_plan
-from outlast.tensorize.planner.table import Table, default_table
-from outlast.tensorize.planner.walk import middle_seconds, sparse_seconds
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.network import Route, lower
+from outlast.tensorize.planner.price import (
+    AXIS,
+    BYTES_AXIS,
+    OperationPrices,
+    PriceTable,
+    default_table,
+)
+from outlast.tensorize.planner.search import (
+    Search,
+    Walker,
+    best_plan,
+    bias_gradient,
+    middle_seconds,
+    route_flops,
+    sparse_seconds,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from outlast.tensorize.network import Network
-    from outlast.tensorize.plan import Plan
+
+
+# By network, bucket of tokens, dtype, kind of device, and whether there is a way back.
+PLANS: dict[tuple[Network, int, torch.dtype, str, bool], LayerPlan] = {}
+
+# By kind of device and dtype.
+PRICES: dict[tuple[str, str], OperationPrices] = {}
+
+# Timed plans by kind of device and dtype, and then by `timed_key`.
+TIMED: dict[tuple[str, str], dict[str, LayerPlan]] = {}
+
+_TIMED_VERSION = 1
+
+
+def forget() -> None:
+    """Forget all plans and tables in memory; files stay."""
+    PRICES.clear()
+    PLANS.clear()
+    TIMED.clear()
+
+
+def directory() -> Path:
+    """Folder of the tables: in OUTLAST_CACHE, else in XDG_CACHE_HOME, else in ~/.cache."""
+    own = os.environ.get("OUTLAST_CACHE")
+    if own:
+        return Path(own) / "tensorize"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "outlast" / "tensorize"
+
+
+def file_of(machine: str, dtype: str, threads: int, torch: str) -> Path:
+    """The file of one table."""
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{machine} {dtype} {threads}t torch {torch}").strip("-")
+    return directory() / f"{name}.json"
+
+
+def load(machine: str, dtype: str, threads: int, torch: str) -> PriceTable | None:
+    """The table of a file; None if there is none, or it is damaged or of something else."""
+    try:
+        content = json.loads(file_of(machine, dtype, threads, torch).read_text())
+        table = PriceTable.from_json(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    mine = (table.machine, table.dtype, table.threads, table.torch)
+    return table if table.measured and mine == (machine, dtype, threads, torch) else None
+
+
+def store(table: PriceTable) -> Path | None:
+    """Write a table; None if the directory cannot be written, for then each run measures anew."""
+    path = file_of(table.machine, table.dtype, table.threads, table.torch)
+    return path if _write(path, table.to_json()) else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> bool:
+    """Write a file, so that no other process ever reads half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    except OSError:
+        return False
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def timed_key(network: Network, bucket: int, learns: bool) -> str:
+    """Return the key of a timed plan in its file."""
+    return f"{network}; up to 2^{bucket} tokens; {'learns' if learns else 'forward'}"
+
+
+def _timed_file(machine: str, dtype: str, threads: int, torch: str) -> Path:
+    path = file_of(machine, dtype, threads, torch)
+    return path.with_name(f"{path.stem}-plans.json")
+
+
+def load_timed(machine: str, dtype: str, threads: int, torch: str) -> dict[str, LayerPlan]:
+    """The timed plans of a file by `timed_key`; those that can be read."""
+    try:
+        content = json.loads(_timed_file(machine, dtype, threads, torch).read_text())
+        of = content["version"], content["machine"]
+        plans = content["plans"] if of == (_TIMED_VERSION, machine) else {}
+        return {key: _plan(entry) for key, entry in plans.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def store_timed(
+    machine: str, dtype: str, threads: int, torch: str, plans: dict[str, LayerPlan]
+) -> None:
+    """Add timed plans to a file; those that another process writes meanwhile may be lost."""
+    known = {**load_timed(machine, dtype, threads, torch), **plans}
+    entries = {key: _entry(plan) for key, plan in known.items()}
+    content = {"version": _TIMED_VERSION, "machine": machine, "plans": entries}
+    _write(_timed_file(machine, dtype, threads, torch), content)
+
+
+def _entry(plan: LayerPlan) -> dict[str, Any]:
+    routes = (plan.forward, plan.input_gradient, *plan.core_gradients)
+    return {
+        "routes": [[route.groups, route.backwards, route.layout, route.chunk] for route in routes],
+        "plain": plan.plain,
+        "seconds": plan.seconds,
+        "dense_seconds": plan.dense_seconds,
+        "reason": plan.reason,
+    }
+
+
+def _plan(entry: dict[str, Any]) -> LayerPlan:
+    routes = [Route(tuple(groups), *rest) for groups, *rest in entry["routes"]]
+    forward, back, *others = routes
+    return LayerPlan(
+        forward,
+        back,
+        tuple(others),
+        bool(entry["plain"]),
+        seconds=float(entry["seconds"]),
+        dense_seconds=float(entry["dense_seconds"]),
+        timed=True,
+        reason=str(entry["reason"]),
+    )
+
+
+_SHARE = 0.6
+"""Of the rate of large products that the kernels reach; a guess."""
+
+_CACHE_SPEED = 3.0
+"""Bytes that the L2 cache gives while the memory gives one; from data sheets and tests of others'
+kernels, a guess for these."""
+
+_START = 5
+"""Starts of an operation that starting a kernel takes as long as: Triton's launcher is Python."""
+
+_PROCESSORS = 128
+"""Multiprocessors of the devices that the kernels are for have: 108 to 132."""
+
+FEWEST_TOKENS = 128
+"""Tokens below which no kernel is taken: they fill no tile."""
+
+_TILE = 64
+"""Tokens to a program of a bottleneck; those of blocks take twice as many, and as many columns."""
+
+
+@dataclass(frozen=True)
+class LowRankPair:
+    """act(x A^T) B^T: `outlast.tensorize.kernels.bottleneck`.
+
+    Attributes:
+        inputs: Features of x.
+        rank: Features between.
+        outputs: Features of y.
+        activation: ``identity`` or a key of `outlast.tensorize.bottleneck.ACTIVATIONS`.
+    """
+
+    inputs: int
+    rank: int
+    outputs: int
+    activation: str = "identity"
+
+    def forward(self, tokens: int, prices: OperationPrices, *, keep: bool) -> float:
+        """Predicted seconds of y, and of writing h if it is kept."""
+        return self._launch(tokens, prices, int(keep))
+
+    def backward(self, tokens: int, prices: OperationPrices) -> float:
+        """Predicted seconds of the gradients of x and of both factors."""
+        seconds = self._launch(tokens, prices, 1 if self.activation == "identity" else 3)
+        seconds += prices.product(1, self.rank, self.inputs, tokens, "tn")
+        return seconds + prices.product(1, self.outputs, self.rank, tokens, "tn")
+
+    def _launch(self, tokens: int, prices: OperationPrices, narrow: int) -> float:
+        """One kernel that reads or writes so many tensors as wide as the rank beside x and y."""
+        ends = self.inputs + self.outputs
+        padded = max(16, 1 << (self.rank - 1).bit_length())
+        programs = math.ceil(tokens / _TILE)
+        return _kernel(
+            prices,
+            flops=2 * tokens * ends * padded,
+            moved=tokens * (ends + narrow * self.rank) + ends * self.rank,
+            cached=programs * ends * padded,
+            programs=programs,
+        )
+
+    def products(self, tokens: int, prices: OperationPrices) -> float:
+        """Predicted seconds of all that `forward` and `backward` do, by products of torch."""
+        forth = prices.product(1, tokens, self.rank, self.inputs, "nt")
+        forth += prices.product(1, tokens, self.outputs, self.rank, "nt")
+        back = prices.product(1, tokens, self.rank, self.outputs, "nn")
+        back += prices.product(1, tokens, self.inputs, self.rank, "nn")
+        back += prices.product(1, self.rank, self.inputs, tokens, "tn")
+        back += prices.product(1, self.outputs, self.rank, tokens, "tn")
+        # The activation, once more on the way back, and its slope.
+        return forth + back + 3 * prices.element(tokens * self.rank)
+
+
+@dataclass(frozen=True)
+class BlockPair:
+    """Block tensor-trains and Monarch: `outlast.tensorize.kernels.blocks`.
+
+    Attributes:
+        in_modes: m1, m0.
+        out_modes: n0, n1.
+        rank: r.
+    """
+
+    in_modes: tuple[int, int]
+    out_modes: tuple[int, int]
+    rank: int
+
+    def forward(self, tokens: int, prices: OperationPrices, *, keep: bool) -> float:
+        """Predicted seconds of y; what is between the halves stays in the L2 cache."""
+        (m1, m0), (n0, n1) = self.in_modes, self.out_modes
+        wide = float(keep)
+        first = _half(tokens, prices, (m1, n0 * self.rank, m0), (1.0, wide))
+        return first + _half(tokens, prices, (n0, n1, m1 * self.rank), (wide, 1.0))
+
+    def backward(self, tokens: int, prices: OperationPrices) -> float:
+        """Predicted seconds of h again, and of the gradients of x and of both cores."""
+        (m1, m0), (n0, n1), rank = self.in_modes, self.out_modes, self.rank
+        first = (m1, n0 * rank, m0), (n0, m1 * rank, n1), (m1, m0, n0 * rank)
+        seconds = sum(_half(tokens, prices, sizes, (1.0, 1.0)) for sizes in first)
+        seconds += prices.product(m1, n0 * rank, m0, tokens, "nn")
+        return seconds + prices.product(n0, n1, m1 * rank, tokens, "tt")
+
+
+def _half(
+    tokens: int, prices: OperationPrices, sizes: tuple[int, int, int], memory: tuple[float, float]
+) -> float:
+    """One launch: so many blocks of products of (tokens, terms) with (terms, columns).
+
+    Args:
+        tokens: Rows.
+        prices: Of the device.
+        sizes: Blocks, columns, terms.
+        memory: Which part of what is read, and of what is written, the memory sees.
+    """
+    blocks, columns, terms = sizes
+    read, written = (blocks * tokens * item for item in (terms, columns))
+    # Products are in tiles of at least 32 columns and terms.
+    tiled = math.ceil(columns / 32) * math.ceil(terms / 32) * 1024
+    rows = math.ceil(tokens / (2 * _TILE))
+    across = math.ceil(columns / (2 * _TILE))
+    weight = blocks * columns * terms
+    return _kernel(
+        prices,
+        flops=2 * blocks * tokens * tiled,
+        moved=read * memory[0] + written * memory[1] + weight,
+        cached=read * across + written + weight * rows,
+        programs=blocks * rows * across,
+    )
+
+
+def _kernel(
+    prices: OperationPrices, *, flops: float, moved: float, cached: float, programs: int
+) -> float:
+    """Predicted seconds of one launch, from numbers moved in memory and through the L2 cache."""
+    by_flops, by_number = _rates(prices)
+    bound = max(flops * by_flops / _SHARE, moved * by_number, cached * by_number / _CACHE_SPEED)
+    busy = min(programs / _PROCESSORS, 1.0)
+    return _START * prices.launch["operation"] + bound / busy
+
+
+@functools.lru_cache(maxsize=64)
+def _rates(prices: OperationPrices) -> tuple[float, float]:
+    """Seconds of an operation of a large product, and of moving a number."""
+    side, size = AXIS[-1], BYTES_AXIS[-1]
+    item = prices.table.item_bytes
+    product = prices.product(1, side, side, side, "nt") / (2 * side**3)
+    # The measured addition reads two numbers and writes one.
+    return product, prices.element(size // item, fresh=False) / (3 * size / item)
+
+
+@functools.lru_cache(maxsize=4096)
+def pair_of(network: Network, activation: str = "identity") -> LowRankPair | BlockPair | None:
+    """Return a network as the kernels see it; None if they have nothing for it.
+
+    Args:
+        network: Of two cores.
+        activation: What is between them.
+    """
+    inputs, outputs = network.inputs, network.outputs
+    whole = network.size(inputs), network.size(outputs)
+    bonds, plain = network.bonds, activation == "identity"
+    if len(bonds) != 1 or whole != (network.in_features, network.out_features):
+        return None
+    rank = network.size(bonds)
+    if (len(inputs), len(outputs)) == (1, 1) and network.cores == (bonds + inputs, outputs + bonds):
+        return LowRankPair(whole[0], rank, whole[1], activation)
+    if not plain or (len(inputs), len(outputs)) != (2, 2):
+        return None
+    m1, m0, n0, n1 = (*inputs, *outputs)
+    if network.cores != (m1 + n0 + bonds + m0, n0 + n1 + m1 + bonds):
+        return None
+    sizes = dict(network.sizes)
+    return BlockPair((sizes[m1], sizes[m0]), (sizes[n0], sizes[n1]), rank)
+
+
+# Pairs, buckets of tokens and dtypes for which the kernels have been compiled and tuned.
+READY: set[tuple[LowRankPair | BlockPair | None, int, torch.dtype]] = set()
+
+
+def is_ready(network: Network, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels have been warmed for a layer, a number of tokens and a dtype."""
+    return device.type == "cuda" and (pair_of(network), bucket_of(tokens), dtype) in READY
+
+
+def kernel_seconds(network: Network, tokens: int, prices: OperationPrices, learns: bool) -> float:
+    """Predicted seconds of a layer's forward and backward by kernels; infinite without kernels.
+
+    Counts what `outlast.tensorize.planner.search.Search.price` counts for other plans.
+
+    Args:
+        network: That of the layer.
+        tokens: Rows of x.
+        prices: What operations cost.
+        learns: Whether there is a way back; forward alone if not.
+    """
+    pair = pair_of(network)
+    if pair is None:
+        return math.inf
+    if not learns:
+        return pair.forward(tokens, prices, keep=False) + prices.launch["chain"]
+    keep = isinstance(pair, LowRankPair)
+    seconds = pair.forward(tokens, prices, keep=keep) + pair.backward(tokens, prices)
+    return seconds + bias_gradient(network, tokens, prices) + prices.launch["function"]
+
+
+def with_kernel(
+    plan: LayerPlan,
+    network: Network,
+    tokens: int,
+    prices: OperationPrices,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    learns: bool,
+) -> LayerPlan:
+    """The plan by kernels if they are ready and predicted to be faster, else the plan itself.
+
+    Its routes stay, for tensors that no kernel can read.
+    """
+    if not is_ready(network, tokens, dtype, device):
+        return plan
+    seconds = kernel_seconds(network, tokens, prices, learns)
+    if seconds >= plan.seconds:
+        return plan
+    share = seconds / plan.dense_seconds
+    reason = f"{share:.2f} x the dense layer's time by a fused kernel, derived and not measured"
+    return replace(plan, fused=True, plain=False, seconds=seconds, reason=reason)
+
+
+def bottleneck_pays(
+    inputs: int,
+    rank: int,
+    outputs: int,
+    *,
+    activation: str,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Return whether two factors with an activation between them should go through the kernel.
+
+    Args:
+        inputs: Features of x.
+        rank: Features between.
+        outputs: Features of y.
+        activation: Between the factors.
+        tokens: Rows of x.
+        dtype: Of x and the factors.
+        device: Where they are.
+    """
+    pair = LowRankPair(inputs, rank, outputs, activation)
+    if device.type != "cuda" or (pair, bucket_of(tokens), dtype) not in READY:
+        return False
+
+    return _pays(pair, 1 << bucket_of(tokens), prices_of(dtype, device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _pays(pair: LowRankPair, tokens: int, prices: OperationPrices) -> bool:
+    fused = pair.forward(tokens, prices, keep=True) + pair.backward(tokens, prices)
+    return fused < pair.products(tokens, prices)
+
 
 FORMS_WITHOUT_PLANS = ("cola", "lax", "sltrain")
 """Forms that compute something else than the product of their factors."""
@@ -27,7 +449,7 @@ PRICED_DEVICES = ("cpu", "cuda")
 
 def plan_for(
     network: Network, tokens: int, dtype: torch.dtype, device: torch.device, learns: bool
-) -> Plan:
+) -> LayerPlan:
     """The plan for a number of tokens; nothing is timed here.
 
     It is the fastest that was timed on this machine, if any was (`tune`); else the cheapest by this
@@ -44,7 +466,7 @@ def plan_for(
     key = (network, bucket, dtype, device.type, learns)
     plan = PLANS.get(key)
     if plan is None:
-        plan = _timed(dtype, device).get(cache.timed_key(network, bucket, learns))
+        plan = _timed(dtype, device).get(timed_key(network, bucket, learns))
         if plan is None:
             prices = prices_of(dtype, device)
             plan = best_plan(network, 1 << bucket, prices, learns)
@@ -61,7 +483,11 @@ def bucket_of(tokens: int) -> int:
 
 
 def keep(
-    network: Network, tokens: int, dtype: torch.dtype, device: torch.device, plans: dict[bool, Plan]
+    network: Network,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    plans: dict[bool, LayerPlan],
 ) -> None:
     """Take timed plans from now on, in this process and in later ones.
 
@@ -73,20 +499,20 @@ def keep(
         plans: By whether there is a way back.
     """
     bucket = bucket_of(tokens)
-    found = {cache.timed_key(network, bucket, learns): plan for learns, plan in plans.items()}
+    found = {timed_key(network, bucket, learns): plan for learns, plan in plans.items()}
     _timed(dtype, device).update(found)
     for learns, plan in plans.items():
         PLANS[network, bucket, dtype, device.type, learns] = plan
     # A later process would have to tune kernels first.
     lasting = {key: plan for key, plan in found.items() if not plan.fused}
-    cache.store_timed(*_setting(dtype, device), lasting)
+    store_timed(*_setting(dtype, device), lasting)
 
 
-def _timed(dtype: torch.dtype, device: torch.device) -> dict[str, Plan]:
+def _timed(dtype: torch.dtype, device: torch.device) -> dict[str, LayerPlan]:
     key = device.type, str(dtype).removeprefix("torch.")
     known = TIMED.get(key)
     if known is None:
-        known = TIMED[key] = cache.load_timed(*_setting(dtype, device))
+        known = TIMED[key] = load_timed(*_setting(dtype, device))
     return known
 
 
@@ -113,7 +539,7 @@ def extra_seconds(
     Zero for forms that are computed along their plan: all but `FORMS_WITHOUT_PLANS`.
 
     Args:
-        form: See `outlast.tensorize.catalogue.FORMS`.
+        form: See `outlast.tensorize.shapes.FORMS`.
         network: Of the layer's factors.
         tokens: Rows of x; rounded up to a power of two.
         dtype: Of x.
@@ -132,7 +558,7 @@ def extra_seconds(
 
 
 def basis_of(dtype: torch.dtype, device: torch.device, *, timed: bool) -> str:
-    """How the speeds of layers on a device are known."""
+    """Say how the speeds of layers on a device are known."""
     if device.type not in PRICED_DEVICES:
         return f"unknown on {device.type} devices, which nothing was measured on"
     if timed:
@@ -146,50 +572,24 @@ def basis_of(dtype: torch.dtype, device: torch.device, *, timed: bool) -> str:
     )
 
 
-def prices_of(dtype: torch.dtype, device: torch.device) -> Prices:
-    """What operations cost on a device: measured if that was done, else built in."""
+def prices_of(dtype: torch.dtype, device: torch.device) -> OperationPrices:
+    """Return the costs of operations on a device: measured if that was done, else built in."""
     name = str(dtype).removeprefix("torch.")
     known = PRICES.get((device.type, name))
     if known is None:
-        table = _stored(dtype, device) or default_table(device.type, name)
-        known = PRICES[device.type, name] = Prices(table)
+        table = stored_table(dtype, device) or default_table(device.type, name)
+        known = PRICES[device.type, name] = OperationPrices(table)
     return known
 
 
-def use(table: Table, device: str) -> None:
+def use(table: PriceTable, device: str) -> None:
     """Take a table from now on; what was planned before is planned again."""
-    PRICES[device, table.dtype] = Prices(table)
+    PRICES[device, table.dtype] = OperationPrices(table)
     PLANS.clear()
 
 
-def calibrate(dtype: torch.dtype, device: torch.device, *, anew: bool = False) -> Table:
-    """Measure what operations cost on this machine, unless a file says it.
-
-    Takes about ten seconds of one core, once per machine, dtype, number of threads and version of
-    torch. Call it before training; a step never does.
-
-    Args:
-        dtype: Of activations.
-        device: Where layers will run.
-        anew: Measure even if there is a file.
-
-    Returns:
-        The table; a built-in one for devices that are neither a CPU nor CUDA's.
-    """
-    if device.type not in PRICED_DEVICES:
-        return prices_of(dtype, device).table
-    from outlast.tensorize.planner.measure import measure
-
-    table = None if anew else _stored(dtype, device)
-    if table is None:
-        table = measure(dtype, device, machine_of(device))
-        cache.store(table)
-    use(table, device.type)
-    return table
-
-
 def machine_of(device: torch.device) -> str:
-    """What a device is called: a GPU's model, or the machine of a CPU."""
+    """Return the name of a device: a GPU's model, or the machine of a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -199,13 +599,120 @@ def machine_of(device: torch.device) -> str:
     return this_machine().summary()
 
 
-def _stored(dtype: torch.dtype, device: torch.device) -> Table | None:
-    return cache.load(*_setting(dtype, device))
+def stored_table(dtype: torch.dtype, device: torch.device) -> PriceTable | None:
+    """Return the table that was measured on this machine, if there is one."""
+    return load(*_setting(dtype, device))
 
 
 def _setting(dtype: torch.dtype, device: torch.device) -> tuple[str, str, int, str]:
-    """What a table or a timed plan is for: machine, dtype, threads and version of torch."""
+    """Key of a table or a timed plan: machine, dtype, threads and version of torch."""
     import torch
 
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return machine_of(device), str(dtype).removeprefix("torch."), threads, torch.__version__
+
+
+_ALTERNATIVES = 4
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _count(flops: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if flops >= unit:
+            return f"{flops / unit:.3g} {name}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
+def _why(route: Route, best: Route, search: Search) -> str:
+    """Say which cost of one route exceeds that of another."""
+    network, tokens, walker = search.network, search.tokens, search.walker
+    terms = {}
+    for name, item in (("this", route), ("best", best)):
+        stages = lower(network, replace(item, chunk=0)).stages
+        parts = walker.chunks(item, tokens)
+        one = walker.one_pass(item, parts[0], chunked=len(parts) > 1)
+        times = len(parts)
+        moved = one.enter + sum(one.arrange) + one.leave
+        terms[name] = {
+            "products": sum(one.multiply) * times,
+            "moving numbers between products": moved * times,
+            "merging cores": walker.merging(item),
+        }
+        terms[name + " flops"] = {"": float(sum(s.b * s.m * s.k * s.f for s in stages))}
+    more = {name: terms["this"][name] - terms["best"][name] for name in terms["this"]}
+    worst = max(more, key=lambda name: more[name])
+    if more[worst] <= 0:
+        return "slower on the way back"
+    if worst == "products" and terms["this flops"][""] <= terms["best flops"][""]:
+        return f"{_time(more[worst])} more for products of worse shapes"
+    return f"{_time(more[worst])} more for {worst}"
+
+
+def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The plan of a layer for a number of tokens, forward and backward, and what it beats.
+
+    Args:
+        network: How the cores make the weight.
+        tokens: Rows of x; rounded up to a power of two.
+        dtype: Of x.
+        device: Of x.
+    """
+    prices = prices_of(dtype, device)
+    table = prices.table
+    plan = plan_for(network, tokens, dtype, device, True)
+    bucket = 1 << max(tokens - 1, 0).bit_length()
+    walker = Walker(network, prices)
+    search = Search(walker, bucket)
+    source = "measured on this machine" if table.measured else "built in, not measured here"
+    dense_flops = 2 * bucket * network.in_features * network.out_features
+
+    def flops(route: Route) -> str:
+        return _count(route_flops(network, route) * bucket)
+
+    ends = f"{network.in_features} -> {network.out_features}"
+    forward = _time(walker.forward(plan.forward, bucket))
+    lines = [
+        f"{ends}, {network.parameters:,} parameters, up to {bucket} tokens, {table.dtype}",
+        f"prices: {table.machine}, {source}",
+        f"forward:        {plan.forward}, {forward}, {flops(plan.forward)}",
+    ]
+    if plan.fused:
+        # What is not fused is said as well, for other tensors go that way.
+        lines[-1] = f"fused kernel:   {_time(plan.seconds)} forward and backward, {plan.reason}"
+    elif plan.plain:
+        lines.append("backward:       left to autograd, which starts fewer operations")
+    else:
+        nothing: frozenset[int] = frozenset()
+        seconds = walker.backward(plan.input_gradient, bucket, nothing, want_x=True)
+        back = plan.input_gradient
+        lines.append(f"gradient of x:  {back}, {_time(seconds)}, {flops(back)}")
+        for core, route in enumerate(plan.core_gradients):
+            seconds = walker.backward(route, bucket, frozenset((core,)), want_x=False)
+            lines.append(f"gradient of {network.cores[core]}: {route}, {_time(seconds)} alone")
+    dense, known = plan.dense_seconds, "timed on this machine" if plan.timed else "predicted"
+    ratio = dense / plan.seconds
+    lines += [
+        f"together:       {_time(plan.seconds)} {known}",
+        f"dense layer:    {_time(dense)} {known}, {ratio:.2f} x as long, {_count(dense_flops)}",
+        "what else there is:",
+    ]
+    chosen = replace(plan)
+    others = [pair for pair in search.uniform() if pair[1] != chosen]
+    shown: list[tuple[float, LayerPlan]] = []
+    names: set[tuple[object, ...]] = set()
+    for seconds, other in others:
+        name = (other.forward.groups, other.forward.backwards, other.forward.layout, other.plain)
+        if name not in names and len(shown) < _ALTERNATIVES:
+            names.add(name)
+            shown.append((seconds, other))
+    rebuilt = [other for other in others if len(other[1].forward.groups) == 1]
+    shown += [pair for pair in rebuilt[:1] if pair not in shown]
+    for seconds, other in shown:
+        label = f"{other.forward}{', by autograd' if other.plain else ''}"
+        lines.append(f"  {_time(seconds)}: {label}; {_why(other.forward, plan.forward, search)}")
+    if not plan.fused and is_ready(network, bucket, dtype, device):
+        lines.append(f"  {_time(kernel_seconds(network, bucket, prices, True))}: fused kernel")
+    return "\n".join(lines)

@@ -1,10 +1,15 @@
-"""Measuring what operations cost on this machine, once."""
+"""Measurements on this machine: prices of operations, and times of the best plans.
+
+`calibrate` measures prices once. `tune` times the plans that the prices put first, for prices are
+off by some percent, and `warm` the kernels. Never in a training step: only where it is asked for.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -13,32 +18,56 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from outlast.tensorize.execute import Path, apply, differentiate
+from outlast.tensorize.contraction import LayerPlan
+from outlast.tensorize.execute import (
+    MergedPath,
+    apply,
+    differentiate,
+)
 from outlast.tensorize.network import Network, Route
 from outlast.tensorize.operator import Merged, chain
-from outlast.tensorize.plan import Plan
-from outlast.tensorize.planner.table import (
+from outlast.tensorize.planner.choose import (
+    FEWEST_TOKENS,
+    PLANS,
+    PRICED_DEVICES,
+    READY,
+    bucket_of,
+    keep,
+    machine_of,
+    pair_of,
+    plan_for,
+    prices_of,
+    store,
+    stored_table,
+    use,
+)
+from outlast.tensorize.planner.price import (
     AXIS,
     BYTES_AXIS,
     LAYOUTS,
     RUN_AXIS,
     STRETCH_AXIS,
     STRIDED_ELEMENTS,
-    Table,
+    PriceTable,
 )
+from outlast.tensorize.planner.search import Search, Walker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from outlast.tensorize.network import Layout
+    from outlast.tensorize.network import MemoryLayout
+
 
 # Larger products, and larger ones of a batch, run at the rate of the largest that is measured. An
 # accelerator is not busy with what takes a core milliseconds.
 _MOST_FLOPS = {"cpu": 1.4e8, "cuda": 3e11}
+
 _MOST_ITEM_FLOPS = {"cpu": 9e6, "cuda": 2e10}
+
 _BATCH = 8
+
 _FAULT_BYTES = 32 << 20
 
 
@@ -76,7 +105,9 @@ class Clock:
         return float(start.elapsed_time(end)) * 1e-3 / times
 
 
-def measure(dtype: torch.dtype, device: torch.device, machine: str = "", repeats: int = 3) -> Table:
+def measure(
+    dtype: torch.dtype, device: torch.device, machine: str = "", repeats: int = 3
+) -> PriceTable:
     """Measure a device; about ten seconds on one core.
 
     Args:
@@ -88,7 +119,8 @@ def measure(dtype: torch.dtype, device: torch.device, machine: str = "", repeats
     clock = Clock(device, repeats)
     options: Any = {"dtype": dtype, "device": device}
     with torch.no_grad():
-        start = clock(_small_product(options))
+        left, right = torch.ones(2, 1, 1, **options), torch.ones(2, 1, 1, **options)
+        start = clock(lambda: torch.bmm(left, right))
         single, batched = {}, {}
         for layout in LAYOUTS:
             single[layout], batched[layout] = _products(layout, clock, start, options)
@@ -99,7 +131,7 @@ def measure(dtype: torch.dtype, device: torch.device, machine: str = "", repeats
         added = [_log(clock(_addition(size, options))) for size in BYTES_AXIS]
         faults = _faults(clock, options)
         launches = _launches(start, device, options)
-    return Table(
+    return PriceTable(
         machine=machine,
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
@@ -120,11 +152,6 @@ def measure(dtype: torch.dtype, device: torch.device, machine: str = "", repeats
 
 def _log(seconds: float) -> float:
     return round(math.log2(max(seconds, 1e-9)), 3)
-
-
-def _small_product(options: Any) -> Callable[[], Tensor]:
-    left, right = torch.ones(2, 1, 1, **options), torch.ones(2, 1, 1, **options)
-    return lambda: torch.bmm(left, right)
 
 
 def _operands(
@@ -254,18 +281,18 @@ class _Tiny:
     def merging(self) -> float:
         """Seconds to make a path."""
         dtype = self.options["dtype"]
-        return self.clock(lambda: Path(self.network, self.route, self.cores, dtype))
+        return self.clock(lambda: MergedPath(self.network, self.route, self.cores, dtype))
 
-    def forward(self, tokens: int = 1, layout: Layout = "tokens", chunk: int = 0) -> float:
+    def forward(self, tokens: int = 1, layout: MemoryLayout = "tokens", chunk: int = 0) -> float:
         """Seconds to apply one."""
         route = replace(self.route, layout=layout, chunk=chunk)
-        path = Path(self.network, route, self.cores, self.options["dtype"])
+        path = MergedPath(self.network, route, self.cores, self.options["dtype"])
         x = torch.ones(tokens, self.network.in_features, **self.options)
         return self.clock(lambda: apply(path, x))
 
     def backward(self) -> float:
         """Seconds to differentiate one."""
-        path = Path(self.network, self.route, self.cores, self.options["dtype"])
+        path = MergedPath(self.network, self.route, self.cores, self.options["dtype"])
         x = torch.ones(1, self.network.in_features, **self.options)
         dy = torch.ones(1, self.network.out_features, **self.options)
         wanted = tuple(range(len(self.cores)))
@@ -275,7 +302,7 @@ class _Tiny:
 
     def learning(self, plain: bool) -> float:
         """Seconds of forward and backward of the layer."""
-        plan = Plan.uniform(self.route, len(self.cores), plain=plain)
+        plan = LayerPlan.uniform(self.route, len(self.cores), plain=plain)
         cores = [core.clone().requires_grad_() for core in self.cores]
         bias, x, dy = (torch.ones(size, **self.options) for size in ((2,), (1, 2), (1, 2)))
         leaves = [x.requires_grad_(), bias.requires_grad_(), *cores]
@@ -289,7 +316,7 @@ class _Tiny:
 
     def decoding(self) -> float:
         """Seconds of the layer without gradients, its cores merged before."""
-        plan, merged = Plan.uniform(self.route, len(self.cores)), Merged()
+        plan, merged = LayerPlan.uniform(self.route, len(self.cores)), Merged()
         x = torch.ones(1, 2, **self.options)
         return self.clock(lambda: chain(x, self.cores, self.network, None, plan, merged=merged))
 
@@ -308,7 +335,9 @@ def _linear(clock: Callable[..., float], options: Any) -> float:
 
 def _launches(start: float, device: torch.device, options: Any) -> dict[str, float]:
     """Seconds around operations, from tiny layers of which nothing else takes time."""
-    clock = _host_clock(device)
+    # Starting an operation takes the time of the CPU, whatever the device.
+    host = device if device.type == "cpu" else torch.device("cpu")
+    clock = functools.partial(Clock(host, 15), least=1e-3)
     matrix = torch.ones(2, 2, **options)
     product = clock(lambda: torch.mm(matrix, matrix.t()))
     turn = clock(lambda: torch.ones(2, 1, **options).t().contiguous())
@@ -366,11 +395,344 @@ def _positive(seconds: float) -> float:
     return max(seconds, 1e-7)
 
 
-def _host_clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Starting an operation takes the time of the CPU, whatever the device."""
-    clock = Clock(device if device.type == "cpu" else torch.device("cpu"), 15)
-    return lambda action: clock(action, 1e-3)
+def calibrate(dtype: torch.dtype, device: torch.device, *, anew: bool = False) -> PriceTable:
+    """Measure what operations cost on this machine, unless a file says it.
+
+    Takes about ten seconds of one core, once per machine, dtype, number of threads and version of
+    torch. Call it before training; a step never does.
+
+    Args:
+        dtype: Of activations.
+        device: Where layers will run.
+        anew: Measure even if there is a file.
+
+    Returns:
+        The table; a built-in one for devices that are neither a CPU nor CUDA's.
+    """
+    if device.type not in PRICED_DEVICES:
+        return prices_of(dtype, device).table
+    table = None if anew else stored_table(dtype, device)
+    if table is None:
+        table = measure(dtype, device, machine_of(device))
+        store(table)
+    use(table, device.type)
+    return table
+
+
+def warm(
+    network: Network,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    activation: str = "identity",
+) -> bool:
+    """Compile and tune the kernels for a layer; from then on its plans may take them.
+
+    Triton finds a kernel's fastest tiles at its first call by running them all, which waits for
+    the device and takes seconds: neither a training step nor the capture of a CUDA graph may do
+    that. Hence the planner takes no kernel that has not been warmed, and this is to be called
+    before, with the numbers of tokens that will come, in every process. What is found serves all
+    numbers of tokens up to the next power of two, from more than half of that.
+
+    Which tiles are fastest is a matter of noise among equals, and other tiles round differently: a
+    run that was resumed may differ in the last bits from one that was not.
+
+    Args:
+        network: That of the layer.
+        tokens: Rows of x.
+        dtype: Of x; that of autocast where it is on.
+        device: Where the layer runs.
+        activation: Between the factors of a low-rank layer.
+
+    Returns:
+        Whether there are kernels for it: not on a CPU, nor without Triton, nor for other networks,
+        nor for a few tokens.
+    """
+    from outlast.tensorize.kernels import available
+
+    pair = pair_of(network, activation)
+    if pair is None or tokens < FEWEST_TOKENS or not available(device, dtype):
+        return False
+    from outlast.tensorize.kernels import pairs
+
+    if not pairs.fits(pair, dtype):
+        return False
+    if (pair, bucket_of(tokens), dtype) not in READY:
+        pairs.tune(pair, tokens, dtype, device)
+        READY.add((pair, bucket_of(tokens), dtype))
+        PLANS.clear()
+    return True
+
+
+def warm_model(
+    model: nn.Module,
+    tokens: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> int:
+    """`warm` for all layers of a model.
+
+    Args:
+        model: With tensorized layers.
+        tokens: In one pass.
+        dtype: Of activations; None: that of each layer's factors.
+        device: Where the model will run; None: where its factors lie.
+
+    Returns:
+        The number of layers for which there are kernels.
+    """
+    from outlast.tensorize.forms.low_rank import LatentLinear, SparseLowRankLinear
+    from outlast.tensorize.layer import StructuredLinear
+
+    count = 0
+    for layer in model.modules():
+        own = isinstance(layer, LatentLinear | SparseLowRankLinear)
+        if isinstance(layer, StructuredLinear) and not own:
+            first = layer.factors()[0]
+            activation = getattr(layer, "activation", "identity")
+            where = device or first.device
+            count += warm(layer.network, tokens, dtype or first.dtype, where, activation=activation)
+    return count
 
 
 if __name__ == "__main__":
     print(write_default())
+
+
+# Plans that are predicted to take this many times as long as the best are not timed.
+_NEAR = 1.7
+
+_MOST = 24
+
+# Those that took this many times as long as the fastest at first are not timed again.
+_HOPE = 1.3
+
+# A repeat lasts this many seconds at least.
+_LEAST = 2e-3
+
+_ROUNDS = 12
+
+_GAIN = 1.05
+
+_PAIRS = 7
+
+# With more tokens than this the time is in proportion to them, nearly.
+_ENOUGH = 2048
+
+_SPEEDS: dict[tuple[str, ...], float] = {}
+
+
+def tune(
+    network: Network,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    learns: bool = True,
+    seconds: float = 2.0,
+    anew: bool = False,
+) -> LayerPlan:
+    """Time the plans that are predicted to be fastest, and the dense layer; keep the fastest.
+
+    `plan_for` gives it from then on, in later processes as well: it is kept in a file by network,
+    power of two of tokens, dtype, machine, number of threads and version of torch.
+
+    Args:
+        network: How the cores make the weight.
+        tokens: Rows of x.
+        dtype: Of x and the cores.
+        device: Where.
+        learns: Whether there is a way back.
+        seconds: Time to spend on timing once every plan has run.
+        anew: Time again what was timed before.
+
+    Returns:
+        The fastest plan; that of `plan_for` on devices that are neither a CPU nor CUDA's.
+    """
+    known = plan_for(network, tokens, dtype, device, learns)
+    if device.type not in PRICED_DEVICES or (known.timed and not anew):
+        return known
+    search = Search(Walker(network, prices_of(dtype, device)), 1 << bucket_of(tokens))
+    ranked = search.joint() if learns else search.forward_only()
+    near = [plan for cost, plan in ranked if cost <= _NEAR * ranked[0][0]][:_MOST]
+    if warm(network, tokens, dtype, device):
+        near.append(replace(near[0], plain=False, fused=True))
+    rows = min(tokens, _ENOUGH)
+    layer = _Layer(network, rows, {"dtype": dtype, "device": device}, learns)
+    actions = [layer.dense, *(layer.along(plan) for plan in near)]
+    dense, *found = fastest(actions, device, seconds)
+    best = min(range(len(near)), key=found.__getitem__)
+    # Less is noise, and the prices may know better.
+    if found[0] <= _GAIN * found[best] or not _wins(actions[1 + best], actions[1], device):
+        best = 0
+    scale = tokens / rows
+    plan = replace(
+        near[best],
+        seconds=found[best] * scale,
+        dense_seconds=dense * scale,
+        timed=True,
+        reason=f"{found[best] / dense:.2f} x the dense layer's time, the fastest of {len(near)} "
+        "plans that were timed",
+    )
+    keep(network, tokens, dtype, device, {learns: plan})
+    return plan
+
+
+def fastest(
+    actions: Sequence[Callable[[], object]], device: torch.device, seconds: float
+) -> list[float]:
+    """The least seconds of every action, in turns; of the first and the fastest ones often.
+
+    Args:
+        actions: What to time.
+        device: Where they run.
+        seconds: Time to spend once all have run.
+    """
+    clock = Clock(device, 1)
+    best, times = [], []
+    for action in actions:
+        action()
+        first = clock.once(action, 1)
+        times.append(max(1, math.ceil(_LEAST / max(first, 1e-7))))
+        best.append(min(first, clock.once(action, times[-1])))
+    end = time.perf_counter() + seconds
+    for number in range(_ROUNDS):
+        limit = (_HOPE if number else 2 * _HOPE) * min(best[1:], default=math.inf)
+        for place, action in enumerate(actions):
+            if time.perf_counter() > end:
+                return best
+            if place == 0 or best[place] <= limit:
+                best[place] = min(best[place], clock.once(action, times[place]))
+    return best
+
+
+def _wins(
+    challenger: Callable[[], object], holder: Callable[[], object], device: torch.device
+) -> bool:
+    """Return whether one is faster in most pairs of runs, for others' load is on both of a pair."""
+    clock = Clock(device, 1)
+    first = clock.once(holder, 1)
+    times = max(1, math.ceil(_LEAST / max(first, 1e-7)))
+    ratios = [clock.once(holder, times) / clock.once(challenger, times) for _ in range(_PAIRS)]
+    return statistics.median(ratios) > _GAIN
+
+
+class _Layer:
+    """Random tensors of a layer, and its steps."""
+
+    def __init__(self, network: Network, tokens: int, options: Any, learns: bool) -> None:
+        self.network = network
+        self.learns = learns
+        self.x = torch.randn(tokens, network.in_features, **options)
+        self.dy = torch.randn(tokens, network.out_features, **options)
+        self.weight = torch.randn(network.out_features, network.in_features, **options)
+        self.bias = torch.randn(network.out_features, **options)
+        self.cores = [
+            torch.randn(network.shape(core), **options) for core in range(len(network.cores))
+        ]
+        for tensor in (self.x, self.weight, self.bias, *self.cores):
+            tensor.requires_grad_(learns)
+        self.merged = Merged()
+
+    def dense(self) -> None:
+        """A step of a plain linear layer."""
+        with torch.set_grad_enabled(self.learns):
+            self.back(functional.linear(self.x, self.weight, self.bias), [self.weight])
+
+    def along(self, plan: LayerPlan) -> Callable[[], None]:
+        """A step along a plan."""
+
+        def step() -> None:
+            with torch.set_grad_enabled(self.learns):
+                y = chain(self.x, self.cores, self.network, self.bias, plan, merged=self.merged)
+                self.back(y, self.cores)
+
+        return step
+
+    def back(self, y: Tensor, weights: list[Tensor]) -> None:
+        """The gradients of all that is learned, and of x."""
+        if self.learns:
+            torch.autograd.grad(y, [self.x, self.bias, *weights], self.dy, allow_unused=True)
+
+
+def timed_speed(
+    layer: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """Time a layer that has no plan beside the dense one, forward and backward.
+
+    Args:
+        layer: A structured linear layer, on any device; a copy of it is timed.
+        tokens: Rows of x.
+        dtype: Of x and the factors.
+        device: Where.
+
+    Returns:
+        Seconds of the dense layer over its own; None on devices that are neither a CPU nor CUDA's.
+    """
+    if device.type not in PRICED_DEVICES:
+        return None
+    structured: Any = layer
+    options: Any = {"dtype": dtype, "device": device}
+    key = (
+        structured.form,
+        repr(sorted(structured.settings().items())),
+        bucket_of(tokens),
+        *map(str, options.values()),
+    )
+    if key not in _SPEEDS:
+        rows = min(tokens, _ENOUGH)
+        tensors = _Layer(structured.network, rows, options, True)
+        made = type(structured)(**structured.settings(), **options)
+
+        def step() -> None:
+            tensors.back(made(tensors.x), [*made.parameters()])
+
+        dense, own = fastest([tensors.dense, step], device, 2.0)
+        _SPEEDS[key] = dense / own
+    return _SPEEDS[key]
+
+
+def tune_model(
+    model: nn.Module,
+    tokens: int,
+    *,
+    dtype: torch.dtype | None = None,
+    learns: bool = True,
+    seconds: float = 2.0,
+    progress: Callable[[str], None] | None = None,
+) -> list[LayerPlan]:
+    """Time the plans of all layers of a model, each shape once; see `tune`.
+
+    Args:
+        model: With tensorized layers, where they will run.
+        tokens: In one pass.
+        dtype: Of activations; None: that of each layer's factors.
+        learns: Whether there is a way back.
+        seconds: Time to spend on one shape.
+        progress: Is told about every shape in a line.
+
+    Returns:
+        The plans.
+    """
+    from outlast.tensorize.forms.low_rank import BottleneckLinear, LatentLinear, SparseLowRankLinear
+    from outlast.tensorize.layer import StructuredLinear
+
+    # Only layers that go along plans: neither those with their own kernels nor their parts.
+    others = BottleneckLinear | LatentLinear | SparseLowRankLinear
+    found = {}
+    for layer in model.modules():
+        if not isinstance(layer, StructuredLinear) or isinstance(layer, others):
+            continue
+        first = layer.factors()[0]
+        setting = layer.network, dtype or first.dtype, first.device
+        if setting in found:
+            continue
+        network, kind, device = setting
+        plan = tune(network, tokens, kind, device, learns=learns, seconds=seconds)
+        found[setting] = plan
+        if progress is not None:
+            ends = f"{layer.in_features} -> {layer.out_features}"
+            progress(f"{layer.form} {ends}: {plan.forward}, {plan.reason}")
+    return list(found.values())

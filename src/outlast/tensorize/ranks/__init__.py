@@ -6,13 +6,16 @@ parameters (compiled graphs, gradient codes, replicas) hears of it by a callback
 has sharded is changed as a whole and sharded again (`change_sharded`).
 """
 
+from outlast.tensorize.ranks.adapt import (
+    change_sharded,
+    energy_rank,
+    explained_rank,
+    grow,
+    match_ranks,
+    shrink,
+)
 from outlast.tensorize.ranks.control import RankControl
-from outlast.tensorize.ranks.grow import explained_rank, grow
-from outlast.tensorize.ranks.match import match_ranks
-from outlast.tensorize.ranks.resize import RankChange, resize
-from outlast.tensorize.ranks.sharded import change_sharded
-from outlast.tensorize.ranks.shrink import energy_rank, shrink
-from outlast.tensorize.ranks.spectrum import singular_values
+from outlast.tensorize.ranks.resize import RankChange, resize, singular_values
 
 __all__ = [
     "RankChange",

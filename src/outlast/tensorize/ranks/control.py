@@ -18,12 +18,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.ranks.gates import Gate, Place, forget, places_of, put_on, take_off
-from outlast.tensorize.ranks.layers import bonds_of, check_here, is_linear
-from outlast.tensorize.ranks.resize import RankChange, resize
-from outlast.tensorize.ranks.spectrum import cut
-from outlast.tensorize.ranks.states import check_states
-from outlast.tensorize.rules.layers import factor_parameters
+from outlast.tensorize.parameters import factor_parameters
+from outlast.tensorize.ranks.resize import (
+    Gate,
+    ParameterPlace,
+    RankChange,
+    bonds_of,
+    check_here,
+    check_states,
+    cut,
+    forget,
+    is_linear,
+    places_of,
+    put_on,
+    resize,
+    take_off,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +51,7 @@ class _Bond:
     name: str
     layer: StructuredLinear
     bond: str
-    places: list[Place]
+    places: list[ParameterPlace]
     gate: nn.Parameter
 
     @property

@@ -34,7 +34,7 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Spike:
-    """What was seen.
+    """Spike of the loss.
 
     Attributes:
         kind: ``jump``, or ``not finite`` for NaN and infinities.
@@ -59,9 +59,9 @@ def false_alarm_rate(window: int, patience: int) -> float:
 class SpikeDetector:
     """Watches a loss, one number per step.
 
-    A spike is reported once, when it is certain, and if it goes on to losses that are not finite,
-    once more for the first of these. The losses before it stay the measure until a loss is no
-    longer high, which ends it. A loss that stays high for a whole window is the new usual one.
+    A spike is reported once, when it is certain, and if it continues with losses that are not
+    finite, once more for the first of these. The losses before it stay the measure until a loss is
+    no longer high, which ends it. A loss that stays high for a whole window is the new usual one.
 
     Args:
         window: Losses that are looked back on; nothing but what is not finite is reported before
@@ -129,7 +129,7 @@ class SpikeDetector:
         self.spiking, self._finite = False, True
 
     def _deviations(self, loss: float) -> float:
-        """How many robust deviations a high loss is above the usual; 0 for one that is not high."""
+        """Return a high loss's robust deviations above the usual; 0 for one that is not high."""
         if len(self._usual) < self.window or loss <= max(self._usual):
             return 0.0
         median = statistics.median(self._usual)
@@ -138,7 +138,7 @@ class SpikeDetector:
         return deviations if deviations > self.threshold else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been seen, as plain numbers and lists."""
+        """Return the losses seen so far, as plain numbers and lists."""
         return {
             "usual": list(self._usual),
             "high": list(self._high),

@@ -1,1 +1,0 @@
-"""Rules for training structured layers: rates, decay, bounds on updates, and what to watch."""
