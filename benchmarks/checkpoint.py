@@ -35,8 +35,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outlast.checkpoint import CheckpointStore, IntervalEstimator, Reduction, storage_of
-from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.job import PartJob, StagedPiece
+from outlast.checkpoint.format.encoder import Encoder, PartJob, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.version import Version, load

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from guard_bits import Detection, bit_detection
 from guard_workload import GPT, Biased, Text, train_step
 from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import nn
 
 from outlast.guard import Guard, guard
 from outlast.guard.inject import Fault, inject
-from outlast.guard.inject.patterns import Pattern
-from outlast.guard.inject.single import Detection, bit_detection
+from outlast.guard.inject.fault import Pattern
 
 TOKENS = 4096
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

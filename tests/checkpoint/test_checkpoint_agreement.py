@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from outlast.checkpoint.agreement import StoreSignals
+from outlast.distributed.agreement import StoreAgreement
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +18,7 @@ THREADS, KEYS = 8, 40
 def tell_from_threads() -> int:
     """Keys of several tiers at once; returns how many this rank still remembers."""
     dist.init_process_group("gloo")
-    signals = StoreSignals("agreement-test", timeout_seconds=60.0)
+    signals = StoreAgreement("agreement-test", timeout_seconds=60.0)
     say = signals.hear if dist.get_rank() else signals.tell
     problems: list[BaseException] = []
 

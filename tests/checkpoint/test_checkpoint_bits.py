@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction
-from outlast.checkpoint.format import geometry
+from outlast.checkpoint.format import manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -118,7 +118,7 @@ def test_deltas_of_many_small_tiles_come_back(
     expected = []
     with pytest.MonkeyPatch.context() as patch:
         # What grid() takes by default is bound at its definition.
-        patch.setattr(geometry.grid, "__defaults__", (SMALL_TILE_BYTES,))
+        patch.setattr(manifest.grid, "__defaults__", (SMALL_TILE_BYTES,))
         with open_store(directory, keep=9, reduction=reduction) as store:
             for step, change in enumerate(["all", *changes]):
                 new = random_bits(dtype, shape, seed + step + 1)

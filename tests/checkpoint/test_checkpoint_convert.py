@@ -18,9 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_states import Net, bits, make_state, train
 from safetensors.torch import load_file, save_file
 
-from outlast.checkpoint import CheckpointStore, list_versions, storage_of
-from outlast.checkpoint.convert import api as convert_api
-from outlast.checkpoint.convert import export as convert_export
+from outlast.checkpoint import CheckpointStore, convert, list_versions, storage_of
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
 from outlast.errors import CheckpointError
@@ -67,9 +65,9 @@ def store(tmp_path: Path) -> Path:
 def _batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large checkpoints go in batches; small limits make small ones go so too."""
     if request.param == "many batches":
-        monkeypatch.setattr(convert_api, "_BATCH_BYTES", 20_000)
-        monkeypatch.setattr(convert_export, "_READ_BYTES", 20_000)
-        monkeypatch.setattr(convert_export, "_ONE_FILE_BYTES", 20_000)
+        monkeypatch.setattr(convert, "_BATCH_BYTES", 20_000)
+        monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
+        monkeypatch.setattr(convert, "_ONE_FILE_BYTES", 20_000)
 
 
 @pytest.mark.usefixtures("_batches")
@@ -380,7 +378,7 @@ def test_an_import_that_fails_leaves_the_store_as_it_was(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_api, "seal", full)
+    monkeypatch.setattr(convert, "seal", full)
     with pytest.raises(CheckpointError, match="No space left on device; free some space"):
         import_checkpoint(tmp_path / "a.pt", store, step=2)
     assert [version.step for version in list_versions(storage_of(store))] == [1]

@@ -23,24 +23,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import Bound, CheckpointStore, Compression, Reduction, Retention, storage_of
-from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.job import PartJob
+from outlast.checkpoint.format.encoder import Encoder, PartJob
 from outlast.checkpoint.format.manifest import REPLAY, Catalogue
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, Version, list_versions, seal
-from outlast.checkpoint.inspection.description import describe
-from outlast.checkpoint.inspection.difference import Difference, compare
-from outlast.checkpoint.inspection.elements import Distance, numbers_of
+from outlast.checkpoint.inspection.difference import Difference, Distance, compare, numbers_of
 from outlast.checkpoint.inspection.extract import extract
 from outlast.checkpoint.inspection.listing import (
+    describe,
     find_version,
     list_saved,
     open_store,
     summarize,
     summarize_logs,
 )
-from outlast.checkpoint.inspection.usage import hold, prune_store, usage
-from outlast.checkpoint.inspection.verification import verify
+from outlast.checkpoint.inspection.usage import hold, prune_store, usage, verify
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

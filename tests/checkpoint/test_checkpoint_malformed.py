@@ -29,12 +29,10 @@ from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
 from outlast.checkpoint.format.codec import Coder
 from outlast.checkpoint.format.manifest import ManifestError, Part, unsealed
 from outlast.checkpoint.format.version import SEAL
-from outlast.checkpoint.inspection.description import describe
 from outlast.checkpoint.inspection.difference import compare
 from outlast.checkpoint.inspection.extract import extract
-from outlast.checkpoint.inspection.listing import find_version, summarize
-from outlast.checkpoint.inspection.usage import usage
-from outlast.checkpoint.inspection.verification import verify
+from outlast.checkpoint.inspection.listing import describe, find_version, summarize
+from outlast.checkpoint.inspection.usage import usage, verify
 from outlast.cli.ckpt import ckpt
 from outlast.cli.main import main
 from outlast.errors import CheckpointError

@@ -25,7 +25,7 @@ from checkpoint_states import (
 from outlast.checkpoint import CheckpointStore, Reduction, Version, load, storage_of
 from outlast.checkpoint import store as store_module
 from outlast.checkpoint.format import storage as storage_module
-from outlast.checkpoint.format.owner import own
+from outlast.checkpoint.format.owner import Ownership
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.errors import CheckpointError, LeaseLostError
@@ -233,7 +233,9 @@ def test_every_directory_that_is_made_is_durable_in_the_one_that_holds_it(
     root = tmp_path / "runs" / "run" / "checkpoints"
     expected = [tmp_path / "runs", tmp_path / "runs" / "run", root]
     if made == "owned":
-        own(LocalStorage(root)).release()
+        ownership = Ownership(LocalStorage(root))
+        ownership.lock()
+        ownership.release()
     else:
         with LocalStorage(root).create("step-00000001-a1/file") as file:
             file.write(b"content")
@@ -246,7 +248,7 @@ def test_every_directory_that_is_made_is_durable_in_the_one_that_holds_it(
 def test_a_store_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="checkpoints cannot be made: "):
-        own(LocalStorage(tmp_path / "file" / "run" / "checkpoints"))
+        Ownership(LocalStorage(tmp_path / "file" / "run" / "checkpoints")).lock()
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])

@@ -35,13 +35,16 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
-from outlast.checkpoint.agreement import NoSignals
 from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
-from outlast.checkpoint.tiers import Place, Tiers
-from outlast.checkpoint.tiers.copying import Copy
-from outlast.checkpoint.tiers.pace import Pace
+from outlast.checkpoint.place import Place
+from outlast.checkpoint.tiers import (
+    Copy,
+    RateLimiter,
+    Tiers,
+)
+from outlast.distributed.agreement import StoreAgreement
 from outlast.distributed.group import Group as OneRank
 from outlast.errors import CheckpointError
 
@@ -432,7 +435,7 @@ def test_files_of_another_run_in_a_tier_are_not_touched(tmp_path: Path, width: i
         place_of(tmp_path / "first"),
         place_of(disk),
         Version(1, 1),
-        Pace(None, threading.Event()),
+        RateLimiter(None, threading.Event()),
     )
     with pytest.raises(CheckpointError, match="of another run"):
         copy.run()
@@ -839,7 +842,7 @@ def test_a_sealed_version_that_lost_its_part_is_damaged(tmp_path: Path) -> None:
         open_store(tmp_path, private=True).restore(make_model(0.0))
 
 
-class LostSignals(NoSignals):
+class LostSignals(StoreAgreement):
     """Words that do not reach the other ranks any more, once they are lost."""
 
     lost = False
@@ -889,7 +892,9 @@ def test_a_pack_of_the_same_size_in_a_tier_is_compared_before_it_counts(tmp_path
             change_pack(disk)
         assert (disk / name).stat().st_size == (first / name).stat().st_size
         before = (disk / name).read_bytes()
-        copy = Copy(place_of(first), place_of(disk), Version(1, 1), Pace(None, threading.Event()))
+        copy = Copy(
+            place_of(first), place_of(disk), Version(1, 1), RateLimiter(None, threading.Event())
+        )
         with pytest.raises(CheckpointError, match="of another run, or damaged; take") as caught:
             copy.run()
         assert str(disk / name) in str(caught.value)
@@ -916,14 +921,14 @@ def test_a_pack_that_is_there_is_read_back_once(
     monkeypatch.setattr(LocalStorage, "open", open_and_note)
     target = place_of(disk)
     for _ in range(3):
-        copy = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+        copy = Copy(place_of(first), target, Version(1, 1), RateLimiter(None, threading.Event()))
         copy.run()
         assert copy.bytes == 0
     assert opened == [str(disk)]
     opened.clear()
     target = place_of(tmp_path / "new")
     for _ in range(2):
-        Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event())).run()
+        Copy(place_of(first), target, Version(1, 1), RateLimiter(None, threading.Event())).run()
     assert opened == [str(first)], "what was written by this session need not be read back"
 
 
@@ -932,13 +937,13 @@ def test_a_copy_that_was_undone_is_not_trusted_any_more(tmp_path: Path) -> None:
     with open_store(first) as store:
         store.save(1, random_model(1, 20))
     target = place_of(disk)
-    copy = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+    copy = Copy(place_of(first), target, Version(1, 1), RateLimiter(None, threading.Event()))
     copy.run()
     copy.undo()
     [pack] = first.rglob("*.pack")
     (disk / pack.relative_to(first)).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(pack, disk / pack.relative_to(first))
     change_pack(disk)
-    again = Copy(place_of(first), target, Version(1, 1), Pace(None, threading.Event()))
+    again = Copy(place_of(first), target, Version(1, 1), RateLimiter(None, threading.Event()))
     with pytest.raises(CheckpointError, match="is damaged at byte"):
         again.run()

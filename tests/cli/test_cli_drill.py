@@ -15,8 +15,8 @@ from tiny import tiny_job
 from outlast.cli.drill import print_drill
 from outlast.cli.main import main
 from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_WRONG_NUMBERS
+from outlast.guard.findings import SITES
 from outlast.guard.inject import Fault, parse_faults
-from outlast.guard.seam import SITES
 from outlast.job import to_toml
 from outlast.train import drill
 

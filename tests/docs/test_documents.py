@@ -17,8 +17,8 @@ import typer
 
 from outlast.cli.app import app
 from outlast.cluster.tasks.read import graph_from_toml
-from outlast.guard.coverage import OPERATIONS
-from outlast.guard.seam import SITES
+from outlast.guard.findings import SITES
+from outlast.guard.policy import OPERATIONS
 from outlast.job import Job, job_from_text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outlast.guard import Guard, guard
-from outlast.guard.judged import Judged
-from outlast.guard.kernels import has_triton, product_on
+from outlast.guard.dispatch import has_triton, product_for
 from outlast.guard.product import Gradients, Product, TorchProduct
-from outlast.guard.signs import Signs
+from outlast.guard.residual import ResidualTest
+from outlast.guard.watch import RandomSigns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,8 +61,8 @@ class Layer:
         self.dx, self.dw = self.dy.mm(self.w), self.dy.t().mm(self.x)
         self.db = self.dy.sum(0)
 
-    def judge(self, product: Product) -> list[Judged]:
-        signs = Signs(0)
+    def judge(self, product: Product) -> list[ResidualTest]:
+        signs = RandomSigns(0)
         signs.renew()
         encoding = product.encode(self.w, self.b, signs)
         projections, forward = product.forward(self.x, self.y, encoding)
@@ -76,12 +76,12 @@ class Layer:
 @with_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton_is_chosen(dtype: torch.dtype) -> None:
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
-    chosen = product_on(torch.empty(1, dtype=dtype, device="cuda"))
+    chosen = product_for(torch.empty(1, dtype=dtype, device="cuda"))
     old = torch.cuda.get_device_capability() < (8, 0)
     assert isinstance(chosen, TritonProduct) != old
-    assert not isinstance(product_on(torch.empty(1, device="cuda").double()), TritonProduct)
+    assert not isinstance(product_for(torch.empty(1, device="cuda").double()), TritonProduct)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5])
@@ -91,7 +91,7 @@ def test_clean_products_pass(
     dtype: torch.dtype, shape: tuple[int, int, int], mean: float, precision: str
 ) -> None:
     layer = Layer(dtype, shape, mean)
-    judged = layer.judge(product_on(layer.x))
+    judged = layer.judge(product_for(layer.x))
     for name, each in zip(("forward", "dx", "dw"), judged, strict=True):
         assert int(each.exceeded) == 0, name
         number = len(each.flags)
@@ -103,7 +103,7 @@ def test_clean_products_pass(
 @with_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_judgements_are_those_of_torch(dtype: torch.dtype) -> None:
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     layer = Layer(dtype, (8192, 4096, 4096))
     pairs = zip(layer.judge(TritonProduct()), layer.judge(TorchProduct()), strict=True)
@@ -113,7 +113,7 @@ def test_judgements_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 def test_compiled_checks_are_those_of_torch() -> None:
-    from outlast.guard.kernels.compiled import CompiledProduct
+    from outlast.guard.dispatch import CompiledProduct
 
     layer = Layer(torch.bfloat16, (512, 256, 384))
     pairs = zip(layer.judge(CompiledProduct()), layer.judge(TorchProduct()), strict=True)
@@ -135,7 +135,7 @@ def test_rows_with_a_flipped_bit_are_flagged_and_no_others(
     rows = torch.arange(0, len(wrong), 5, device="cuda")
     columns = wrong[rows].abs().argmax(dim=1)
     whole[rows, columns] = whole[rows, columns] ^ (1 << bit)
-    judged = dict(zip(("y", "dx", "dw"), layer.judge(product_on(layer.x)), strict=True))
+    judged = dict(zip(("y", "dx", "dw"), layer.judge(product_for(layer.x)), strict=True))
     assert judged[matrix].flags.nonzero().flatten().tolist() == rows.tolist()
 
 
@@ -143,7 +143,7 @@ def test_rows_with_a_flipped_bit_are_flagged_and_no_others(
 def test_numbers_that_are_not_finite_are_flagged(value: float) -> None:
     layer = Layer(torch.bfloat16, (256, 64, 96))
     layer.y[17, 3] = value
-    forward = layer.judge(product_on(layer.x))[0]
+    forward = layer.judge(product_for(layer.x))[0]
     assert forward.flags.nonzero().flatten().tolist() == [17]
     assert not float(forward.worst) < 6.0
 
@@ -241,62 +241,3 @@ def test_a_fault_in_training_is_found_before_the_update(site: str) -> None:
     corrected = [each.outcome for each in guarded.ledger.findings] == ["corrected"]
     assert corrected or not verdict.clean
     assert {each.module for each in guarded.ledger.findings} == {"0"}
-
-
-@with_triton
-@pytest.mark.parametrize("unrounded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_fused_product_is_right_and_passes_its_own_check(
-    dtype: torch.dtype, shape: tuple[int, int, int], unrounded: bool, precision: str
-) -> None:
-    from outlast.guard.kernels.fused import FusedProduct
-    from outlast.guard.kernels.product import TritonProduct
-
-    layer = Layer(dtype, shape)
-    signs = Signs(0)
-    signs.renew()
-    encoding = TritonProduct().encode(layer.w, layer.b, signs)
-    product = FusedProduct(layer.w, layer.b, encoding, unrounded=unrounded)
-    y = product(layer.x)
-    _, judged = product.judge(layer.x, encoding)
-    assert int(judged.exceeded) == 0
-    read = 2.0**-9 if dtype == torch.float32 and precision == "tf32" else 0.0
-    some = slice(0, 64)
-    exact = functional.linear(layer.x[some].double(), layer.w.double(), layer.b.double())
-    absolute = functional.linear(
-        layer.x[some].double().abs(), layer.w.double().abs(), layer.b.double().abs()
-    )
-    off = (y[some].double() - exact).abs()
-    storing = 1.01 * torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal
-    assert bool((off <= storing + (read + shape[1] * 2.0**-23) * absolute).all())
-    assert torch.equal(product(layer.x), y)
-    if unrounded and dtype != torch.float32:
-        assert float(judged.widest) < 0.2 * 6.0 * torch.finfo(dtype).eps / 2
-
-
-@with_triton
-def test_a_fault_in_a_fused_product_is_found() -> None:
-    from outlast.guard.kernels.fused import FusedChecks
-    from outlast.guard.policy import Policy
-    from outlast.guard.watch import Watch
-
-    layer = nn.Linear(512, 384).cuda()
-    watch = Watch(Policy(), None)
-    layer.forward = FusedChecks(watch, layer, "layer").forward  # type: ignore[method-assign]
-    x = torch.randn(300, 512, device="cuda", requires_grad=True)
-    for number in range(2):
-        if number == 1:
-
-            def fault(site: str, module: str, numbers: Tensor) -> None:
-                if site == "linear.operand":
-                    numbers.view(-1)[1000] += 8.0
-
-            watch.seam = fault
-        with torch.autocast("cuda", torch.bfloat16):
-            y = layer(x)
-        y.float().square().sum().backward()
-        watch.settle()
-        assert len(watch.ledger.findings) == number
-    assert watch.ledger.findings[0].operation == "linear.forward"
-    assert watch.ledger.findings[0].rows == 1

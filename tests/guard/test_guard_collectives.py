@@ -13,12 +13,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
-from outlast.guard.collectives import Reduction, checksums, compare
+from outlast.guard.collectives import (
+    ReductionTerms,
+    checksums,
+    compare,
+)
 from outlast.guard.findings import Site
+from outlast.guard.handle import (
+    agree,
+    install_collectives,
+    remedy,
+)
 from outlast.guard.policy import Policy
-from outlast.guard.signs import Signs
-from outlast.guard.verdict import agree, install_collectives, remedy
-from outlast.guard.watch import Watch
+from outlast.guard.watch import RandomSigns, Watch
 
 STEPS = 4
 
@@ -314,7 +321,7 @@ def reduced(seed, ranks, elements, dtype, mean):
 def judged_sum(parts, result, signs):
     own = checksums(parts, signs)[:, :2].sum(dim=0, keepdim=True)
     found = checksums(result[None], signs, powers=True)
-    reduction = Reduction(parts.dtype, len(parts))
+    reduction = ReductionTerms(parts.dtype, len(parts))
     return compare(found, own, torch.tensor([parts.shape[1]]), reduction)
 
 
@@ -335,7 +342,7 @@ def test_rounding_is_no_fault_and_an_error_of_the_detection_point_is_one(
     result = parts[0].clone()
     for part in parts[1:]:
         result += part
-    signs = Signs(seed)
+    signs = RandomSigns(seed)
     clean = judged_sum(parts, result, signs)
     assert not clean.exceeded
     wide = result.double()
@@ -355,5 +362,5 @@ def test_the_bound_is_tight(dtype, ranks_in_sum):
     total, draws = 0.0, 60
     for seed in range(draws):
         parts, result = reduced(seed, ranks_in_sum, 5000, dtype, 0.2)
-        total += float(judged_sum(parts, result, Signs(seed)).total)
+        total += float(judged_sum(parts, result, RandomSigns(seed)).total)
     assert 0.5 < (total / draws) ** 0.5 < 1.2

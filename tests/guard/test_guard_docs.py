@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from outlast.guard import LEVELS, OPERATIONS
-from outlast.guard.coverage import table
+from outlast.guard.policy import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "guard.md"
 
@@ -14,11 +14,11 @@ def test_the_page_has_the_table_of_the_code() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     written = [line for line in lines if line.startswith(("| check | level |", "| `"))]
     begun = [line.startswith("| check | level |") for line in written]
-    assert any(begun), f"no table of checks in {PAGE}; python -m outlast.guard.coverage prints it"
+    assert any(begun), f"no table of checks in {PAGE}; python -m outlast.guard.policy prints it"
     first = lines.index(written[begun.index(True)])
     found = lines[first : first + len(OPERATIONS) + 3]
     expected = table().splitlines()
-    assert found[: len(expected)] == expected, "print it: python -m outlast.guard.coverage"
+    assert found[: len(expected)] == expected, "print it: python -m outlast.guard.policy"
     assert found[len(expected) :] == [""]
 
 
@@ -40,7 +40,7 @@ def test_every_check_belongs_to_a_level_that_checks() -> None:
 
 
 def test_the_module_prints_the_table() -> None:
-    command = [sys.executable, "-m", "outlast.guard.coverage"]
+    command = [sys.executable, "-m", "outlast.guard.policy"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == table() + "\n"
     assert done.stderr == ""

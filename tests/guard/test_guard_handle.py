@@ -423,4 +423,4 @@ def test_level_off_checks_nothing() -> None:
     assert training.run(2) == plain.run(2)
     assert training.handle is not None
     assert training.handle.ledger.checks == 0
-    assert training.handle.patrol is None
+    assert training.handle.scrubber is None

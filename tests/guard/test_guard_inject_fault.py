@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import GuardError
+from outlast.guard.findings import SITES
 from outlast.guard.inject import Fault, ProcessFault, parse_fault, parse_faults
-from outlast.guard.inject.patterns import Pattern
-from outlast.guard.seam import SITES
+from outlast.guard.inject.fault import Pattern
 
 small = st.integers(0, 1000)
 some_bits = st.sets(st.integers(0, 63), max_size=3).map(lambda bits: tuple(sorted(bits)))

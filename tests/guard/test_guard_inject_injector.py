@@ -11,7 +11,7 @@ from torch import nn
 from outlast.errors import GuardError, WrongNumbersError
 from outlast.guard import Policy, guard
 from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
-from outlast.guard.inject.patterns import Pattern
+from outlast.guard.inject.fault import Pattern
 
 STEPS = 6
 UNPROTECTED = Policy(correct=False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import GuardError
-from outlast.guard.inject.patterns import (
+from outlast.guard.inject.fault import (
     Pattern,
     before_cast,
     carry,

@@ -1,8 +1,7 @@
 """The Triton kernels in Triton's interpreter, on the CPU.
 
 The interpreter is chosen when Triton is imported, so one process of its own runs all tests' work.
-The fused product is not tested in bf16: the interpreter's products are wrong in it. That kernels
-also compile for a device is tested without one.
+That kernels also compile for a device is tested without one.
 """
 
 import importlib.util
@@ -16,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from outlast.guard.judged import Judged
 from outlast.guard.product import Gradients, Product, Projections, TorchProduct
-from outlast.guard.signs import Signs
+from outlast.guard.residual import ResidualTest
+from outlast.guard.watch import RandomSigns
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -40,11 +39,16 @@ def begin_interpreting() -> None:
     # numpy warns of what kernels leave out afterwards.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from outlast.guard.kernels import sweeps
+    from outlast.guard import checksum_kernels
 
     # Programs run one after the other: few, of many rows. Small matrices have several tiles still.
-    sweeps.ROWS, sweeps.LONGEST_TILE, sweeps.BOTH_TILE, sweeps.BOTH_TILES = 16, 64, 64, 1
-    sweeps.PARTS = 2
+    (
+        checksum_kernels.ROWS,
+        checksum_kernels.LONGEST_TILE,
+        checksum_kernels.BOTH_TILE,
+        checksum_kernels.BOTH_TILES,
+    ) = 16, 64, 64, 1
+    checksum_kernels.PARTS = 2
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +94,13 @@ def case(dtype: str, shape: tuple[int, int, int], *, scale: float = 1.0, bias: b
     )
 
 
-def drawn() -> Signs:
-    signs = Signs(0)
+def drawn() -> RandomSigns:
+    signs = RandomSigns(0)
     signs.renew()
     return signs
 
 
-def plain(judged: Judged) -> tuple[list[bool], int, float, float, float]:
+def plain(judged: ResidualTest) -> tuple[list[bool], int, float, float, float]:
     four = (judged.worst, judged.total, judged.widest)
     return judged.flags.tolist(), int(judged.exceeded), *map(float, four)
 
@@ -111,13 +115,17 @@ def checked(product: Product, case: Case) -> list[tuple[list[bool], int, float, 
 
 
 def check_by_kernels(dtype: str, shape: tuple[int, int, int], scale: float) -> Any:
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     return checked(TritonProduct(), case(dtype, shape, scale=scale))
 
 
 def sum_by_kernels(dtype: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    from outlast.guard.kernels.product import TritonProduct, both_sums, operand_sums
+    from outlast.guard.checksum_kernels import (
+        TritonProduct,
+        both_sums,
+        operand_sums,
+    )
 
     it = case(dtype, shape)
     encoding = TritonProduct().encode(it.w, it.b, drawn())
@@ -199,7 +207,7 @@ def test_clean_products_pass_and_judgements_are_those_of_torch(
 
 def flip_and_check(dtype: str, matrix: str, bit: int) -> tuple[list[int], list[int]]:
     """Flip one bit of one number in every third row; the rows, and those that are flagged."""
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     it, product = case(dtype, (45, 100, 70)), TritonProduct()
     encoding = product.encode(it.w, it.b, drawn())
@@ -231,7 +239,7 @@ def test_rows_with_a_flipped_bit_are_flagged_and_no_others(
 
 
 def check_with(value: float) -> tuple[list[bool], float]:
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     it, product = case("float32", (9, 40, 20)), TritonProduct()
     y = it.y
@@ -252,7 +260,7 @@ def test_numbers_that_are_not_finite_or_too_large_are_flagged(
 
 def check_parts() -> list[bool]:
     """Checks of views, of a layer without bias, and of either gradient alone."""
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     it, product = case("float32", (33, 50, 20), bias=False), TritonProduct()
     encoding = product.encode(it.w.t().contiguous().t(), None, drawn())
@@ -272,95 +280,11 @@ def test_views_and_single_gradients_are_checked(interpreted: Run) -> None:
     assert interpreted(check_parts) == [True, True, True]
 
 
-def multiply(dtype: str, shape: tuple[int, int, int], unrounded: bool) -> tuple[Tensor, Any]:
-    from outlast.guard.kernels.fused import FusedProduct
-    from outlast.guard.kernels.product import TritonProduct
-
-    it = case(dtype, shape)
-    encoding = TritonProduct().encode(it.w, it.b, drawn())
-    product = FusedProduct(it.w, it.b, encoding, unrounded=unrounded)
-    y = product(it.x)
-    _, judged = product.judge(it.x, encoding)
-    return y, plain(judged)
-
-
-@pytest.mark.parametrize("unrounded", [False, True])
-@pytest.mark.parametrize("shape", [(5, 7, 3), (67, 130, 95)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_fused_product_is_right_and_passes_its_own_check(
-    interpreted: Run, dtype: str, shape: tuple[int, int, int], unrounded: bool
-) -> None:
-    y, (flags, exceeded, worst, _, widest) = interpreted(multiply, dtype, shape, unrounded)
-    it = case(dtype, shape)
-    assert it.b is not None
-    exact = functional.linear(it.x.double(), it.w.double(), it.b.double())
-    absolute = functional.linear(it.x.double().abs(), it.w.double().abs(), it.b.double().abs())
-    storing = torch.finfo(y.dtype).eps / 2 * exact.abs() + torch.finfo(y.dtype).smallest_normal
-    assert bool(((y - exact).abs() <= 1.01 * storing + shape[1] * 2.0**-24 * absolute).all())
-    assert exceeded == 0
-    assert len(flags) == shape[0]
-    assert worst < 6.0
-    # Before rounding, errors 100 times smaller are found.
-    if dtype == "float16":
-        assert (widest < 1e-5) == unrounded
-
-
-class Fault:
-    """One wrong number at the first visit of a site."""
-
-    def __init__(self, site: str) -> None:
-        self.site = site
-        self.done = False
-
-    def __call__(self, site: str, module: str, numbers: Tensor) -> None:
-        if site == self.site and not self.done:
-            self.done = True
-            numbers.view(-1)[11] += 4.0
-
-
-def train(site: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """A fused layer's output and gradients, without and with a fault; outcomes of findings."""
-    from outlast.guard.kernels.fused import FusedChecks
-    from outlast.guard.policy import Policy
-    from outlast.guard.watch import Watch
-
-    results, outcomes = [], []
-    for seam in (None, Fault(site)):
-        torch.manual_seed(0)
-        layer = nn.Linear(96, 70)
-        watch = Watch(Policy(), lambda finding: outcomes.append(finding.outcome))
-        watch.seam = seam
-        layer.forward = FusedChecks(watch, layer, "layer").forward  # type: ignore[method-assign]
-        x = torch.randn(3, 20, 96, requires_grad=True)
-        y = layer(x)
-        y.square().sum().backward()
-        assert x.grad is not None
-        assert layer.weight.grad is not None
-        results.append([y.detach(), x.grad, layer.weight.grad])
-        assert watch.ledger.checks == 60 + 60 + 70
-    return outcomes, results[0], results[1]
-
-
-def test_a_fault_in_a_fused_product_is_found_and_undone(interpreted: Run) -> None:
-    outcomes, clean, corrected = interpreted(train, "linear.operand")
-    assert outcomes == ["corrected"]
-    for one, other in zip(clean, corrected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_fault_in_the_check_of_a_fused_product_changes_nothing(interpreted: Run) -> None:
-    outcomes, clean, same = interpreted(train, "linear.check")
-    assert outcomes == ["check"]
-    for one, other in zip(clean, same, strict=True):
-        assert torch.equal(one, other)
-
-
 SUMS = {"encoded": "*fp32", "signs": "*fp32", "right": "*fp32", "left": "*fp64", "masses": "*fp64"}
 KERNELS = {
     "operand_kernel": {"height": 4, "width": 512},
     "output_kernel": {"height": 4, "width": 512, "block": 64},
     "both_kernel": {"height": 64, "width": 128, "tiles": 8},
-    "compare_kernel": {"height": 128, "block": 16},
     "fold_kernel": {"block": 1024},
 }
 
@@ -371,9 +295,9 @@ def test_sweeps_compile_for_a_device(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from outlast.guard.kernels import sweeps
+    from outlast.guard import checksum_kernels
 
-    kernel, fixed = getattr(sweeps, name), KERNELS[name]
+    kernel, fixed = getattr(checksum_kernels, name), KERNELS[name]
     integers = {"rows", "columns", "stride", "parts", "tiles", "programs"} - set(fixed)
     reals = {"by_power", "by_square", "floor", "limit", "beta"}
     types = {"matrix": "*bf16", "bias_gradient": "*bf16", "flags": "*u8", **SUMS}
@@ -386,44 +310,16 @@ def test_sweeps_compile_for_a_device(name: str) -> None:
     assert "ld.global" in compiled.asm["ptx"]
 
 
-def test_the_fused_product_compiles_for_a_device_to_its_matrix_units() -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from outlast.guard.kernels.matmul import matmul_kernel
-
-    kernel, fastest = matmul_kernel.fn, matmul_kernel.configs[0]
-    fixed = {**fastest.kwargs, "size": 4096, "unrounded": False, "precision": "ieee"}
-    types = dict.fromkeys(("x", "w", "bias", "y"), "*bf16")
-    types |= dict.fromkeys(("signs", "dots", "powers"), "*fp32")
-    types |= dict.fromkeys(fixed, "constexpr")
-    signature = {each: types.get(each, "i32") for each in kernel.arg_names}
-    constants = {(kernel.arg_names.index(each),): value for each, value in fixed.items()}
-    # Pointers and sizes are multiples of 16, as those of all large layers.
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, each in enumerate(kernel.arg_names)
-        if each not in fixed
-    }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": fastest.num_warps, "num_stages": fastest.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 227 * 1024
-
-
 def test_without_a_device_nothing_is_chosen_by_mistake() -> None:
-    from outlast.guard.kernels import product_on
-    from outlast.guard.kernels.compiled import CompiledProduct
+    from outlast.guard.dispatch import CompiledProduct, product_for
 
-    assert type(product_on(torch.empty(1, device="meta"))) is CompiledProduct
+    assert type(product_for(torch.empty(1, device="meta"))) is CompiledProduct
 
 
 def test_checks_that_cannot_be_compiled_are_made_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outlast.guard.kernels.compiled import or_eager
+    from outlast.guard.dispatch import or_eager
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here")
@@ -441,7 +337,7 @@ def test_checks_that_cannot_be_compiled_are_made_as_they_are(
 
 
 def test_a_bound_for_sums_in_parts_is_wider_and_truncation_grows_with_the_terms() -> None:
-    from outlast.guard.kernels.bounds import split, truncation
+    from outlast.guard.product import split, truncation
     from outlast.guard.threshold import Rounding, product_bound
 
     bound = product_bound(Rounding("bfloat16"), 4096, 768)
@@ -460,7 +356,7 @@ def check_kept() -> list[int]:
     """The backward check with sums in fp64 views, as graphs carry them."""
     from dataclasses import replace
 
-    from outlast.guard.kernels.product import TritonProduct
+    from outlast.guard.checksum_kernels import TritonProduct
 
     it, product = case("float32", (21, 30, 40)), TritonProduct()
     encoding = product.encode(it.w, it.b, drawn())

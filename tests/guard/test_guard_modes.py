@@ -19,7 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 
 from outlast.errors import GuardError
-from outlast.guard import Guard, compiled, guard
+from outlast.guard import (
+    Guard,
+    guard,
+    linear,
+)
 
 ROWS = 4 * 8
 
@@ -214,7 +218,7 @@ def test_without_its_operations_a_guarded_model_is_not_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "WHY_NOT", "defined by another library")
+    monkeypatch.setattr(linear, "WHY_NOT", "defined by another library")
     layer = nn.Linear(4, 4)
     guard(layer)
     layer.compile(backend="aot_eager")

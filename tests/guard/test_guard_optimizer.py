@@ -23,9 +23,8 @@ from outlast.guard.optimizer import (
     orthogonal_reach,
     update_slack,
 )
-from outlast.guard.pace import Pace
-from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Policy
+from outlast.guard.scrubber import CheckBudget, Scrubber
 from outlast.guard.watch import Watch
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -57,7 +56,7 @@ def small_model(dtype: torch.dtype = torch.float32, width: int = 16) -> nn.Modul
 
 
 class Training:
-    """A tiny training under a patrol."""
+    """A tiny training under a scrubber."""
 
     def __init__(
         self,
@@ -74,15 +73,15 @@ class Training:
         self.watch = Watch(Policy(level="light", light_budget=budget), None)
         named = list(self.model.named_parameters())
         self.guarded = guarded
-        self.patrol = Patrol(self.watch, named, self.optimizers, whole=whole, clock=self.clock)
+        self.scrubber = Scrubber(self.watch, named, self.optimizers, whole=whole, clock=self.clock)
         self.x = torch.randn(64, 16).to(dtype) + 0.5
-        examine = self.patrol._examine
+        examine = self.scrubber._examine
 
         def timed(*arguments: Any) -> None:
             self.clock.now += 2e-4
             examine(*arguments)
 
-        self.patrol._examine = timed  # type: ignore[method-assign]
+        self.scrubber._examine = timed  # type: ignore[method-assign]
 
     def step(self, fault: Callable[["Training"], None] | None = None) -> None:
         for each in self.optimizers:
@@ -92,17 +91,17 @@ class Training:
             fault(self)
         self.clock.now += 0.1
         if self.guarded:
-            self.patrol.before_step()
+            self.scrubber.before_step()
         for each in self.optimizers:
             each.step()
         if self.guarded:
-            self.patrol.after_step()
+            self.scrubber.after_step()
             self.watch.advance()
 
     def run(self, steps: int) -> "Training":
         for _ in range(steps):
             self.step()
-        self.patrol.finish()
+        self.scrubber.finish()
         return self
 
     def found(self) -> list[tuple[str, str, str]]:
@@ -153,7 +152,7 @@ def test_training_raises_no_alarm(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw(0.9, 0.95)", "muon"])
-def test_the_patrol_changes_no_bit(kind: str) -> None:
+def test_the_scrubber_changes_no_bit(kind: str) -> None:
     guarded = Training(KINDS[kind]).run(5).model.state_dict()
     plain = Training(KINDS[kind], guarded=False).run(5).model.state_dict()
     assert all(torch.equal(guarded[name], plain[name]) for name in plain)
@@ -167,7 +166,7 @@ def test_changing_betas_and_rates_raise_no_alarm() -> None:
     for _ in range(35):
         training.step()
         schedule.step()
-    training.patrol.finish()
+    training.scrubber.finish()
     assert training.found() == []
 
 
@@ -329,11 +328,11 @@ def test_a_wrong_update_is_found() -> None:
     training.step()
     training.optimizers[0].zero_grad()
     training.model(training.x).square().mean().backward()
-    training.patrol.before_step()
+    training.scrubber.before_step()
     training.optimizers[0].step()
     training.model[0].weight.data[3, 3] += 0.05
-    training.patrol.after_step()
-    training.patrol.finish()
+    training.scrubber.after_step()
+    training.scrubber.finish()
     assert ("0.weight", "optimizer.update", "detected") in training.found()
 
 
@@ -350,7 +349,7 @@ def test_a_moment_that_changed_at_rest_is_found_within_a_period(
 ) -> None:
     training = Training(adamw(), whole=False, budget=0.002)
     training.run(60)
-    period = training.patrol.period_steps
+    period = training.scrubber.period_steps
     assert period is not None
     assert 3 < period < 12
     assert training.found() == []
@@ -371,7 +370,7 @@ def test_a_flipped_sign_of_a_second_moment_is_found_in_the_step_that_uses_it() -
         flip(training.optimizers[0].state[training.model[2].weight]["exp_avg_sq"], 7, 31)
 
     training.step(fault)
-    training.patrol.finish()
+    training.scrubber.finish()
     assert ("2.weight", "optimizer.moments", "detected") in training.found()
 
 
@@ -379,7 +378,7 @@ def test_a_flipped_sign_of_a_second_moment_is_found_in_the_step_that_uses_it() -
 def test_a_weight_that_has_grown_at_rest_is_found_within_a_period(optimizers: Optimizers) -> None:
     training = Training(optimizers, whole=False, budget=0.0005)
     training.run(60)
-    period = training.patrol.period_steps
+    period = training.scrubber.period_steps
     assert period is not None
     assert period > 12
     assert training.found() == []
@@ -425,7 +424,7 @@ def test_a_step_that_a_scaler_leaves_out_is_no_fault() -> None:
 def test_checks_take_what_they_may(
     call_seconds: float, million_seconds: float, step_seconds: float, budget: float
 ) -> None:
-    pace, sizes = Pace(budget), [65536] * 40 + [100] * 20
+    pace, sizes = CheckBudget(budget), [65536] * 40 + [100] * 20
     cursor = due = spent = longest = visited = 0.0
     steps = 3000
     for step in range(steps):
@@ -450,11 +449,11 @@ def test_checks_take_what_they_may(
         assert spent > 0.5 * earned
 
 
-def test_a_longer_step_is_patrolled_in_larger_slices() -> None:
+def test_a_longer_step_is_scrubberled_in_larger_slices() -> None:
     sizes = [65536] * 1000
     slices = []
     for step_seconds in (0.1, 1.0, 10.0):
-        pace = Pace(0.0005)
+        pace = CheckBudget(0.0005)
         for _ in range(10):
             pace.learn(1, 65536, 2e-4)
             pace.learn(8, 8 * 65536, 1.1e-3)
@@ -483,41 +482,41 @@ class Slow:
 def test_a_hundred_steps_are_slowed_by_no_more_than_their_share(usual: float, first: float) -> None:
     training = Training(adamw(), whole=False, budget=0.0005)
     clock = Slow(usual, first)
-    training.clock = training.patrol._clock = clock  # type: ignore[assignment]
+    training.clock = training.scrubber._clock = clock  # type: ignore[assignment]
     begun, checked = clock.now, 1e-9
     for _ in range(100):
         before = clock.now
         training.step()
         checked += clock.now - before - 0.1
     assert len(training.watch.ledger.sites) > 1
-    assert first <= training.patrol.seconds <= checked
-    assert training.patrol.seconds <= 0.0005 * (clock.now - begun)
+    assert first <= training.scrubber.seconds <= checked
+    assert training.scrubber.seconds <= 0.0005 * (clock.now - begun)
 
 
 def test_a_step_without_a_round_looks_at_no_clock_and_no_number() -> None:
     training = Training(adamw(), whole=False, budget=0.0005).run(30)
     idle = 0
     for _ in range(20):
-        before, rounds = training.clock.now, training.patrol._round
+        before, rounds = training.clock.now, training.scrubber._round
         training.step()
-        if rounds is None and training.patrol._round is None:
+        if rounds is None and training.scrubber._round is None:
             assert training.clock.now - before == pytest.approx(0.1, abs=1e-9)
             idle += 1
     assert idle > 5
 
 
-def test_a_patrol_is_prepared_without_a_draw_and_without_a_look_at_the_optimizer() -> None:
+def test_a_scrubber_is_prepared_without_a_draw_and_without_a_look_at_the_optimizer() -> None:
     model = small_model()
     optimizers = [*muon(model), *sgd(model)]
     draws = torch.get_rng_state()
     calls: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda *arguments: calls.append(arguments))
     watch = Watch(Policy(level="light"), None)
-    patrol = Patrol(watch, model.named_parameters(), optimizers)
+    scrubber = Scrubber(watch, model.named_parameters(), optimizers)
     handle.remove()
     assert torch.equal(torch.get_rng_state(), draws)
     assert (calls, watch.ledger.sites, watch.ledger.findings) == ([], {}, [])
-    assert (patrol.seconds, patrol.steps) == (0.0, 0)
+    assert (scrubber.seconds, scrubber.steps) == (0.0, 0)
     assert not any(optimizer.state for optimizer in optimizers)
 
 
@@ -526,10 +525,10 @@ def test_rates_that_rise_and_fall_between_rounds_are_counted() -> None:
     training = Training(adamw(lr=1e-9), whole=False, budget=0.0005)
     options = training.optimizers[0].param_groups[0]
     for _ in range(100):
-        idle = training.patrol.steps + 1 < training.patrol._due
+        idle = training.scrubber.steps + 1 < training.scrubber._due
         options["lr"] = 0.3 if idle else 1e-9
         training.step()
-    training.patrol.finish()
+    training.scrubber.finish()
     assert training.found() == []
     assert ("0.weight", "weight.range") in training.watch.ledger.sites
 
@@ -538,8 +537,8 @@ def test_a_rate_in_a_tensor_is_known_only_where_every_step_was_looked_at() -> No
     training = Training(adamw(lr=torch.tensor(1e-9)), whole=False, budget=0.0005)
     rate = training.optimizers[0].param_groups[0]["lr"]
     for _ in range(100):
-        rate.fill_(0.3 if training.patrol.steps + 1 < training.patrol._due else 1e-9)
+        rate.fill_(0.3 if training.scrubber.steps + 1 < training.scrubber._due else 1e-9)
         training.step()
-    training.patrol.finish()
+    training.scrubber.finish()
     assert training.found() == []
     assert ("0.weight", "weight.range") not in training.watch.ledger.sites

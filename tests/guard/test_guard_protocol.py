@@ -9,7 +9,7 @@ from torch import nn
 
 from outlast.guard import guard
 from outlast.guard.inject import inject, parse_faults
-from outlast.guard.protocol import plain_product
+from outlast.guard.install import plain_product
 
 
 class LowRank(nn.Module):

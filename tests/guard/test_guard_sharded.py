@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from outlast.errors import GuardError
+from outlast.guard.handle import install_collectives
 from outlast.guard.policy import Policy
-from outlast.guard.verdict import install_collectives
 from outlast.guard.watch import Watch
 
 STEPS = 3

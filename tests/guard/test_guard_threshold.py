@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outlast.errors import GuardError
-from outlast.guard.judged import exact, judge
 from outlast.guard.product import powers_of
+from outlast.guard.residual import equality_test, residual_test
 from outlast.guard.threshold import DEVIATIONS, Bound, Rounding, product_bound, unit_roundoff
 
 ROWS, OUTPUTS = 256, 96
@@ -118,7 +118,7 @@ def ratios(x: Tensor, weight: Tensor, y: Tensor, bound: Bound) -> Tensor:
         signs = torch.randint(0, 2, (len(weight),)).double() * 2 - 1
         difference = wide @ signs - x @ (signs @ weight)
         variance = bound.variance(powers, squares)
-        assert not judge(difference, variance, powers).flags.any()
+        assert not residual_test(difference, variance, powers).flags.any()
         found.append(difference / variance.sqrt())
     return torch.cat(found)
 
@@ -224,11 +224,11 @@ def test_what_is_beyond_the_detection_point_is_found(seed: int, times: float) ->
     expected = x.double() @ (signs @ weight.double())
     powers = powers_of(y).square().sum(dim=1)
     variance = bound.variance(powers, x.double().square() @ weight.double().square().sum(0))
-    clean = judge(y @ signs - expected, variance, powers)
+    clean = residual_test(y @ signs - expected, variance, powers)
     assert not clean.flags.any()
     # An error as large as the threshold and what clean rounding may take away from it.
     error = (float(variance[2].sqrt()) * (DEVIATIONS + float(clean.worst))) * times
-    found = judge(y @ signs - expected + torch.eye(4)[2] * error, variance, powers)
+    found = residual_test(y @ signs - expected + torch.eye(4)[2] * error, variance, powers)
     assert found.flags.tolist() == [False, False, True, False]
 
 
@@ -244,7 +244,7 @@ def test_what_is_not_finite_is_flagged(argument: str, bad: float) -> None:
         "scale_squared": torch.ones(3, dtype=torch.float64),
     }
     given[argument][1] = bad
-    judged = judge(**given)
+    judged = residual_test(**given)
     assert judged.flags.tolist() == [False, True, False]
     assert int(judged.exceeded) == 1
     assert math.isfinite(float(judged.widest))
@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_flagged(argument: str, bad: float) -> None:
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_scale_hides_nothing(bad: float) -> None:
-    judged = judge(torch.tensor([9.0, 0.0]), torch.ones(2), torch.tensor([bad, bad]))
+    judged = residual_test(torch.tensor([9.0, 0.0]), torch.ones(2), torch.tensor([bad, bad]))
     assert judged.flags.tolist() == [True, False]
 
 
@@ -267,14 +267,14 @@ def test_a_product_with_what_is_not_finite_is_flagged(at: str, bad: float) -> No
     squares = x.double().square() @ weight.double().square().sum(dim=0)
     difference = y.double().sum(dim=1) - x.double() @ weight.double().sum(dim=0)
     variance = product_bound(Rounding("float32"), 8, 6).variance(powers, squares)
-    flags = judge(difference, variance, powers).flags.tolist()
+    flags = residual_test(difference, variance, powers).flags.tolist()
     assert flags == ([True] * 4 if at == "weight" else [False, True, False, False])
 
 
 def test_a_row_of_zeros_passes_without_a_detection_point() -> None:
     bound = product_bound(Rounding("float32"), 8, 6)
     zeros = torch.zeros(2, dtype=torch.float64)
-    judged = judge(zeros, bound.variance(zeros, zeros), zeros)
+    judged = residual_test(zeros, bound.variance(zeros, zeros), zeros)
     assert not judged.flags.any()
     assert float(judged.widest) == 0.0
     assert float(judged.worst) == 0.0
@@ -282,17 +282,17 @@ def test_a_row_of_zeros_passes_without_a_detection_point() -> None:
 
 def test_the_judgement_of_one_row_by_hand() -> None:
     one: Callable[[float], Tensor] = lambda value: torch.tensor([value])  # noqa: E731
-    passed = judge(one(6.0), one(4.0), one(16.0))
+    passed = residual_test(one(6.0), one(4.0), one(16.0))
     assert (int(passed.exceeded), float(passed.worst), float(passed.total)) == (0, 3.0, 9.0)
     assert float(passed.widest) == pytest.approx(DEVIATIONS * 0.5)
-    failed = judge(one(-12.0), one(4.0), one(16.0))
+    failed = residual_test(one(-12.0), one(4.0), one(16.0))
     assert (int(failed.exceeded), float(failed.worst), float(failed.total)) == (1, 6.0, 0.0)
     assert float(failed.widest) == 0.0
 
 
 def test_exact_checks_flag_any_difference() -> None:
-    judged = exact(torch.tensor([1, 2, 3]), torch.tensor([1, 5, 3]))
+    judged = equality_test(torch.tensor([1, 2, 3]), torch.tensor([1, 5, 3]))
     assert judged.flags.tolist() == [False, True, False]
     assert int(judged.exceeded) == 1
     assert float(judged.worst) == math.inf
-    assert float(exact(torch.tensor([1]), torch.tensor([1])).worst) == 0.0
+    assert float(equality_test(torch.tensor([1]), torch.tensor([1])).worst) == 0.0

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from outlast.errors import GuardError, WrongNumbersError
 from outlast.guard import Policy, guard
+from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.inject import inject, parse_faults
-from outlast.guard.replaced import Replaced
 
 
 class Attention(nn.Module):
@@ -349,7 +349,7 @@ class Collecting(list[Any]):
 def test_a_guard_may_be_freed_while_another_is_installed_or_removed() -> None:
     owner = ModuleType("owner")
     owner.function = len  # type: ignore[attr-defined]
-    replaced = Replaced(owner, "function")
+    replaced = FunctionPatch(owner, "function")
     replaced._asking = Collecting()
 
     def called(original: Any, *args: Any) -> str:

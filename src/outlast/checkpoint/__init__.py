@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.checkpoint.format.codec import Compression
-    from outlast.checkpoint.format.job import Reduction
+    from outlast.checkpoint.format.encoder import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.format.storage import storage_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.interval import IntervalEstimator
     from outlast.checkpoint.lane import SaveHandle, SaveResult
     from outlast.checkpoint.replay import ReplayLog
-    from outlast.checkpoint.restorer import Restored
+    from outlast.checkpoint.restore import Restored
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
 
@@ -36,9 +36,9 @@ _HOMES = {
     "Compression": "format.codec",
     "DrainResult": "tiers",
     "IntervalEstimator": "interval",
-    "Reduction": "format.job",
+    "Reduction": "format.encoder",
     "ReplayLog": "replay",
-    "Restored": "restorer",
+    "Restored": "restore",
     "Retention": "format.retention",
     "SaveHandle": "lane",
     "SaveResult": "lane",

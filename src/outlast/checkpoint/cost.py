@@ -1,59 +1,243 @@
-"""What checkpoints cost and save: intervals, tiers, bytes and seconds, as pure functions.
+"""Cost of checkpoints and failures: intervals, tiers, bytes and seconds, as pure functions.
 
-The planner composes these. How often to save follows from `waste`, whose functions are offered
-here as well; this module adds several tiers, sizes on disk, and the summary of a whole run.
+The planner composes these.
+
+An interval is the wall time from the start of one save to the start of the next. A save copies the
+state of its first moment, blocks training for `blocked_seconds`, then writes for `write_seconds`
+while each step takes `1 + slowdown` times as long, and can be restored only when that is over.
+Failures are independent and exponential; they also strike during restarts.
+
+With the rate `l`, the overhead `o` and the interval `T`, the next version is durable after `T`
+seconds unless a failure strikes; after a failure the run needs restart, restore and `T + b + w - o`
+seconds without another, for it repeats the work done since the newest durable copy. Solved exactly,
+
+    E = exp(l Q) (exp(l T) - 1) / l,    Q = restart + restore + w / (1 + slowdown),
+
+which is Daly's complete model (Daly 2006, FGCS 22, eq. 20) with the latency of the write added to
+the restart. So the lost work per failure is about `T / 2 + w / (1 + slowdown)`, and the best
+interval does not depend on the latency (Vaidya 1997, IEEE Trans. Computers 46(8)).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
-from outlast.checkpoint.waste import (
-    NODE_MTBF_SECONDS,
-    SLOWDOWN_BUDGET,
-    Failures,
-    Interval,
-    SaveCost,
-    budget_interval_seconds,
-    choose_interval,
-    daly_interval_seconds,
-    expected_run_seconds,
-    optimal_interval_seconds,
-    require,
-    waste_fraction,
-    young_interval_seconds,
-)
 from outlast.errors import CheckpointError
 
-__all__ = [
-    "NODE_MTBF_SECONDS",
-    "SLOWDOWN_BUDGET",
-    "CheckpointCost",
-    "Failures",
-    "Interval",
-    "SaveCost",
-    "Sizes",
-    "Tiers",
-    "budget_interval_seconds",
-    "checkpoint_cost",
-    "choose_interval",
-    "choose_tiers",
-    "daly_interval_seconds",
-    "expected_run_seconds",
-    "optimal_interval_seconds",
-    "require",
-    "restore_seconds",
-    "save_seconds",
-    "waste_fraction",
-    "young_interval_seconds",
-]
+SLOWDOWN_BUDGET = 0.035
+"""Share of training time that saves may cost: Mohan et al. 2021 (CheckFreq, FAST '21), abstract."""
+
+NODE_MTBF_SECONDS = 86_400.0 * 1000.0 / 6.50
+"""Seconds between failures of an 8-GPU node: 6.50 failures per 1000 node-days on RSC-1, Kokolis et
+al. 2025 (HPCA, arXiv 2410.21680). Other clusters differ by several times (2.34 on RSC-2), and small
+jobs mostly die of other causes than their nodes."""
+
+LARGEST_EXPONENT = 700.0
+
+
+def require(name: str, value: float, lowest: float, *, above: bool = False) -> None:
+    """Refuses a number that is too small, infinite or no number.
+
+    Raises:
+        CheckpointError: Names the argument, its value and what would be right.
+    """
+    if not math.isfinite(value) or value < lowest or (above and value == lowest):
+        bound = f"above {lowest:g}" if above else f"of at least {lowest:g}"
+        raise CheckpointError(f"{name} = {value} is wrong: give a finite number {bound}")
 
 
 @dataclass(frozen=True)
-class Tiers:
-    """How often each of several stores is written.
+class SaveCost:
+    """Seconds that one save costs the training.
+
+    Attributes:
+        blocked_seconds: How long training stands still.
+        write_seconds: From the end of the block until the version is durable; 0 if synchronous.
+        slowdown: How much longer a step takes while the write is under way; 0.02 is 2 %.
+    """
+
+    blocked_seconds: float
+    write_seconds: float = 0.0
+    slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        for attribute in fields(self):
+            require(attribute.name, getattr(self, attribute.name), 0.0)
+
+    @property
+    def durable_seconds(self) -> float:
+        """Seconds from the start of the save until it can be restored."""
+        return self.blocked_seconds + self.write_seconds
+
+    @property
+    def latency_seconds(self) -> float:
+        """Seconds of work done while the version is not yet durable."""
+        return self.write_seconds / (1.0 + self.slowdown)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds by which a save lengthens the run: the block and the slower steps."""
+        return self.blocked_seconds + self.write_seconds - self.latency_seconds
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failure rate of a run and the time to recover.
+
+    Attributes:
+        per_second: Rate of failures of the whole job.
+        restart_seconds: From the failure until the job runs again (detection, queue, start).
+        restore_seconds: To load the newest version.
+    """
+
+    per_second: float
+    restart_seconds: float = 0.0
+    restore_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for attribute in fields(self):
+            require(attribute.name, getattr(self, attribute.name), 0.0)
+
+    @classmethod
+    def every(
+        cls, mtbf_seconds: float, *, restart_seconds: float = 0.0, restore_seconds: float = 0.0
+    ) -> Failures:
+        """Failures with a mean time between them of `mtbf_seconds`."""
+        require("mtbf_seconds", mtbf_seconds, 0.0, above=True)
+        return cls(1.0 / mtbf_seconds, restart_seconds, restore_seconds)
+
+    @property
+    def recovery_seconds(self) -> float:
+        """Seconds from a failure to the first repeated step, if nothing else fails."""
+        return self.restart_seconds + self.restore_seconds
+
+
+def waste_fraction(interval_seconds: float, save: SaveCost, failures: Failures) -> float:
+    """Expected share of the wall time that makes no progress, exact for the module's model.
+
+    `1 - (T - o) / E`, E as in the module's docstring.
+
+    Args:
+        interval_seconds: Wall time from save to save, at least `save.durable_seconds`; may be
+            infinite.
+        save: What a save costs.
+        failures: How often the run fails, and its way back.
+
+    Returns:
+        A fraction in [0, 1]; to first order `o / T + rate (Q + T / 2)`.
+
+    Raises:
+        CheckpointError: When a save would begin before the one before it is durable.
+    """
+    if interval_seconds == math.inf:
+        return 1.0 if failures.per_second > 0.0 else 0.0
+    require("interval_seconds", interval_seconds, 0.0)
+    if interval_seconds < save.durable_seconds * (1.0 - 1e-9):
+        raise CheckpointError(
+            f"interval_seconds = {interval_seconds:g} is shorter than one save: "
+            f"give at least {save.durable_seconds:g}"
+        )
+    if interval_seconds == 0.0:
+        return -math.expm1(-failures.per_second * failures.recovery_seconds)
+    useful = max(0.0, 1.0 - save.overhead_seconds / interval_seconds)
+    exposed = failures.per_second * interval_seconds
+    delay = failures.per_second * (failures.recovery_seconds + save.latency_seconds)
+    if exposed > LARGEST_EXPONENT:
+        return 1.0
+    stretch = math.expm1(exposed) / exposed if exposed > 0.0 else 1.0
+    return 1.0 - useful * math.exp(-delay) / stretch
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A chosen interval.
+
+    Attributes:
+        seconds: Wall time from save to save; infinite when no failure is expected.
+        rule: What decided it: `waste` (least expected waste), `budget` (the saves may not cost
+            more), `write` (the save before must be durable) or `longest` (a cap on lost work).
+        waste: Its expected waste, a fraction.
+    """
+
+    seconds: float
+    rule: str
+    waste: float
+
+
+def optimal_interval_seconds(save: SaveCost, failures: Failures) -> float:
+    """The interval of the least `waste_fraction`, without bounds: its exact minimum.
+
+    With `y = l T`: `y = l o + 1 - exp(-y)`, that is `T = o + (1 + W(-exp(-1 - l o))) / l` with
+    Lambert's W (Daly 2006 expands the same equation). Solved by Newton's method, which converges
+    from any positive start, for `y + exp(-y)` is convex and increasing.
+
+    Returns:
+        Seconds; infinite when nothing fails, 0 when a save costs nothing.
+    """
+    if failures.per_second == 0.0:
+        return math.inf
+    target = failures.per_second * save.overhead_seconds
+    if target == 0.0:
+        return 0.0
+    exposed = target + math.sqrt(2.0 * target)
+    for _ in range(60):
+        change = (exposed + math.expm1(-exposed) - target) / -math.expm1(-exposed)
+        exposed -= change
+        if abs(change) <= 1e-12 * exposed:
+            break
+    return exposed / failures.per_second
+
+
+def budget_interval_seconds(save: SaveCost, budget: float = SLOWDOWN_BUDGET) -> float:
+    """The shortest interval whose overhead is at most `budget` of the training time in it.
+
+    `o / (T - o) <= budget`, the bound of CheckFreq (Mohan et al. 2021) on the run's overhead.
+    """
+    require("budget", budget, 0.0, above=True)
+    return save.overhead_seconds * (1.0 + 1.0 / budget)
+
+
+def choose_interval(
+    save: SaveCost,
+    failures: Failures,
+    *,
+    budget: float = SLOWDOWN_BUDGET,
+    longest_seconds: float = math.inf,
+) -> Interval:
+    """The interval of least waste that keeps the bounds.
+
+    The waste has one minimum, so the nearest allowed interval is the best. Where the bounds
+    contradict each other, the budget and the write win over `longest_seconds`.
+
+    Args:
+        save: What a save costs.
+        failures: How often the run fails, and its way back.
+        budget: Largest share of the training time that saves may cost.
+        longest_seconds: Longest interval wanted, whatever the failure rate; infinite for none.
+
+    Returns:
+        The interval and which rule was binding.
+    """
+    if not longest_seconds > 0.0:
+        raise CheckpointError(
+            f"longest_seconds = {longest_seconds} is wrong: give a positive number or infinity"
+        )
+    seconds, rule = optimal_interval_seconds(save, failures), "waste"
+    if longest_seconds < seconds:
+        seconds, rule = longest_seconds, "longest"
+    floor = budget_interval_seconds(save, budget)
+    if floor > seconds:
+        seconds, rule = floor, "budget"
+    if save.durable_seconds > seconds:
+        seconds, rule = save.durable_seconds, "write"
+    return Interval(seconds, rule, waste_fraction(seconds, save, failures))
+
+
+@dataclass(frozen=True)
+class TierIntervals:
+    """Interval of each of several stores.
 
     Attributes:
         base_seconds: Wall time between two saves of the tier that saves most often.
@@ -67,7 +251,7 @@ class Tiers:
     waste: float
 
 
-def choose_tiers(tiers: list[tuple[SaveCost, Failures]]) -> Tiers:
+def choose_tiers(tiers: list[tuple[SaveCost, Failures]]) -> TierIntervals:
     """Intervals of several tiers, e.g. peer memory, local disk and shared storage.
 
     First order (Benoit et al. 2017, IEEE Trans. Computers 66(7): the least overhead is
@@ -88,7 +272,7 @@ def choose_tiers(tiers: list[tuple[SaveCost, Failures]]) -> Tiers:
     for index, (save, failures) in enumerate(tiers):
         require(f"tiers[{index}] overhead_seconds", save.overhead_seconds, 0.0, above=True)
         require(f"tiers[{index}] failures per_second", failures.per_second, 0.0, above=True)
-    best: Tiers | None = None
+    best: TierIntervals | None = None
     for chosen in product((True, False), repeat=len(tiers) - 1):
         used = [index for index, taken in enumerate([*chosen, True]) if taken]
         rates = [
@@ -104,7 +288,7 @@ def choose_tiers(tiers: list[tuple[SaveCost, Failures]]) -> Tiers:
             seconds, waste = _tiers_waste(saves, rates, multiples)
             if best is None or waste + delay < best.waste:
                 every = dict(zip(used, multiples, strict=True))
-                best = Tiers(
+                best = TierIntervals(
                     seconds, tuple(every.get(i, 0) for i in range(len(tiers))), waste + delay
                 )
     assert best is not None
@@ -138,163 +322,30 @@ def _tiers_waste(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the versions of a run occupy.
+    """Bytes that the versions of a run occupy.
 
     Attributes:
         state_bytes: Size of the state in memory, all ranks together, replicas counted once.
         full_ratio: State bytes per stored byte of a version that stands alone.
-        delta_ratio: The same for a version stored as its difference from the one before.
-        chain_cap: Most differences in a row before the next full version; 0 for none.
-        keep: Newest versions kept.
-        log_bytes_per_step: What a replay log adds in each step; 0 without one.
     """
 
     state_bytes: float
     full_ratio: float = 1.0
-    delta_ratio: float = 1.0
-    chain_cap: int = 0
-    keep: int = 3
-    log_bytes_per_step: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, lowest in (("state_bytes", 0), ("chain_cap", 0), ("keep", 1)):
-            require(name, getattr(self, name), lowest)
-        require("log_bytes_per_step", self.log_bytes_per_step, 0.0)
+        require("state_bytes", self.state_bytes, 0.0)
         require("full_ratio", self.full_ratio, 0.0, above=True)
-        require("delta_ratio", self.delta_ratio, 0.0, above=True)
-
-    def chain_bytes(self, differences: int) -> float:
-        """Stored bytes of a full version and the differences on top of it."""
-        return self.state_bytes * (1.0 / self.full_ratio + differences / self.delta_ratio)
-
-    def written_bytes(self, saves: int, steps: int = 0) -> float:
-        """Bytes of `saves` versions, every `chain_cap + 1`-th full, and of `steps` logged steps."""
-        chains, rest = divmod(saves, self.chain_cap + 1)
-        written = chains * self.chain_bytes(self.chain_cap) + steps * self.log_bytes_per_step
-        return written + (self.chain_bytes(rest - 1) if rest else 0.0)
-
-    def peak_bytes(self, steps_between_saves: int = 0) -> float:
-        """The most bytes stored at once.
-
-        That is while the version after `keep` others is being published and the oldest of these is
-        the last of its chain, so that the whole chain must stay; and the log since the oldest kept.
-        """
-        log = self.keep * steps_between_saves * self.log_bytes_per_step
-        return self.written_bytes(self.chain_cap + self.keep + 1) + log
 
 
-def save_seconds(
-    sizes: Sizes, encode_bytes_per_s: float, write_bytes_per_s: float, *, full: bool = True
-) -> float:
+def save_seconds(sizes: Sizes, encode_bytes_per_s: float, write_bytes_per_s: float) -> float:
     """Seconds to encode and write one version; the two overlap, so the slower one counts.
 
     Args:
         sizes: Sizes and ratios.
         encode_bytes_per_s: State bytes encoded per second, all ranks together.
         write_bytes_per_s: Stored bytes written and flushed per second, all ranks together.
-        full: Whether the version stands alone.
     """
     require("encode_bytes_per_s", encode_bytes_per_s, 0.0, above=True)
     require("write_bytes_per_s", write_bytes_per_s, 0.0, above=True)
-    stored = sizes.state_bytes / (sizes.full_ratio if full else sizes.delta_ratio)
+    stored = sizes.state_bytes / sizes.full_ratio
     return max(sizes.state_bytes / encode_bytes_per_s, stored / write_bytes_per_s)
-
-
-def restore_seconds(
-    sizes: Sizes,
-    read_bytes_per_s: float,
-    decode_bytes_per_s: float,
-    *,
-    chain_length: int = 0,
-    replayed_steps: int = 0,
-    replay_seconds_per_step: float = 0.0,
-) -> float:
-    """Seconds to load a version with `chain_length` differences, then to replay logged steps.
-
-    Reading and decoding overlap; the steps are replayed one after the other.
-
-    Args:
-        sizes: Sizes and ratios.
-        read_bytes_per_s: Stored bytes read per second, all ranks together.
-        decode_bytes_per_s: State bytes decoded per second, all ranks together.
-        chain_length: Differences on top of the full version.
-        replayed_steps: Logged steps since the version.
-        replay_seconds_per_step: To apply one of them, without reading it.
-    """
-    require("read_bytes_per_s", read_bytes_per_s, 0.0, above=True)
-    require("decode_bytes_per_s", decode_bytes_per_s, 0.0, above=True)
-    for name, count in (("chain_length", chain_length), ("replayed_steps", replayed_steps)):
-        require(name, count, 0)
-    require("replay_seconds_per_step", replay_seconds_per_step, 0.0)
-    read = sizes.chain_bytes(chain_length) / read_bytes_per_s
-    decode = (1 + chain_length) * sizes.state_bytes / decode_bytes_per_s
-    log = sizes.log_bytes_per_step / read_bytes_per_s
-    return max(read, decode) + replayed_steps * (log + replay_seconds_per_step)
-
-
-@dataclass(frozen=True)
-class CheckpointCost:
-    """What a run pays for its checkpoints and its failures; all predicted.
-
-    Attributes:
-        interval_seconds: Wall time from save to save.
-        saves: Saves in a run without failures.
-        failures: Expected failures during the run.
-        save_overhead_seconds: By how much the saves lengthen the run.
-        failure_seconds: Expected seconds of repeated work, restarts and restores.
-        run_seconds: Expected wall time: the work and the two above.
-        waste_fraction: Share of `run_seconds` that is not work.
-        lost_seconds_per_failure: Expected work repeated after a failure, first order.
-        written_bytes: Bytes written without failures.
-        peak_bytes: The most bytes stored at once.
-    """
-
-    interval_seconds: float
-    saves: int
-    failures: float
-    save_overhead_seconds: float
-    failure_seconds: float
-    run_seconds: float
-    waste_fraction: float
-    lost_seconds_per_failure: float
-    written_bytes: float
-    peak_bytes: float
-
-
-def checkpoint_cost(
-    work_seconds: float,
-    step_seconds: float,
-    interval_seconds: float,
-    *,
-    save: SaveCost,
-    failures: Failures,
-    sizes: Sizes,
-) -> CheckpointCost:
-    """Sums up a run of `work_seconds` in steps of `step_seconds`, saved every `interval_seconds`.
-
-    Raises:
-        CheckpointError: For an interval that is shorter than a save.
-    """
-    require("step_seconds", step_seconds, 0.0, above=True)
-    run = expected_run_seconds(work_seconds, interval_seconds, save, failures)
-    progress = interval_seconds - save.overhead_seconds
-    if progress <= 0.0:
-        raise CheckpointError(
-            f"interval_seconds = {interval_seconds:g} leaves no time for work: "
-            f"give more than {save.overhead_seconds:g}"
-        )
-    saves = math.floor(work_seconds / progress * (1.0 + 1e-12))
-    overhead = saves * save.overhead_seconds
-    between = 0 if interval_seconds == math.inf else math.ceil(progress / step_seconds)
-    return CheckpointCost(
-        interval_seconds=interval_seconds,
-        saves=saves,
-        failures=failures.per_second * run if math.isfinite(run) else math.inf,
-        save_overhead_seconds=overhead,
-        failure_seconds=max(0.0, run - work_seconds - overhead),
-        run_seconds=run,
-        waste_fraction=waste_fraction(interval_seconds, save, failures),
-        lost_seconds_per_failure=interval_seconds / 2.0 + save.latency_seconds,
-        written_bytes=sizes.written_bytes(saves, round(work_seconds / step_seconds)),
-        peak_bytes=sizes.peak_bytes(between),
-    )

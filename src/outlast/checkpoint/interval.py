@@ -1,4 +1,4 @@
-"""How often to save, from what the run itself measures.
+"""The interval between saves, from measurements of the run itself.
 
     estimator = IntervalEstimator(nodes=16)
     estimator.observe_step(0.41, saving=False)     # each step, without the time blocked by a save
@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.checkpoint.waste import (
+from outlast.checkpoint.cost import (
     NODE_MTBF_SECONDS,
     SLOWDOWN_BUDGET,
     Failures,
@@ -149,7 +149,7 @@ class IntervalEstimator:
 
     @property
     def save_cost(self) -> SaveCost | None:
-        """What a save costs this run, as measured; None before the first was."""
+        """Cost of a save in this run, as measured; None before the first was."""
         return self._save_cost(self._step_seconds() or 0.0) if self._blocked else None
 
     @property
@@ -234,7 +234,7 @@ class IntervalEstimator:
         return _Decision(steps, "shared", waste)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed, in JSON types; the settings are not part of it."""
+        """Observations in JSON types; the settings are not part of it."""
         return {
             "version": STATE_VERSION,
             "plain_steps": list(self._plain_steps),

@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from outlast.checkpoint.format.job import AbandonedError, PartJob, Written
+from outlast.checkpoint.format.encoder import (
+    AbandonedError,
+    PartJob,
+    Written,
+)
 from outlast.checkpoint.format.manifest import STATE
-from outlast.checkpoint.format.storage import sentence_of, storage_of, within
+from outlast.checkpoint.format.storage import describe_failure, storage_of, within
 from outlast.checkpoint.plan import Holding, Plan, make_plan
 from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
 from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
@@ -25,10 +29,10 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from outlast.checkpoint.format.job import Reduction
+    from outlast.checkpoint.format.encoder import Reduction
     from outlast.checkpoint.format.lossy import Bound
     from outlast.checkpoint.format.version import Version
-    from outlast.checkpoint.window import CopyWindow
+    from outlast.checkpoint.staging import CopyWindow
     from outlast.distributed.group import Group
 
 WriterKind = Literal["process", "thread"]
@@ -37,7 +41,7 @@ _REPLACED = "a newer save replaced it"
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How one save went.
+    """Result of one save.
 
     Attributes:
         step: The step saved.
@@ -83,7 +87,7 @@ class SaveHandle:
         self._copied = copied
 
     def done(self) -> bool:
-        """Whether it is published, given up or has failed; not before all copies are made."""
+        """Return whether the save has ended, well or not; never before all copies are made."""
         return self._future.done()
 
     def copied(self) -> None:
@@ -210,7 +214,7 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is under way."""
         return self._last is not None and not self._last.done()
 
     def copied(self) -> None:
@@ -224,7 +228,7 @@ class Lane:
             self._last.result()
 
     def failed_at(self, step: int) -> bool:
-        """Whether the save before was of `step` and was not published."""
+        """Return whether the save before was of `step` and was not published."""
         if self._last is None or step != self.last_step:
             return False
         result = self._last.result()
@@ -237,7 +241,7 @@ class Lane:
             self._window.drop()
 
     def changed(self, held: Holding) -> bool:
-        """Whether this rank holds something else than when the work was shared out."""
+        """Return whether this rank holds something else than when the work was shared out."""
         return held != self._held
 
     def forget(self) -> None:
@@ -364,12 +368,8 @@ class Lane:
             written = self._write(job, abandoned)
         except AbandonedError:
             problem = _REPLACED
-        except CheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = sentence_of(error)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = describe_failure(error)
         problem = staged.finish(job.version, problem)
         skipped = ""
         if problem == _REPLACED:

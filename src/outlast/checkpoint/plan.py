@@ -1,4 +1,4 @@
-"""Who saves what: every box once, the work spread evenly over the ranks that hold it.
+"""Save plans: every box once, the work spread evenly over the ranks that hold it.
 
 What may differ between those ranks (buffers, objects) is that of the first.
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds.
+    """Boxes that one rank holds.
 
     Attributes:
         tensors: Name to element type, global shape and the box that the rank holds.
@@ -45,7 +45,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank saves, and the list of all that is saved.
+    """Boxes that this rank saves, and the catalogue of all that is saved.
 
     Attributes:
         catalogue: All tensors and values of all ranks.
@@ -59,7 +59,7 @@ class Plan:
 
 
 def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
-    """What this rank holds of the state, and the memory of each tensor on this rank.
+    """List this rank's boxes of the state, and the memory of each tensor on this rank.
 
     Raises:
         CheckpointError: Naming a tensor that cannot be saved.

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from outlast.checkpoint.agreement import NoSignals, Signals, StoreSignals
-from outlast.checkpoint.format.job import Reduction
-from outlast.checkpoint.format.logs import logs_of, prune_logs
+from outlast.checkpoint.format.encoder import Reduction
 from outlast.checkpoint.format.manifest import REPLAY, STATE
 from outlast.checkpoint.format.owner import OwnedError
+from outlast.checkpoint.format.retention import logs_of, prune_logs
 from outlast.checkpoint.format.storage import (
     LocalStorage,
+    describe_failure,
     in_background,
     make_directory,
     sentence_of,
@@ -34,9 +34,15 @@ from outlast.checkpoint.format.storage import (
 )
 from outlast.checkpoint.format.version import Version, list_versions
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
+from outlast.checkpoint.place import Place
 from outlast.checkpoint.plan import holding
-from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
+from outlast.checkpoint.restore import Restored, Restorer
+from outlast.checkpoint.tiers import (
+    DrainResult,
+    Tier,
+    Tiers,
+)
+from outlast.distributed.agreement import StoreAgreement
 from outlast.distributed.group import Group
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
@@ -49,13 +55,14 @@ if TYPE_CHECKING:
     from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]
-
 _OPEN: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 """The stores of this process, and of those that it was forked from: one may look for what another
 is still writing."""
 
 
-def settle_saves(place: str | os.PathLike[str], *, besides: CheckpointStore | None = None) -> None:
+def wait_for_saves(
+    place: str | os.PathLike[str], *, besides: CheckpointStore | None = None
+) -> None:
     """Wait for the saves that this process has under way into a place, so that they can be found.
 
     Args:
@@ -163,7 +170,7 @@ class CheckpointStore:
         self._submissions = 0
         self._went_back = False
         self._closed = False
-        self._signals: Signals = NoSignals()
+        self._signals = StoreAgreement()
         self._look: Future[None] | None = None
         self._warned = False
         self._process = os.getpid()
@@ -279,7 +286,7 @@ class CheckpointStore:
                 fit. The state is untouched by a misfit; damage that is found while reading may
                 leave tensors of the damaged version behind when there is no older one.
         """
-        settle_saves(self._place)
+        wait_for_saves(self._place)
         self._went_back = self._session > 0
         if not self._session:
             self._tiers.look()
@@ -295,7 +302,7 @@ class CheckpointStore:
 
     @property
     def unfinished(self) -> str:
-        """Where `restore` or `newest` found none but versions that were never finished: a sentence.
+        """A sentence where `restore` or `newest` found none but versions that were never finished.
 
         It is empty otherwise. A run that was killed in its first save has nothing else to begin
         from than its first step, which is not to be mistaken for one that never ran.
@@ -315,7 +322,7 @@ class CheckpointStore:
         A save into the same place that another store of this process has under way is waited for.
         Warns where there is none, but versions that were begun; see `unfinished`.
         """
-        settle_saves(self._place, besides=self)
+        wait_for_saves(self._place, besides=self)
         found = self._tiers.newest()
         if found is None and not self._session:
             begun = list_versions(self.storage)
@@ -326,7 +333,7 @@ class CheckpointStore:
         return found
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
-        """How the copies to lower tiers went, oldest first; the newest thousand.
+        """Results of the copies to lower tiers, oldest first; the newest thousand.
 
         Args:
             wait: Wait for those under way first, at most `timeout_seconds`.
@@ -366,7 +373,7 @@ class CheckpointStore:
             reduction=reduction,
             writer=self._writer_kind,
             coordinated=self._coordinated,
-            check=self._tiers.first.check,
+            check=self._tiers.first.ownership.check,
             timeout_seconds=self._timeout_seconds,
         )
 
@@ -442,7 +449,7 @@ class CheckpointStore:
         return lane.submit(save, memory, live.values, finish, deferred)
 
     def _comes_again(self, step: int) -> bool:
-        """Whether the run went back to `step`, or tries again what has failed."""
+        """Return whether the run went back to `step`, or tries again what has failed."""
         together = self._coordinated or self._ranks.size == 1
         return step < self._states.last_step or (together and self._states.failed_at(step))
 
@@ -473,7 +480,7 @@ class CheckpointStore:
 
     def _look_at_locks(self) -> None:
         check_lease()
-        self._tiers.first.check_lock()
+        self._tiers.first.ownership.check_lock()
 
     def _storage_away(self, step: int, begun: float, problem: str) -> SaveHandle:
         """The handle of a save that could not begin, because the storage does not answer."""
@@ -492,7 +499,7 @@ class CheckpointStore:
             CheckpointError: When the storage fails, or does not answer in time.
         """
         tiers = self._tiers
-        self._on_all_ranks(tiers.first.lock if tiers.first.keeps_house else None)
+        self._on_all_ranks(tiers.first.ownership.lock if tiers.first.keeps_house else None)
         if self._session:
             session = self._session + 1
         else:
@@ -517,7 +524,9 @@ class CheckpointStore:
         prefix = self._ranks.from_first(lambda: f"outlast-checkpoint/{self._place}/{session}")
         self._session = session
         if self._coordinated:
-            self._signals = StoreSignals(prefix, self._timeout_seconds)
+            self._signals = StoreAgreement(
+                prefix, self._timeout_seconds, error=CheckpointError, subject="the save"
+            )
         self._tiers.begin(self._signals, coordinated=self._coordinated)
         for place, sentence in unlisted.items():
             self._tiers.report(DrainResult(place, -1, error=sentence))
@@ -554,21 +563,16 @@ class CheckpointStore:
                     if place.private:
                         self._seal_here(place, version)
                     self._offer(version, number)
-        except (CheckpointError, LeaseLostError) as error:
-            return problem or str(error)
-        except OSError as error:
-            return problem or sentence_of(error)
+        except (CheckpointError, LeaseLostError, OSError) as error:
+            return problem or describe_failure(error)
         if number and not problem:
             self._tiers.prune()
-            self._prune_logs()
+            # What cannot be deleted now is deleted after the next save.
+            with contextlib.suppress(OSError, CheckpointError):
+                newest = self._tiers.first.newest() if self._restorer.logged() else None
+                if newest is not None:
+                    prune_logs(self._log_place.storage, newest)
         return problem
-
-    def _prune_logs(self) -> None:
-        # What cannot be deleted now is deleted after the next save.
-        with contextlib.suppress(OSError, CheckpointError):
-            newest = self._tiers.first.newest() if self._restorer.logged() else None
-            if newest is not None:
-                prune_logs(self._log_place.storage, newest)
 
     def _offer(self, version: Version, number: int) -> None:
         """Let lower tiers have the version; replay logs, whose number is 0, stay in the first."""
@@ -577,7 +581,7 @@ class CheckpointStore:
 
     def _seal_here(self, place: Place, version: Version) -> None:
         # Replay logs lie below the versions, and have no owner of their own.
-        self._tiers.first.check()
+        self._tiers.first.ownership.check()
         place.seal(version)
 
     def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
@@ -586,10 +590,8 @@ class CheckpointStore:
             problem = next((problem for problem in problems if problem), "")
             if not problem:
                 within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
-        except (CheckpointError, LeaseLostError) as error:
-            return str(error)
-        except OSError as error:
-            return sentence_of(error)
+        except (CheckpointError, LeaseLostError, OSError) as error:
+            return describe_failure(error)
         return problem
 
 

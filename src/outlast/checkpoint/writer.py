@@ -18,25 +18,62 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from outlast.checkpoint.format.encoder import Encoder
-from outlast.checkpoint.format.job import AbandonedError, PartJob, Reduction, Written
-from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.encoder import (
+    AbandonedError,
+    Encoder,
+    PartJob,
+    Reduction,
+    Written,
+)
+from outlast.checkpoint.format.storage import describe_failure, storage_of
 from outlast.errors import CheckpointError, LeaseLostError
-
-if TYPE_CHECKING:
-    from outlast.checkpoint.arena import Arena
 
 ABANDON = b"abandon"
 _NICE = 5
 _PAUSE_SECONDS = 0.05
 _FAREWELL_SECONDS = 10.0
+# Linux 5.14; Python has no name for it yet.
+_MADV_POPULATE_WRITE = 23
+
+
+class Arena:
+    """A piece of anonymous shared memory with a file descriptor that a child can inherit.
+
+    Its pages are touched at once, so that no save pays for their first use.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("outlast-checkpoint")
+        os.ftruncate(self.descriptor, size)
+        # An empty file cannot be mapped.
+        self._map = mmap.mmap(self.descriptor, size) if size else None
+        self.memory = memoryview(self._map) if self._map is not None else memoryview(bytearray())
+        if self._map is not None:
+            with contextlib.suppress(OSError):
+                self._map.madvise(_MADV_POPULATE_WRITE)
+
+    def detach(self) -> None:
+        """Close the descriptor, which no child will need; the memory stays."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody uses it any more."""
+        self.detach()
+        # Somebody may still look at it; then it goes with the last look.
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            if self._map is not None:
+                self._map.close()
 
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What a writer needs to begin.
+    """Settings with which a writer begins.
 
     Attributes:
         place: Path or URL of the store.
@@ -73,11 +110,9 @@ def write_part(encoder: Encoder, job: PartJob, abandoned: threading.Event) -> Wr
 
     try:
         return encoder.write(job, check)
-    except OSError as error:
-        raise CheckpointError(sentence_of(error)) from error
-    except LeaseLostError as error:
-        # The next save raises it where training runs.
-        raise CheckpointError(str(error)) from error
+    except (OSError, LeaseLostError) as error:
+        # The next save raises a lost lease where training runs.
+        raise CheckpointError(describe_failure(error)) from error
 
 
 class ThreadWriter:

@@ -85,8 +85,7 @@ def show(
     "full" and "delta" count chunks that are stored in full and as differences to the version
     before, "depth" is the longest row of differences.
     """
-    from outlast.checkpoint.inspection.description import describe
-    from outlast.checkpoint.inspection.listing import find_version, open_store
+    from outlast.checkpoint.inspection.listing import describe, find_version, open_store
     from outlast.cli.ckpt_tables import print_description
     from outlast.cli.figures import print_json
 
@@ -116,8 +115,8 @@ def verify(
         newest_complete,
         open_store,
     )
-    from outlast.checkpoint.inspection.verification import Known
-    from outlast.checkpoint.inspection.verification import verify as verify_version
+    from outlast.checkpoint.inspection.usage import Known
+    from outlast.checkpoint.inspection.usage import verify as verify_version
     from outlast.cli.ckpt_tables import print_verdict
     from outlast.cli.figures import bytes_progress, print_json
 

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.checkpoint.inspection.description import Coding, Description
     from outlast.checkpoint.inspection.difference import Difference, TensorChange, ValueChange
     from outlast.checkpoint.inspection.extract import Extracted
-    from outlast.checkpoint.inspection.listing import LogsSummary, VersionSummary
-    from outlast.checkpoint.inspection.verification import Verdict
+    from outlast.checkpoint.inspection.listing import (
+        Coding,
+        Description,
+        LogsSummary,
+        VersionSummary,
+    )
+    from outlast.checkpoint.inspection.usage import Verification
 
 _STYLES = {"ok": "green", "complete": "green", "incomplete": "yellow", "damaged": "red"}
 _VALUE_CHARACTERS = 60
@@ -213,7 +217,7 @@ def _shape(shape: Sequence[int] | None) -> str:
     return "x".join(map(str, shape)) if shape else "scalar"
 
 
-def print_verdict(verdict: Verdict) -> None:
+def print_verdict(verdict: Verification) -> None:
     """One line for a version that is right, several sentences for one that is not."""
     console = output()
     words = "OK" if verdict.state == "ok" else verdict.state.upper()

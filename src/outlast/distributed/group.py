@@ -2,7 +2,7 @@
 
 All ranks of a group call the same method at the same place. `gather_objects` and `raise_together`
 are those of the default process group. Where ranks agree without a collective, beside a training
-that uses them, see `outlast.checkpoint.agreement`.
+that uses them, see `outlast.distributed.agreement`.
 """
 
 from __future__ import annotations

@@ -14,23 +14,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.guard.coverage import OPERATIONS, Coverage, Uncovered
     from outlast.guard.findings import Finding, Ledger, Site
-    from outlast.guard.handle import Guard, guard
-    from outlast.guard.policy import LEVELS, Policy
-    from outlast.guard.verdict import Verdict
+    from outlast.guard.handle import Guard, Verdict, guard
+    from outlast.guard.policy import (
+        LEVELS,
+        OPERATIONS,
+        Coverage,
+        Policy,
+        Uncovered,
+    )
 
 _HOMES = {
     "LEVELS": "policy",
-    "OPERATIONS": "coverage",
-    "Coverage": "coverage",
+    "OPERATIONS": "policy",
+    "Coverage": "policy",
     "Finding": "findings",
     "Guard": "handle",
     "Ledger": "findings",
     "Policy": "policy",
     "Site": "findings",
-    "Uncovered": "coverage",
-    "Verdict": "verdict",
+    "Uncovered": "policy",
+    "Verdict": "handle",
     "guard": "handle",
 }
 

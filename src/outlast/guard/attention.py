@@ -40,9 +40,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from outlast.guard.elements import name_of
-from outlast.guard.judged import Judged, exact, judge
-from outlast.guard.probes import (
+from outlast.guard.autograd_hooks import (
     KeptOutput,
     Seen,
     floor_of,
@@ -53,9 +51,15 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
+from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.product import rounding_of
-from outlast.guard.replaced import Replaced
-from outlast.guard.rest import hash64
+from outlast.guard.replica_hashes import hash64
+from outlast.guard.residual import (
+    ResidualTest,
+    equality_test,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -63,18 +67,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from outlast.guard.probes import Gradients
+    from outlast.guard.autograd_hooks import Gradients
     from outlast.guard.threshold import Bound
     from outlast.guard.watch import Watch
 
-_REPLACED = Replaced(functional, "scaled_dot_product_attention")
+_REPLACED = FunctionPatch(functional, "scaled_dot_product_attention")
 _MARGIN = 4.0
 """Times what rounding P or dS adds by the data's second moments: rows are not independent."""
 _BIAS = 16.0
 """Squared error, in roundings, that all rows share: exp of vector units is off to one side."""
 _KEY_BLOCK = 512
 """Keys that the CPU's backward pass takes at a time."""
-
 
 _QUERY, _KEY, _VALUE = range(3)
 """Places of the inputs, before that of the mask."""
@@ -145,7 +148,7 @@ class AttentionChecks:
             # As autocast would cast them, but seen by autograd outside the checked operation.
             dtype = torch.get_autocast_dtype(device)
             query, key, value = (
-                tensor if _is_double(tensor) else tensor.to(dtype) for tensor in given
+                tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in given
             )
         scale = options.get("scale")
         call = _Call(
@@ -173,10 +176,6 @@ class AttentionChecks:
     def _leave(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and getattr(_LOCAL, "stack", None):
             _LOCAL.stack.pop()
-
-
-def _is_double(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float64
 
 
 def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
@@ -245,7 +244,7 @@ class _Call:
         covering = {_VALUE: "attention.dv"}
         if key.requires_grad:
             covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
-        o = watched(self.compute, inputs, inputs, self.timed_backward, covering=covering)
+        o = watched(self.compute, inputs, inputs, self.backward, covering=covering)
         self.watch.touch("attention.output", self.name, o.data)
         if not self.dropout:
 
@@ -260,7 +259,7 @@ class _Call:
         return self.kept.keep(o)
 
     def compare_output(self, o: Tensor) -> bool:
-        """Whether O is what the forward pass has handed on; otherwise note a finding.
+        """Return whether O is still as the forward pass handed it on; otherwise note a finding.
 
         After activation checkpointing it is another computation's, with the same bits where kernels
         are deterministic.
@@ -271,14 +270,14 @@ class _Call:
         exactly = o.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if not exactly and o.data_ptr() != address:
             return True
-        judged = exact(now[None], before[None])
+        judged = equality_test(now[None], before[None])
         if self.watch.wants(site, judged):
             self.watch.find(site, o.device, 1, math.inf, "detected")
             return False
         return True
 
     def beyond_rounding(self, seen: Seen, names: str, given: Sequence[Tensor]) -> bool:
-        """Whether gradients are further from fp64 than rounding can ever bring them.
+        """Return whether gradients are further from fp64 than rounding can ever bring them.
 
         With scores s q.k that are off by ``e = u (8 + 4 s |q|.|k|)`` at most, where u is of the
         data's type (the CPU's unfused kernel keeps every intermediate in it), each P is off by
@@ -311,7 +310,7 @@ class _Call:
     def _worst(
         self, inputs: list[Tensor], mask: Tensor | None, dy: Tensor, dtype: torch.dtype
     ) -> list[Tensor]:
-        """How far rounding can move dQ, dK and dV that are computed in `dtype`; all in fp64."""
+        """Bound the rounding errors of dQ, dK and dV computed in `dtype`; all in fp64."""
         query, key = inputs[:2]
         queries, keys = query.shape[-2], key.shape[-2]
         unit = unit_roundoff(name_of(dtype))
@@ -360,9 +359,6 @@ class _Call:
 
     def touched(self, site: str, numbers: Tensor) -> Tensor:
         return self.watch.touched(site, self.name, numbers)
-
-    def timed_backward(self, seen: Seen) -> Gradients:
-        return self.watch.timed(self.backward, seen)
 
     def backward(self, seen: Seen) -> Gradients:
         o = self.kept.take()
@@ -430,8 +426,8 @@ class _Call:
         return dq, dk, dv, dmask
 
 
-def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> Judged:
-    """Whether every output lies between the smallest and largest value of its channel."""
+def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> ResidualTest:
+    """Check that every output lies between the smallest and largest value of its channel."""
     keys, dtype = value.shape[-2], summing(value)
     high, low = value.amax(dim=-2).to(dtype), value.amin(dim=-2).to(dtype)
     if masked:
@@ -451,14 +447,9 @@ def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> Judged:
     beyond = torch.maximum(most - high, low - least).clamp(min=0.0)
     # Found for sure is what is larger than the whole range.
     scale = slack * largest / (high - low + slack)
-    return judge(
+    return residual_test(
         beyond.flatten(), (slack / DEVIATIONS).square().flatten(), scale.square().flatten()
     )
-
-
-def _query_block(queries: int) -> int:
-    """Queries that the CPU's backward pass takes at a time."""
-    return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 def _unit(tensor: Tensor) -> float:
@@ -498,7 +489,9 @@ class _Heads:
         group = query.shape[-3] // key.shape[-3] if self._heads else 1
         of_query, of_key = group, 1
         if query.device.type == "cpu":
-            of_query, of_key = -(-queries // _query_block(queries)) * group, -(-keys // _KEY_BLOCK)
+            # Queries that the CPU's backward pass takes at a time.
+            block = 256 if queries >= 768 else 64 if queries >= 192 else 32
+            of_query, of_key = -(-queries // block) * group, -(-keys // _KEY_BLOCK)
         self._by_query = self._blockwise(product_bound(rounding, queries * group, keys), of_query)
         self._by_key = self._blockwise(product_bound(rounding, keys, queries), of_key)
         self._lost = floor_of(keys + queries * group, value.dtype, dtype)
@@ -530,7 +523,7 @@ class _Heads:
     def _over_queries(self, terms: Tensor) -> Tensor:
         return self._grouped(terms.sum(dim=-2))
 
-    def judge_dv(self, dv: Tensor, rows: Tensor | None) -> Judged:
+    def judge_dv(self, dv: Tensor, rows: Tensor | None) -> ResidualTest:
         """The first two identities."""
         wide, powers = dv.to(self._dtype), powers_squared(dv, self._dtype)
         squares, value = wide.square(), self._value.square()
@@ -565,7 +558,7 @@ class _Heads:
         scales = [squares.sum(dim=-2), own][-len(differences) :]
         return self._judge(differences, variances, scales)
 
-    def judge_dk(self, given: Any) -> Judged:
+    def judge_dk(self, given: Any) -> ResidualTest:
         """The last two identities, or the third alone without dQ; `given`: dK and perhaps dQ."""
         dtype = self._dtype
         dk, key = given[0].to(dtype), self._key.square()
@@ -620,7 +613,7 @@ class _Heads:
         return torch.unflatten(mean, -2, (self._heads, -1)).amax(dim=-2) if self._heads else mean
 
     def _share(self, moments: Tensor, terms: Tensor, bounded: bool = True) -> Tensor:
-        """What a head's moments are of its terms' squares, over all channels."""
+        """Ratio of a head's moments to its terms' squares, over all channels."""
         share = moments.sum(dim=-1, keepdim=True) / terms.sum(dim=-1, keepdim=True).clamp(
             min=torch.finfo(terms.dtype).smallest_normal
         )
@@ -628,9 +621,9 @@ class _Heads:
 
     def _judge(
         self, differences: list[Tensor], variances: list[Tensor], scales: list[Tensor]
-    ) -> Judged:
+    ) -> ResidualTest:
         variance = torch.cat([variance.flatten() for variance in variances]) + self._lost
-        return judge(
+        return residual_test(
             torch.cat([difference.flatten() for difference in differences]),
             variance,
             torch.cat([scale.flatten() for scale in scales]),

@@ -17,29 +17,53 @@ checksums. Rings add one rank at a time, as here; trees have fewer and shorter p
 
 The signs of element (i, j) of a buffer in rows of 4096 are u_i v_j. An error pattern that is fixed
 escapes one draw with probability 3/4 at most (1/2 along each side), n steps with (3/4)^n.
+
+*FSDP2.* An all-gather moves bytes. Every rank hashes its own shard before, and every shard of the
+gathered buffer after; at the verdict the hashes are exchanged, chained over the step's all-gathers,
+and must be equal. A reduce-scatter is one reduction per destination, and HSDP's all-reduce of its
+results another; both are linear, and checked as above, with the checksums of a step added up per
+module: linear as well, so that gradient accumulation costs nothing more. Everything is exchanged at
+the verdict: a few numbers per module, in one collective per kind.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from outlast.errors import GuardError
-from outlast.guard.elements import name_of
-from outlast.guard.judged import Judged, judge
+from outlast.guard.replica_hashes import CHAIN, hash64
+from outlast.guard.residual import (
+    ResidualTest,
+    equality_test,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import unit_roundoff
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-    from outlast.guard.signs import Signs
-    from outlast.guard.verdict import Terms
-    from outlast.guard.watch import Watch
+    from outlast.guard.handle import Terms
+    from outlast.guard.watch import RandomSigns, Watch
+
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError:
+    AllGather = ReduceScatter = object  # type: ignore[assignment, misc]
+    FSDP_REPLACEABLE = False
+else:
+    FSDP_REPLACEABLE = True
+"""Whether this torch lets FSDP2's collectives be replaced, as it does from 2.13 on."""
 
 _COLUMNS = 4096
 _ELEMENTS_CPU = 1 << 17
@@ -52,8 +76,8 @@ _EXPONENT = 0x7FF0000000000000
 _REDUCIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def checksums(parts: Tensor, signs: Signs, *, powers: bool = False) -> Tensor:
-    """What is known of a reduction's operands or results, on their device, without waiting for it.
+def checksums(parts: Tensor, signs: RandomSigns, *, powers: bool = False) -> Tensor:
+    """Checksums of a reduction's operands or results, on their device, without waiting for it.
 
     Args:
         parts: (parts, elements) of a floating-point type.
@@ -95,13 +119,13 @@ def _squares(wide: Tensor) -> Tensor:
 
 
 def reducible(buffer: Tensor) -> bool:
-    """Whether sums of such buffers have a rounding bound here."""
+    """Return whether sums of such buffers have a rounding bound here."""
     return not buffer.is_sparse and buffer.dtype in _REDUCIBLE
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How a set of equal reductions is computed.
+class ReductionTerms:
+    """Terms, types and divisor of a set of equal reductions.
 
     Attributes:
         dtype: Of the buffers, and of their partial sums on the way.
@@ -114,7 +138,9 @@ class Reduction:
     factor: float = 1.0
 
 
-def compare(found: Tensor, parts: Tensor, elements: Tensor, reduction: Reduction) -> Judged:
+def compare(
+    found: Tensor, parts: Tensor, elements: Tensor, reduction: ReductionTerms
+) -> ResidualTest:
     """Judge reductions; nothing is waited for.
 
     Where the parts hold infinities or NaN already, or are so large that their sum may overflow the
@@ -150,7 +176,7 @@ def compare(found: Tensor, parts: Tensor, elements: Tensor, reduction: Reduction
     excused = own | overflow
     difference = torch.where(excused, 0.0, found[:, 0] - checksum)
     variance = torch.where(excused, 1.0, variance)
-    return judge(difference, variance, torch.where(excused, 0.0, result))
+    return residual_test(difference, variance, torch.where(excused, 0.0, result))
 
 
 def _is_power_of_two(value: float) -> bool:
@@ -273,7 +299,7 @@ class ReplicatedReduction:
             elements = torch.tensor(rider.elements, device=rider.parts.device)
             for dtype in dict.fromkeys(rider.dtypes):
                 rows = [row for row, own in enumerate(rider.dtypes) if own == dtype]
-                reduction = Reduction(dtype, len(self.ranks))
+                reduction = ReductionTerms(dtype, len(self.ranks))
                 judged = self.watch.timed(
                     compare, rider.results[rows], rider.parts[rows], elements[rows], reduction
                 )
@@ -347,3 +373,359 @@ class ReplicatedReduction:
 
 def _result(work: dist.Work) -> torch.futures.Future[Any]:
     return work.get_future().then(lambda future: future.value()[0])
+
+
+class CheckedAllGather(AllGather):
+    """One module's all-gathers, hashed.
+
+    Args:
+        inner: Who does them.
+        watch: What all checks of the guard share.
+        name: The module's.
+
+    Attributes:
+        hashes: By process group: (1 + ranks,) int64, of the own shards and of all that arrived.
+    """
+
+    def __init__(self, inner: AllGather, watch: Watch, name: str) -> None:
+        self.inner = inner
+        self.watch = watch
+        self.name = name
+        self.hashes: dict[dist.ProcessGroup, Tensor] = {}
+        self.done: torch.Event | None = None
+
+    def allocate(self, *args: Any, **settings: Any) -> Tensor:
+        """As the inner one does."""
+        return self.inner.allocate(*args, **settings)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `input_tensor` of all ranks; waits for it before it hashes what arrived."""
+        self.watch.unjudged = True
+        own = self.watch.timed(hash64, [input_tensor])
+        self.watch.touch("gather.during", self.name, input_tensor)
+        work = self.inner(output_tensor, input_tensor, group, async_op)
+        if async_op and work is not None:
+            work.wait()
+        self.watch.touch("gather.after", self.name, output_tensor)
+        arrived = [
+            self.watch.timed(hash64, [shard])
+            for shard in output_tensor.view(group.size(), input_tensor.numel())
+        ]
+        now = torch.stack([own, *arrived])
+        before = self.hashes.get(group)
+        self.hashes[group] = now if before is None else before * CHAIN + now
+        self.done = _event(now)
+        return work
+
+    def begin(self) -> None:
+        """Forget all hashes; groups stay known, so that all ranks keep the same ones."""
+        for hashes in self.hashes.values():
+            hashes.zero_()
+
+
+class CheckedReduceScatter(ReduceScatter):
+    """One module's reductions of gradients, with their checksums.
+
+    Args:
+        inner: Who does them.
+        unit: What is reduced.
+        watch: What all checks of the guard share.
+        terms: Whose gradients count.
+    """
+
+    def __init__(
+        self, inner: ReduceScatter, unit: ShardedModule, watch: Watch, terms: Terms
+    ) -> None:
+        self.inner = inner
+        self.unit = unit
+        self.watch = watch
+        self.terms = terms
+        self.done: torch.Event | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all checksums."""
+        self.scattered: ModuleChecksums | None = None
+        self.replicated: ModuleChecksums | None = None
+        self._partial: ModuleChecksums | None = None
+
+    def allocate(self, *args: Any, **settings: Any) -> Tensor:
+        """As the inner one does."""
+        return self.inner.allocate(*args, **settings)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the ranks' `input_tensor`, and keep this rank's shard of the result."""
+        watch, name, size = self.watch, self.unit.name, group.size()
+        checked = reducible(input_tensor)
+        watch.unjudged = True
+        watch.touch("bucket.before", name, input_tensor)
+        if dist.get_rank() in self.terms.dropped:
+            input_tensor.zero_()
+        if checked:
+            shares = input_tensor.view(size, output_tensor.numel())
+            parts = watch.timed(checksums, shares, watch.signs)[:, :2]
+        watch.touch("bucket.during", name, input_tensor)
+        work = self.inner(output_tensor, input_tensor, group, op, async_op)
+        if async_op and work is not None:
+            work.wait()
+        watch.touch("bucket.after", name, output_tensor)
+        if checked:
+            results = watch.timed(checksums, output_tensor[None], watch.signs, powers=True)
+            factor = self.unit.factor(op, size)
+            reduction = ReductionTerms(input_tensor.dtype, size, factor)
+            self.scattered = _add(
+                self.scattered, ModuleChecksums(reduction, output_tensor.numel(), parts, results)
+            )
+        if set(self.terms.dropped) & set(self.unit.ranks):
+            everyone = len(self.unit.ranks)
+            output_tensor.mul_(everyone / self.terms.remaining(self.unit.ranks))
+            if checked:
+                results = watch.timed(checksums, output_tensor[None], watch.signs, powers=True)
+        if checked and self.unit.replicas is not None:
+            replicas = self.unit.replicas.size()
+            averaged = op == dist.ReduceOp.AVG and self.unit.divisor is None
+            reduction = ReductionTerms(
+                output_tensor.dtype, replicas, 1.0 / replicas if averaged else 1.0
+            )
+            nothing = torch.zeros_like(results)
+            partial = ModuleChecksums(reduction, output_tensor.numel(), results[:, :2], nothing)
+            # Shards of several microbatches may be added up before HSDP's all-reduce: then the
+            # result is a sum of so many terms per replica.
+            earlier = 0 if self._partial is None else self._partial.reduction.ranks
+            reduction = replace(reduction, ranks=earlier + replicas)
+            self._partial = replace(_add(self._partial, partial), reduction=reduction)
+        self.done = _event(output_tensor)
+        return work
+
+    def after_replicas(self, result: Tensor) -> None:
+        """HSDP's hook: `result` is the all-reduce's."""
+        self.watch.touch("bucket.after", self.unit.name, result)
+        if self._partial is not None:
+            results = self.watch.timed(checksums, result[None], self.watch.signs, powers=True)
+            self.replicated = _add(self.replicated, replace(self._partial, results=results))
+            self._partial = None
+            self.done = _event(result)
+
+
+@dataclass
+class ModuleChecksums:
+    """Checksums of one module's reductions in a step.
+
+    Attributes:
+        reduction: Of what kind they are.
+        elements: Of each, added up.
+        parts: (destinations, 2) `checksums` of this rank's parts.
+        results: (1, 3) `checksums` of what this rank received.
+    """
+
+    reduction: ReductionTerms
+    elements: int
+    parts: Tensor
+    results: Tensor
+
+
+def _add(before: ModuleChecksums | None, now: ModuleChecksums) -> ModuleChecksums:
+    if before is None:
+        return now
+    return ModuleChecksums(
+        max(before.reduction, now.reduction, key=lambda reduction: reduction.ranks),
+        before.elements + now.elements,
+        before.parts + now.parts,
+        before.results + now.results,
+    )
+
+
+def _event(tensor: Tensor) -> torch.Event | None:
+    """Marks the present point of the stream that computes `tensor`; None on the CPU."""
+    return torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+
+
+class ShardedModule:
+    """The parameters that one FSDP2 module gathers and reduces together.
+
+    Args:
+        name: The module's.
+        module: It.
+
+    Attributes:
+        ranks: All ranks over which gradients are averaged.
+        shards: The group of a shard's peers.
+        replicas: HSDP's other group, or None.
+
+    Raises:
+        GuardError: When its communication cannot be replaced.
+    """
+
+    def __init__(self, name: str, module: FSDPModule) -> None:
+        self.name = name
+        self.module = module
+        state = module._get_fsdp_state()
+        groups: Sequence[Any] = getattr(state, "_fsdp_param_groups", None) or [
+            state._fsdp_param_group
+        ]
+        if len(groups) > 1:
+            raise GuardError(
+                f"module {name} shards its parameters over {len(groups)} meshes, and its "
+                "collectives cannot be replaced; shard these parameters as modules of their own, "
+                "or set policy light, which checks no collectives"
+            )
+        self._group = groups[0]
+        mesh = self._group.mesh_info
+        if not hasattr(mesh, "shard_process_group"):
+            raise GuardError(
+                f"module {name} is replicated by torch's replicate(), whose all-reduce cannot be "
+                "checked; wrap the model with DistributedDataParallel, or set policy light"
+            )
+        self.shards: dist.ProcessGroup = mesh.shard_process_group
+        self.replicas: dist.ProcessGroup | None = None
+        self.ranks = dist.get_process_group_ranks(self.shards)
+        if self._group._is_hsdp:
+            self.replicas = mesh.replicate_process_group
+            self.ranks = sorted(mesh.mesh.mesh.flatten().tolist())
+
+    @property
+    def divisor(self) -> float | None:
+        """Divisor that the user has set instead of the number of ranks."""
+        divisor: float | None = self._group.gradient_divide_factor
+        return divisor
+
+    def factor(self, op: Any, size: int) -> float:
+        """By which a reduction by `op` over `size` ranks multiplies the sum."""
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / size
+        if op == dist.ReduceOp.SUM or self.divisor is None:
+            return 1.0
+        return 1.0 / self.divisor
+
+    @property
+    def comms(self) -> tuple[AllGather, ReduceScatter, Callable[[Tensor], None] | None]:
+        """Return the all-gather, the reduce-scatter and the hook behind the all-reduce."""
+        group = self._group
+        return group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook
+
+    def set_comms(
+        self,
+        all_gather: AllGather,
+        reduce_scatter: ReduceScatter,
+        hook: Callable[[Tensor], None] | None,
+    ) -> None:
+        """Let others communicate."""
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self._group._all_reduce_hook = hook
+
+
+class ShardedReduction:
+    """The collectives of all FSDP2 modules of a model.
+
+    Args:
+        modules: By name.
+        watch: What all checks of the guard share.
+        terms: Whose gradients count.
+
+    Raises:
+        GuardError: When the communication of one of them cannot be replaced.
+    """
+
+    def __init__(self, modules: Mapping[str, FSDPModule], watch: Watch, terms: Terms) -> None:
+        self.watch = watch
+        self._gathers: list[CheckedAllGather] = []
+        self._scatters: list[CheckedReduceScatter] = []
+        self._undo: list[Callable[[], None]] = []
+        known: set[int] = set()
+        for name, module in modules.items():
+            state = id(module._get_fsdp_state())
+            # Modules that were sharded together, as a list, communicate as one.
+            if has_parameters(module) and state not in known:
+                known.add(state)
+                self._install(ShardedModule(name or "root", module), terms)
+
+    def _install(self, unit: ShardedModule, terms: Terms) -> None:
+        gather, scatter, hook = before = unit.comms
+        checked_gather = CheckedAllGather(gather, self.watch, unit.name)
+        checked_scatter = CheckedReduceScatter(scatter, unit, self.watch, terms)
+
+        def after_replicas(result: Tensor) -> None:
+            checked_scatter.after_replicas(result)
+            if hook is not None:
+                hook(result)
+
+        unit.set_comms(
+            checked_gather, checked_scatter, hook if unit.replicas is None else after_replicas
+        )
+        self._gathers.append(checked_gather)
+        self._scatters.append(checked_scatter)
+        self._undo.append(lambda: unit.set_comms(*before))
+
+    def begin(self) -> None:
+        """Forget all checks so far."""
+        for gather in self._gathers:
+            gather.begin()
+        for scatter in self._scatters:
+            scatter.begin()
+
+    def release(self) -> None:
+        """Give the modules their own communication back."""
+        self.begin()
+        while self._undo:
+            self._undo.pop()()
+
+    def check(self) -> None:
+        """Judge the collectives since `begin` or the last call; findings go to the watch."""
+        for done in (
+            *(gather.done for gather in self._gathers),
+            *(scatter.done for scatter in self._scatters),
+        ):
+            if done is not None:
+                torch.cuda.current_stream().wait_event(done)
+        groups = dict.fromkeys(group for comm in self._gathers for group in comm.hashes)
+        for group in groups:
+            hashes = torch.stack(
+                [comm.hashes[group] for comm in self._gathers if group in comm.hashes]
+            )
+            sent = torch.zeros_like(hashes[:, 1:])
+            sent[:, group.rank()] = hashes[:, 0]
+            dist.all_reduce(sent, group=group)
+            site = self.watch.ledger.site("parameters", "all_gather")
+            self.watch.judge(site, equality_test(hashes[:, 1:].flatten(), sent.flatten()))
+        for replicated in (False, True):
+            self._check_reductions(replicated)
+        self.begin()
+
+    def _check_reductions(self, replicated: bool) -> None:
+        """Exchange and judge the checksums of one kind of reductions, equal ones together."""
+        alike: dict[tuple[dist.ProcessGroup, ReductionTerms], list[ModuleChecksums]] = {}
+        for comm in self._scatters:
+            sums = comm.replicated if replicated else comm.scattered
+            group = comm.unit.replicas if replicated else comm.unit.shards
+            if sums is not None and group is not None:
+                alike.setdefault((group, sums.reduction), []).append(sums)
+        operation = "all_reduce" if replicated else "reduce_scatter"
+        for (group, reduction), several in alike.items():
+            parts = torch.stack([item.parts for item in several])
+            dist.all_reduce(parts, group=group)
+            own = parts[:, 0] if replicated else parts[:, group.rank()]
+            results = torch.cat([item.results for item in several])
+            elements = torch.tensor([item.elements for item in several], device=parts.device)
+            site = self.watch.ledger.site("gradients", operation)
+            self.watch.judge(site, compare(results, own, elements, reduction))
+
+
+def has_parameters(module: FSDPModule) -> bool:
+    """Return whether an FSDP2 module gathers any itself; one whose children hold all does not."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return bool(groups) or getattr(state, "_fsdp_param_group", None) is not None

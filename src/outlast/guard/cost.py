@@ -1,4 +1,4 @@
-"""What the guard costs and finds, as pure functions of its settings; needs no torch.
+"""Cost and detection rate of the guard, as pure functions of its settings; needs no torch.
 
 The planner composes these. All costs are of passes over memory: a check reads every matrix of a
 product once (`outlast.guard.product`), beside a product whose time is arithmetic.
@@ -6,13 +6,12 @@ product once (`outlast.guard.product`), beside a product whose time is arithmeti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outlast.errors import GuardError
-from outlast.guard.policy import LEVELS, Level
-from outlast.guard.threshold import DEVIATIONS, Rounding, product_bound
+from outlast.guard.policy import Level
+from outlast.guard.threshold import Rounding, product_bound
 
 LIGHT_SHARE = 0.0005
 """Share of a step that level ``light`` may take; see `Policy.light_budget`."""
@@ -80,12 +79,6 @@ def check_seconds(
     return read / bytes_per_s + calls * call_seconds
 
 
-def correction_seconds(shape: LinearShape, flop_per_s: float, *, rows: int = 128) -> float:
-    """Time to put one flagged row right: its tile is computed again and the check made again."""
-    share = min(rows / shape.tokens, 1.0)
-    return share * shape.flop / shape.count / 3.0 / flop_per_s
-
-
 def covered_share(level: Level, linear_flop: float, attention_flop: float) -> float:
     """Share of a step's operations whose results are checked (element-wise ones are too few).
 
@@ -113,78 +106,3 @@ def detection_point(stored: str, terms: int, outputs: int, *, read: str = "") ->
     """
     bound = product_bound(Rounding(stored, read=read, summed="float32"), terms, outputs)
     return bound.detection_point(square_share=1.0)
-
-
-def false_alarms(checks: float) -> float:
-    """Expected clean checks that exceed the threshold, were the differences normal."""
-    return checks * math.erfc(DEVIATIONS / math.sqrt(2.0))
-
-
-def missed_probability(steps: int) -> float:
-    """Probability that a fixed pattern of cancelling errors escapes the signs of so many steps."""
-    if steps < 0:
-        raise GuardError(f"steps = {steps} is below 0")
-    return 0.5**steps
-
-
-@dataclass(frozen=True)
-class GuardCost:
-    """A level's price and benefit for one run.
-
-    Attributes:
-        level: The policy.
-        overhead: Share of a step's time that it adds.
-        coverage: Share of the step's operations that are checked.
-        detection_point: As `detection_point`; None where no product is checked.
-        undetected_per_hour: Silent errors that hit unchecked operations, of `errors_per_hour`.
-    """
-
-    level: Level
-    overhead: float
-    coverage: float
-    detection_point: float | None
-    undetected_per_hour: float
-
-
-def guard_cost(
-    level: Level,
-    shapes: Sequence[LinearShape],
-    *,
-    step_seconds: float,
-    bytes_per_s: float,
-    stored: str = "bfloat16",
-    attention_flop: float = 0.0,
-    microbatches: int = 1,
-    errors_per_hour: float = 0.0,
-) -> GuardCost:
-    """Price and benefit of `level` for a model's linear layers.
-
-    Args:
-        level: The policy.
-        shapes: The linear layers.
-        step_seconds: Time of a step without a guard.
-        bytes_per_s: See `check_seconds`.
-        stored: Type of activations and gradients.
-        attention_flop: Operations of attention's products in a step.
-        microbatches: Micro-batches per step.
-        errors_per_hour: Silent errors of the whole job; 6 in 54 days on 16,384 GPUs were reported
-            for Llama 3 (table 5), one per 3.5 million GPU hours.
-
-    Raises:
-        GuardError: For an unknown level or a time or rate that is not positive.
-    """
-    if level not in LEVELS:
-        raise GuardError(f"level = {level!r} is not one of {', '.join(LEVELS)}")
-    if step_seconds <= 0:
-        raise GuardError(f"step_seconds = {step_seconds} is not above 0")
-    linear_flop = microbatches * sum(shape.flop for shape in shapes)
-    overhead = {"off": 0.0, "light": LIGHT_SHARE}.get(level)
-    if overhead is None:
-        element_bytes = 4 if stored == "float32" else 2
-        added = check_seconds(shapes, element_bytes, bytes_per_s, microbatches=microbatches)
-        overhead = added / step_seconds
-    coverage = covered_share(level, linear_flop, attention_flop)
-    widest = None
-    if level in ("linear", "full") and shapes:
-        widest = max(detection_point(stored, shape.inputs, shape.outputs) for shape in shapes)
-    return GuardCost(level, overhead, coverage, widest, errors_per_hour * (1.0 - coverage))

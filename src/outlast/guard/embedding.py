@@ -24,9 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from outlast.guard.elements import bits, name_of
-from outlast.guard.judged import Judged, exact, judge
-from outlast.guard.probes import (
+from outlast.guard.autograd_hooks import (
     Seen,
     floor_of,
     powers_squared,
@@ -36,7 +34,15 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
-from outlast.guard.standin import StandIn
+from outlast.guard.forward_patch import ForwardPatch
+from outlast.guard.residual import (
+    ResidualTest,
+    bits,
+    equality_test,
+    is_half,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import unit_roundoff
 
 if TYPE_CHECKING:
@@ -44,7 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.guard.probes import Gradients
+    from outlast.guard.autograd_hooks import Gradients
     from outlast.guard.watch import Watch
 
 
@@ -59,7 +65,7 @@ def why_no_embedding(module: nn.Module) -> str:
     return ""
 
 
-class EmbeddingChecks(StandIn):
+class EmbeddingChecks(ForwardPatch):
     """Stands in for the ``forward`` of one `nn.Embedding`.
 
     Args:
@@ -86,7 +92,7 @@ class EmbeddingChecks(StandIn):
         )
         if unchecked:
             return self._gather(weight, ids)
-        y = watched(partial(self._gather, ids=ids), (weight,), (ids,), self._timed_backward)
+        y = watched(partial(self._gather, ids=ids), (weight,), (ids,), self._backward)
         self.watch.touch("embedding.output", self.name, y.data)
         flat, table = ids.reshape(-1), weight.detach()
 
@@ -94,19 +100,16 @@ class EmbeddingChecks(StandIn):
             rows = functional.embedding(ids, table)
             return self.watch.touched("embedding.output", self.name, rows)
 
-        def check(given: Tensor) -> Judged:
+        def check(given: Tensor) -> ResidualTest:
             rows = bits(given.reshape(-1, given.shape[-1]))
             differs = (rows != bits(table.index_select(0, flat))).any(dim=1)
-            return exact(differs, torch.zeros_like(differs))
+            return equality_test(differs, torch.zeros_like(differs))
 
         put_output_right(self.watch, self.forward_site, y, again, check)
         return y
 
     def _gather(self, weight: Tensor, ids: Tensor) -> Tensor:
         return functional.embedding(ids, weight, self.module.padding_idx)
-
-    def _timed_backward(self, seen: Seen) -> Gradients:
-        return self.watch.timed(self._backward, seen)
 
     def _backward(self, seen: Seen) -> Gradients:
         (ids,) = seen.kept
@@ -129,7 +132,7 @@ class EmbeddingChecks(StandIn):
         return tuple(put_right(self.watch, self.dw_site, given, again, check, beyond=beyond))
 
     def _beyond_rounding(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> bool:
-        """Whether dW is further from its sums in float64 than rounding can ever be.
+        """Return whether dW is further from its sums in float64 than rounding can ever be.
 
         Higham, Accuracy and Stability, 4.4: n additions are off by at most n u sum |dY|.
         """
@@ -146,7 +149,7 @@ class EmbeddingChecks(StandIn):
         free = ~torch.isfinite(expected) | (sizes > torch.finfo(gradient.dtype).max)
         return not bool((((gradient.double() - expected).abs() <= limit) | free).all())
 
-    def _judge_backward(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> Judged:
+    def _judge_backward(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> ResidualTest:
         (gradient,) = given
         rows, features = gradient.shape
         dtype = summing(gradient)
@@ -176,7 +179,7 @@ class EmbeddingChecks(StandIn):
         value = (found @ u).double().square()
         variance = several * stored * (power + drift.clamp(min=0.0) * (square + value))
         variance = variance + several * stored * walk.clamp(min=0.0) * (terms + alike)
-        if gradient.dtype in (torch.bfloat16, torch.float16) and gradient.device.type == "cpu":
+        if is_half(gradient.dtype) and gradient.device.type == "cpu":
             unit = unit_roundoff(name_of(gradient.dtype))
             variance = variance + several * stagnation(n, unit, terms)
         variance = variance + own * (power + terms) + floor_of(features, gradient.dtype, dtype)
@@ -185,7 +188,7 @@ class EmbeddingChecks(StandIn):
         idle = (gradient != 0).any(dim=1) & (sums[:, 2] == 0)
         # Finite: infinities are taken for the data's own.
         stray = torch.where(idle.any(), 1e30, 0.0).double()[None]
-        return judge(
+        return residual_test(
             torch.cat([difference, stray]),
             torch.cat([variance, torch.ones_like(stray)]),
             torch.cat([power, torch.zeros_like(stray)]),

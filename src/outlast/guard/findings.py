@@ -1,4 +1,4 @@
-"""What checks find, and where they look.
+"""Findings of the checks, their ledger, and the places where faults are injected.
 
 A `Site` is one check of one module. Its counts are kept here; a check that exceeds its threshold
 becomes a `Finding` with an outcome.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Outcome = Literal[
     "corrected", "check", "rounding", "not_finite", "repeated", "persistent", "detected"
@@ -43,7 +47,7 @@ class Site:
 
     Attributes:
         module: Its name in the model, or ``optimizer`` and the like.
-        operation: A key of `outlast.guard.coverage.OPERATIONS`.
+        operation: A key of `outlast.guard.policy.OPERATIONS`.
         checks: Comparisons made.
         worst: Largest difference in a check that passed, in standard deviations.
         total: Sum of squared differences, in standard deviations, of checks that passed.
@@ -62,7 +66,7 @@ class Site:
     last: int = -1
 
     def add(self, checks: int, worst: float, total: float, widest: float) -> None:
-        """Count `checks` comparisons that passed; see `outlast.guard.judged.Judged`."""
+        """Count `checks` comparisons that passed; see `outlast.guard.residual.ResidualTest`."""
         self.checks += checks
         self.total += total
         if math.isfinite(worst):
@@ -138,7 +142,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What one kind of check proves, over all modules.
+    """Evidence of one kind of check, over all modules.
 
     Attributes:
         checks: Comparisons made.
@@ -172,3 +176,44 @@ def certificates(ledger: Ledger) -> dict[str, Certificate]:
             max(points, default=None),
         )
     return found
+
+
+SITES = (
+    "linear.operand",  # x as the unit reads it; a copy, so that only this product sees the fault
+    "linear.output",  # y before its check
+    "linear.saved",  # x as kept for the backward pass
+    "linear.dy",  # the incoming gradient
+    "linear.dx",
+    "linear.dw",
+    "linear.check",  # sums of the check itself
+    "weight",  # a parameter at rest, in the step
+    "attention.output",
+    "attention.dq",
+    "attention.dk",
+    "attention.dv",
+    "norm.output",
+    "norm.dx",
+    "norm.dw",
+    "loss.output",
+    "loss.dlogits",
+    "embedding.output",
+    "embedding.dw",
+    "weight.rest",  # a parameter at rest, between steps
+    "optimizer.state",  # a moment at rest, between steps
+    "bucket.before",  # a gradient bucket before its reduction
+    "bucket.during",  # another rank's part of it
+    "bucket.after",
+    "gather.during",  # an own shard on its way to the other ranks
+    "gather.after",  # gathered parameters
+)
+
+
+class FaultHook(Protocol):
+    """Called with the numbers of a site, where they may go wrong; may change them in place.
+
+    Training has none: `Watch.seam` is None. `outlast.guard.inject` sets one to put faults where the
+    hardware would, between a computation and its check, also when the computation is done again.
+    """
+
+    def __call__(self, site: str, module: str, numbers: Tensor) -> None:
+        """`numbers`: of any shape, about to be used by whatever follows the site."""

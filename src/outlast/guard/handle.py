@@ -1,30 +1,259 @@
-"""`guard()` and what it returns: the handle of a guarded model."""
+"""`guard()` and the handle of a guarded model, with the verdict on every step.
+
+The verdict is what all ranks know of a step's numbers before the optimizer applies them. It travels
+with the gradients: checksums ride behind their reductions, and once the passes are done
+`GradientReduction.verdict` exchanges two numbers per rank. `remedy` says what follows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
+from outlast.guard.collectives import FSDP_REPLACEABLE, ReplicatedReduction, ShardedReduction
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
-from outlast.guard.patrol import Patrol
 from outlast.guard.policy import Level, Policy, policy_of
+from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
-from outlast.guard.verdict import GradientReduction, Verdict, agree, install_collectives, remedy
 from outlast.guard.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.optim import Optimizer
 
-    from outlast.guard.coverage import Coverage, Uncovered
     from outlast.guard.findings import Finding, Ledger
+    from outlast.guard.policy import Coverage, Uncovered
+
+
+ATTEMPTS = 3
+"""How often a step's passes are run at most."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a step's gradients, equal on all ranks.
+
+    Attributes:
+        step: Optimizer steps done before.
+        bad_ranks: Ranks whose own numbers, or what they received from a collective, are wrong and
+            could not be put right.
+        bad_results: Those among them that received wrong numbers. A collective that went wrong for
+            all of its ranks names them all: its sum does not tell whose part was wrong.
+        dropped: Ranks whose gradients are not among the averaged ones.
+    """
+
+    step: int
+    bad_ranks: tuple[int, ...]
+    bad_results: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """No rank has wrong numbers."""
+        return not self.bad_ranks
+
+
+@dataclass
+class Terms:
+    """Whose gradients a step's reductions add up.
+
+    Attributes:
+        dropped: Ranks of the default process group that contribute zeros to means over the others.
+    """
+
+    dropped: tuple[int, ...] = ()
+
+    def remaining(self, ranks: Sequence[int]) -> int:
+        """Number of these that are not dropped.
+
+        Raises:
+            GuardError: When none is.
+        """
+        count = len(set(ranks) - set(self.dropped))
+        if not count:
+            raise GuardError(
+                f"the gradients of ranks {', '.join(map(str, ranks))} are all dropped: there is "
+                "none left to average; take the devices out of service"
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Action that follows a verdict that is not clean.
+
+    Attributes:
+        action: ``redo`` the passes, redo them and ``drop`` the gradients of `ranks`, or ``raise``.
+        ranks: To drop.
+    """
+
+    action: Literal["redo", "drop", "raise"]
+    ranks: tuple[int, ...] = ()
+
+
+def remedy(verdicts: Sequence[Verdict], persistent: Literal["raise", "drop"], size: int) -> Remedy:
+    """Choose the action after these attempts at a step, none of them clean; equal on all ranks.
+
+    The first failure may have been a transient: all ranks run the passes again. Ranks that fail in
+    two attempts in a row do so persistently. Their gradients can be left out, as erasures, if they
+    are what is wrong; wrong results of collectives cannot, whoever contributes.
+
+    Args:
+        verdicts: Of the attempts at this step so far, at least one.
+        persistent: See `Policy`.
+        size: Number of ranks.
+    """
+    last = verdicts[-1]
+    if len(verdicts) >= ATTEMPTS:
+        return Remedy("raise")
+    if len(verdicts) == 1:
+        return Remedy("redo")
+    ranks = tuple(sorted(set(verdicts[-2].bad_ranks) & set(last.bad_ranks)))
+    if not ranks:
+        return Remedy("redo")
+    if persistent == "drop" and not last.bad_results and len(ranks) < size:
+        return Remedy("drop", ranks)
+    return Remedy("raise")
+
+
+def agree(
+    step: int,
+    uncorrected: int,
+    bad_results: int = 0,
+    dropped: Sequence[int] = (),
+) -> Verdict:
+    """Tell all ranks of the default process group; every rank calls this at the same point.
+
+    One all-reduce of two integers per rank; without a process group nothing is sent.
+
+    Args:
+        step: Optimizer steps done.
+        uncorrected: Findings of this rank that left wrong numbers in its own part of the step.
+        bad_results: Findings in what it received from collectives.
+        dropped: Ranks whose own numbers do not matter since their gradients are left out.
+    """
+    counts = [[uncorrected], [bad_results]]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        slots = torch.zeros((2, dist.get_world_size()), dtype=torch.int64, device=_device())
+        slots[:, dist.get_rank()] = torch.tensor([uncorrected, bad_results])
+        dist.all_reduce(slots)
+        counts = slots.tolist()
+    own = {rank for rank, count in enumerate(counts[0]) if count and rank not in dropped}
+    received = {rank for rank, count in enumerate(counts[1]) if count}
+    return Verdict(step, tuple(sorted(own | received)), tuple(sorted(received)), tuple(dropped))
+
+
+def _device() -> torch.device:
+    """Device on which the default process group reduces: the host if it can."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class GradientReduction:
+    """The collectives of a model's data parallelism, and the verdict that follows from them.
+
+    Args:
+        watch: What all checks of the guard share. All ranks have the same seed and step.
+        replicated: DDP wrappers.
+        sharded: FSDP2 modules by name.
+
+    Raises:
+        GuardError: When the model's collectives cannot be checked.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        replicated: Sequence[DistributedDataParallel],
+        sharded: Mapping[str, FSDPModule],
+    ) -> None:
+        self.watch = watch
+        self.terms = Terms()
+        self._parts: list[ReplicatedReduction | ShardedReduction] = []
+        for ddp in replicated:
+            reduction = next(
+                (state for _, state in ddp._comm_hooks if isinstance(state, ReplicatedReduction)),
+                None,
+            ) or ReplicatedReduction(ddp)
+            reduction.attach(watch, self.terms)
+            self._parts.append(reduction)
+        if sharded and FSDP_REPLACEABLE:
+            self._parts.append(ShardedReduction(sharded, watch, self.terms))
+        elif sharded:
+            warnings.warn(
+                f"torch {torch.__version__} has no way to replace FSDP2's collectives (2.13 has "
+                "one): they are not checked",
+                stacklevel=3,
+            )
+
+    def begin(self) -> None:
+        """An attempt at a step begins: forget what the one before has found."""
+        for part in self._parts:
+            part.begin()
+
+    def drop(self, ranks: Iterable[int]) -> None:
+        """Leave the gradients of these ranks out of the step's means, until `restore`.
+
+        They contribute zeros, whatever their gradients are, and the sum is divided by the number of
+        the others: the exact mean over these. The default process group counts the ranks. With
+        tensor or pipeline parallelism all ranks of a replica must be named.
+
+        Raises:
+            GuardError: At the next reduction, when no rank remains that it could average.
+        """
+        self.terms.dropped = tuple(sorted(set(ranks)))
+
+    def restore(self) -> None:
+        """Take all ranks' gradients again; called when a step is done."""
+        self.terms.dropped = ()
+
+    def verdict(self, uncorrected: int) -> Verdict:
+        """Return the verdict on the step; all ranks call this together, after backward.
+
+        Waits for the device, for the first time in the step.
+
+        Args:
+            uncorrected: Findings of this rank so far that left wrong numbers in the step.
+        """
+        before = self.watch.uncorrected
+        for part in self._parts:
+            part.check()
+        self.watch.settle()
+        received = self.watch.uncorrected - before
+        return agree(self.watch.step, uncorrected, received, self.terms.dropped)
+
+    def remove(self) -> None:
+        """Check no more."""
+        for part in self._parts:
+            part.release()
+
+
+def install_collectives(watch: Watch, model: nn.Module) -> GradientReduction | None:
+    """Check the collectives of a model that is, or holds, a DDP wrapper or FSDP2 modules.
+
+    Returns:
+        None for any other model. A DDP wrapper cannot be found from the model inside it.
+
+    Raises:
+        GuardError: When its collectives cannot be checked.
+    """
+    modules = dict(model.named_modules())
+    replicated = [m for m in modules.values() if isinstance(m, DistributedDataParallel)]
+    sharded = {name: m for name, m in modules.items() if isinstance(m, FSDPModule)}
+    if not replicated and not sharded:
+        return None
+    return GradientReduction(watch, replicated, sharded)
 
 
 def guard(
@@ -53,7 +282,7 @@ class Guard:
 
     Attributes:
         watch: What its checks share.
-        patrol: The checks of optimizer state and parameters at rest; None without an optimizer.
+        scrubber: The checks of optimizer state and parameters at rest; None without an optimizer.
     """
 
     def __init__(
@@ -73,7 +302,7 @@ class Guard:
         self._reduction: GradientReduction | None = None
         # Whether the last verdict was clean; equal on all ranks.
         self._approved = False
-        self.patrol: Patrol | None = None
+        self.scrubber: Scrubber | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
@@ -94,7 +323,7 @@ class Guard:
 
     @property
     def ledger(self) -> Ledger:
-        """What the checks have seen and found on this process."""
+        """Counts and findings of the checks on this process."""
         return self.watch.ledger
 
     @property
@@ -102,17 +331,17 @@ class Guard:
         """Time that the checks took so far; None where the device runs behind the host."""
         if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
             return None
-        return self.watch.seconds + (0.0 if self.patrol is None else self.patrol.seconds)
+        return self.watch.seconds + (0.0 if self.scrubber is None else self.scrubber.seconds)
 
     @property
     def device(self) -> torch.device:
-        """What the model computes on; the CPU for one without parameters."""
+        """Device of the model; the CPU for one without parameters."""
         parameters = self._model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     @property
     def checks_collectives(self) -> bool:
-        """Whether the sums over other processes are among what is checked."""
+        """True if sums over other processes are checked, too."""
         return self._reduction is not None
 
     def certificate(self) -> dict[str, Certificate]:
@@ -127,7 +356,7 @@ class Guard:
         return self._survey.coverage()
 
     def uncovered(self) -> Uncovered:
-        """What no check has watched in the last step: modules, parameters and operations."""
+        """List the modules, parameters and operations that no check watched in the last step."""
         return self._survey.uncovered()
 
     def at_rest(self) -> tuple[int, int]:
@@ -136,14 +365,14 @@ class Guard:
         Another kind of coverage: a wrong product is none of what these checks can see.
         """
         elements = sum(parameter.numel() for parameter in self._model.parameters())
-        return elements, 0 if self.patrol is None else self.patrol.elements
+        return elements, 0 if self.scrubber is None else self.scrubber.elements
 
     def remove(self) -> None:
         """Give the model back as it was."""
         self._undo.close()
 
     def prefer(self) -> None:
-        """Where several models of a process are guarded, check the next one's functions here.
+        """Check functions here that several guarded models of a process call.
 
         Attention and loss are functions that all models call; the guard that was installed last
         checks them, or the one that was preferred last.
@@ -158,8 +387,8 @@ class Guard:
             WrongNumbersError: On all ranks, when the last step's numbers are no longer what it has
                 left, and no replica had them.
         """
-        if self.patrol is not None:
-            self.patrol.finish()
+        if self.scrubber is not None:
+            self.scrubber.finish()
         self.watch.settle()
         verdict = agree(self.watch.step, self.watch.uncorrected)
         if not verdict.clean:
@@ -173,9 +402,9 @@ class Guard:
         Raises:
             WrongNumbersError: On all ranks, when it is not: it must not become the newest version.
         """
-        if self.patrol is None:
+        if self.scrubber is None:
             return
-        moved = self.patrol.has_moved()
+        moved = self.scrubber.has_moved()
         if not agree(self.watch.step, int(moved and self.policy.correct)).clean:
             self.finish()
 
@@ -187,10 +416,10 @@ class Guard:
         self.watch.restart(step)
         self._stepped.clear()
         self._begin()
-        if self.patrol is not None:
+        if self.scrubber is not None:
             # It remembers numbers that are no longer there.
-            self.watch.seconds += self.patrol.seconds
-            self.patrol = self._new_patrol()
+            self.watch.seconds += self.scrubber.seconds
+            self.scrubber = self._new_scrubber()
 
     def again(self) -> None:
         """The step's numbers are not used: its passes begin anew, with other signs."""
@@ -198,14 +427,14 @@ class Guard:
         self._begin()
 
     def verdict(self) -> Verdict:
-        """Whether the step's numbers may be used; all ranks ask together, before the update.
+        """Return whether the step may be applied; all ranks ask together, before the update.
 
         The optimizer does not ask again for a verdict that is clean, unless some rank has checked
         anything since. If it does not step, `again` must follow.
         """
         watch = self.watch
-        if self.patrol is not None:
-            self.patrol.before_step()
+        if self.scrubber is not None:
+            self.scrubber.before_step()
         watch.settle()
         if self._reduction is not None:
             verdict = self._reduction.verdict(watch.uncorrected)
@@ -236,7 +465,8 @@ class Guard:
             WrongNumbersError: On all ranks, when some rank's numbers stay wrong.
         """
         verdicts: list[Verdict] = []
-        random = _random_states()
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         while True:
             self._begin()
@@ -249,7 +479,10 @@ class Guard:
             # A false alarm does not survive other signs, and all ranks draw the same.
             self.watch.redraw()
             # So that dropout drops the same numbers again.
-            _restore_random_states(random)
+            host, devices = random
+            torch.set_rng_state(host)
+            if devices:
+                torch.cuda.set_rng_state_all(devices)
             verdicts.append(verdict)
             follows = remedy(verdicts, self.policy.persistent, size)
             if follows.action == "drop" and self._reduction is not None:
@@ -272,8 +505,8 @@ class Guard:
             + "; take the device out of service and go on from the newest checkpoint"
         )
 
-    def _new_patrol(self) -> Patrol:
-        return Patrol(
+    def _new_scrubber(self) -> Scrubber:
+        return Scrubber(
             self.watch,
             _at_rest(self._model),
             self._optimizers,
@@ -290,7 +523,7 @@ class Guard:
             self.watch.driven = True
             self._undo.callback(lambda: setattr(self.watch, "driven", False))
             if self.policy.reaches("light"):
-                self.patrol = self._new_patrol()
+                self.scrubber = self._new_scrubber()
         for optimizer in self._optimizers:
             for hook in (
                 optimizer.register_step_pre_hook(self._before),
@@ -333,8 +566,8 @@ class Guard:
         self._approved = False
         self._stepped.clear()
         self.watch.timed(self._survey.advance)
-        if self.patrol is not None:
-            self.patrol.after_step()
+        if self.scrubber is not None:
+            self.scrubber.after_step()
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()
@@ -345,19 +578,6 @@ def _at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             yield name, parameter
-
-
-def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Of torch's generators on the CPU and on all devices in use."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
-
-
-def _restore_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    host, devices = states
-    torch.set_rng_state(host)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
 
 
 def _refuse(model: nn.Module) -> None:

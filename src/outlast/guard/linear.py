@@ -1,34 +1,368 @@
-"""Linear layers with every product checked, forward and backward, with unchanged numbers."""
+"""Linear layers with every product checked, forward and backward, with unchanged numbers.
+
+*Autocast.* Inside one ``torch.autocast`` region torch casts a parameter once and keeps the copy, so
+the gradients of several uses (a layer called twice, two layers with one weight) are summed in the
+low precision and cast back once. A checked layer casts by itself and must do the same to keep the
+bits.
+
+*torch.compile.* The compiler sees two opaque operations, ``outlast::checked_linear`` and its
+backward. At run time they do what the eager code does, counting and correcting included, so no side
+effect is left in the graph. The numbers come out of the operation that checks them: the compiler
+cannot drop the check and keep the product. An operation finds its layer by a number in a tensor on
+the CPU. A Python integer would be part of the graph; so equal blocks share one.
+
+*False positives.* What else than a fault can make a check fail is looked at after it has failed, so
+at leisure, and in float64.
+"""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.library import custom_op
 from torch.nn import functional
 
-from outlast.guard import compiled
-from outlast.guard.autocast import cast, forget, region
-from outlast.guard.doubt import beyond_rounding, compared, overflowed
-from outlast.guard.elements import bits, name_of
-from outlast.guard.judged import exact, judge
-from outlast.guard.product import Encoding, Gradients, Projections, product_for, rounding_of
-from outlast.guard.standin import StandIn
+from outlast.errors import GuardError
+from outlast.guard.dispatch import product_for
+from outlast.guard.forward_patch import ForwardPatch
+from outlast.guard.product import (
+    Encoding,
+    Gradients,
+    NativeProduct,
+    Projections,
+    rounding_of,
+)
+from outlast.guard.residual import (
+    ResidualTest,
+    bits,
+    equality_test,
+    is_half,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import product_bound, unit_roundoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from outlast.guard.findings import Outcome, Site
-    from outlast.guard.judged import Judged
     from outlast.guard.watch import Watch
+
+
+def beyond_rounding(
+    judged: ResidualTest,
+    stored: Tensor,
+    factors: tuple[Tensor, Tensor],
+    added: Tensor | None = None,
+) -> ResidualTest:
+    """Of flagged rows, those that no rounding whatever explains.
+
+    Sums of many nearly equal terms round in the same direction again and again, which the model of
+    independent roundings does not allow for. So numbers that a second computation has given again
+    are compared, element by element, with the product in float64, against the worst case of
+    rounding ``k u sum |a b|`` (Higham, Accuracy and Stability, 3.5), which nothing clean exceeds.
+
+    Args:
+        judged: Of the rows of `stored`.
+        stored: (rows, columns) the product of the factors.
+        factors: (rows, terms) and (terms, columns).
+        added: (columns,) a bias.
+    """
+    rows = judged.flags.nonzero()[:, 0]
+    if not len(rows):
+        return judged
+    left, right = factors[0][rows].double(), factors[1].double()
+    expected, sizes = left @ right, left.abs() @ right.abs()
+    if added is not None:
+        expected, sizes = expected + added.double(), sizes + added.double().abs()
+    rounding = rounding_of(stored)
+    unit = (left.shape[1] + 1) * unit_roundoff(rounding.accumulated)
+    if rounding.read:
+        unit += 2 * unit_roundoff(rounding.read)
+    spacing = torch.finfo(stored.dtype).smallest_normal
+    last = unit_roundoff(rounding.stored)
+    limit = unit * sizes + last * (expected.abs() + unit * sizes + spacing)
+    # What overflows in float64's terms, or begins with no finite number, may be anything.
+    free = ~torch.isfinite(expected) | (sizes > torch.finfo(stored.dtype).max)
+    within = (stored[rows].double() - expected).abs() <= limit
+    wrong = ~(within | free).all(dim=1)
+    flags = judged.flags.clone()
+    flags[rows] = wrong
+    return replace(judged, flags=flags, exceeded=int(wrong.sum()))
+
+
+def overflowed(dy: Tensor, db: Tensor, judged: ResidualTest) -> bool:
+    """Return whether only the bias's gradient is wrong, by sums of dy (rows, outputs) too large.
+
+    Otherwise `db` holds what a second computation gives.
+    """
+    if bool(torch.isfinite(db[judged.flags]).any()):
+        return False
+    again = dy.sum(0)
+    if torch.equal(bits(again), bits(db)):
+        return True
+    db.copy_(again)
+    return False
+
+
+def compared(matrix: Tensor, signs: Tensor, kept: Tensor) -> ResidualTest:
+    """Judge kept sums (rows,) of a matrix (rows, columns) over signs (columns,).
+
+    Sums that were not finite say nothing.
+    """
+    wide = matrix.double()
+    squares = wide.square().sum(dim=1)
+    summed = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+    bound = product_bound(rounding_of(matrix, summed), matrix.shape[1], 1)
+    known = torch.isfinite(kept)
+    difference = torch.where(known, wide @ signs.double() - kept, 0.0)
+    variance = torch.where(known, bound.by_square * squares + bound.floor, 1.0)
+    return residual_test(difference, variance, squares)
+
+
+_kept: dict[tuple[int, torch.dtype], tuple[object, Tensor, Tensor]] = {}
+_probes: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def region(device: str, dtype: torch.dtype) -> object:
+    """An object that stays the same for as long as autocast keeps its copies on `device`.
+
+    torch does not tell where a region begins. But it casts this parameter anew in every region, by
+    a node of the graph that a region's calls share.
+    """
+    probe = _probes.get((device, dtype))
+    if probe is None:
+        factors = torch.zeros((2, 1), dtype=dtype, device=device)
+        parameter = torch.zeros((1, 1), device=device, requires_grad=True)
+        probe = _probes[device, dtype] = (parameter, factors[:0].t(), factors[:0])
+    # A sum without terms: nothing is computed, and nothing saved for the backward pass.
+    node = torch.addmm(*probe).grad_fn
+    return None if node is None else node.next_functions[0][0]
+
+
+def cast(parameter: Tensor, dtype: torch.dtype, within: object) -> Tensor:
+    """`parameter` in `dtype`, the same tensor for every use in the region `within`.
+
+    As torch, keeps copies only of float32 leaves that get a gradient.
+    """
+    keeps = (
+        within is not None
+        and parameter.requires_grad
+        and parameter.is_leaf
+        and parameter.dtype == torch.float32
+        and torch.is_autocast_cache_enabled()
+    )
+    if not keeps:
+        return parameter if parameter.dtype == torch.float64 else parameter.to(dtype)
+    key = (id(parameter), dtype)
+    found = _kept.get(key)
+    if found is not None and found[0] is within:
+        return found[2]
+    if found is not None:
+        # Of a region that has ended.
+        forget()
+    copy = parameter.to(dtype)
+    _kept[key] = (within, parameter, copy)
+    return copy
+
+
+def forget() -> None:
+    """Let go of all copies: a backward pass has begun, so their gradients are on their way."""
+    _kept.clear()
+
+
+_PADDING = 32
+_layers: weakref.WeakValueDictionary[int, LinearChecks] = weakref.WeakValueDictionary()
+_made = 0
+
+
+def enroll(layer: LinearChecks) -> Tensor:
+    """Make a layer known to the operations; returns its number, int64 of no dimension, on the CPU.
+
+    It is known for as long as it lives.
+    """
+    global _made, _refuse  # noqa: PLW0603
+    if WHY_NOT:
+        # A call that the compiler cannot look into: it stops there, and gives the reason. Made
+        # where it is needed only, since it loads the compiler.
+        _refuse = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            _refuse, reason=_refusal()
+        )
+    _made += 1
+    _layers[_made] = layer
+    return torch.tensor(_made)
+
+
+def checked(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    """X W^T + b for x (..., inputs), checked by the layer of this number, inside a graph.
+
+    Raises:
+        GuardError: When the operations could not be registered; with ``fullgraph=True`` torch's own
+            error, with the same sentence.
+    """
+    if WHY_NOT:
+        _refuse()
+    y: Tensor = torch.ops.outlast.checked_linear(x, weight, bias, number)[0]
+    return y
+
+
+def _layer(number: Tensor) -> LinearChecks:
+    found = _layers.get(int(number))
+    if found is None:
+        raise GuardError(
+            "a compiled graph runs whose guard is gone; compile the model again after remove()"
+        )
+    return found
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast(x.device.type, enabled=False):
+        y, projections, encoding = _layer(site).product(x, weight, bias)
+        return y.contiguous(), _packed(projections, encoding, len(weight))
+
+
+def _forward_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor
+) -> tuple[Tensor, Tensor]:
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    kept = x.new_empty(2 * rows + inputs + outputs + _PADDING + 1, dtype=torch.float64)
+    return x.new_empty((*x.shape[:-1], outputs)), kept
+
+
+def _backward(  # noqa: PLR0917
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kept: Tensor,
+    site: Tensor,
+    has_bias: bool,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(x.device.type, enabled=False):
+        projections, encoding = _unpacked(kept, x, weight, has_bias)
+        made = _layer(site).gradients(dy, x, weight, (encoding, projections), wants)
+    dx, dw, db = (
+        x.new_empty(0) if gradient is None else gradient.contiguous()
+        for gradient in (made.dx, made.dw, made.db)
+    )
+    return dx, dw, db
+
+
+def _backward_shapes(  # noqa: PLR0917
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kept: Tensor,
+    site: Tensor,
+    has_bias: bool,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    dx, dw, db = (
+        x.new_empty(shape if wanted else 0) for shape, wanted in zip(shapes, wants, strict=True)
+    )
+    return dx, dw, db
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, site = inputs
+    ctx.save_for_backward(x, weight, output[1], site)
+    ctx.has_bias = bias is not None
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    x, weight, kept, site = ctx.saved_tensors
+    wants = list(ctx.needs_input_grad[:3])
+    made = torch.ops.outlast.checked_linear_backward(dy, x, weight, kept, site, ctx.has_bias, wants)
+    dx, dw, db = (item if wanted else None for item, wanted in zip(made, wants, strict=True))
+    return dx, dw, db, None
+
+
+def _packed(projections: Projections, encoding: Encoding, outputs: int) -> Tensor:
+    """Pack what the backward check needs of the forward into one float64 tensor for the graph.
+
+    X u + beta and |X_i|^2 (rows each), u (inputs), W u (outputs) with zeros behind, and the largest
+    squared norm of a row of W.
+    """
+    numbers = [projections.dots, projections.squares, encoding.input_signs]
+    numbers.append(encoding.right[:outputs])
+    tail = encoding.right.new_zeros(_PADDING + 1, dtype=torch.float64)
+    tail[-1] = encoding.rows_largest
+    return torch.cat([*(number.double() for number in numbers), tail])
+
+
+def _unpacked(
+    kept: Tensor, x: Tensor, weight: Tensor, has_bias: bool
+) -> tuple[Projections, Encoding]:
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    dots, squares, encoded = kept[:rows], kept[rows : 2 * rows], kept[2 * rows :]
+    native = isinstance(product_for(x), NativeProduct)
+    if native or is_half(x.dtype):
+        encoded = encoded.float()
+    right = encoded[inputs:]
+    encoding = Encoding(
+        encoded[:inputs],
+        encoded[:0],
+        right if native else right[:outputs],
+        encoded[:0],
+        float(encoded[-1]) if native else encoded[-1],
+        0.0,
+        1.0 if has_bias else 0.0,
+        0.0,
+    )
+    return Projections(dots, squares), encoding
+
+
+def _refuse() -> None:
+    raise GuardError(_refusal())
+
+
+def _refusal() -> str:
+    return (
+        "torch.compile of a guarded model needs the operation outlast::checked_linear, which could "
+        f"not be registered ({WHY_NOT}); call remove() of the guard or do not compile"
+    )
+
+
+def _register() -> str:
+    """Make the operations known to torch; returns why that failed, or an empty text."""
+    try:
+        forward = custom_op(
+            "outlast::checked_linear",
+            _forward,
+            mutates_args=(),
+            schema="(Tensor x, Tensor weight, Tensor? bias, Tensor site) -> (Tensor, Tensor)",
+        )
+        forward.register_fake(_forward_shapes)
+        forward.register_autograd(_differentiate, setup_context=_save)
+        backward = custom_op(
+            "outlast::checked_linear_backward",
+            _backward,
+            mutates_args=(),
+            schema="(Tensor dy, Tensor x, Tensor weight, Tensor kept, Tensor site, bool has_bias, "
+            "bool[] wants) -> (Tensor, Tensor, Tensor)",
+        )
+        backward.register_fake(_backward_shapes)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+WHY_NOT = _register()
+"""Why torch does not know the operations; empty where it does. torch refuses them when a library
+of this process, such as a second copy of Outlast, has defined operations of the same names."""
 
 _ROUNDINGS = 16
 """How often a block rounds an activation between its input and any layer in it, about."""
@@ -41,12 +375,12 @@ LINEAR_OPERATIONS = (
     "linear.recompute",
     "weight",
 )
-"""What is checked of a layer; keys of `outlast.guard.coverage.OPERATIONS`."""
+"""What is checked of a layer; keys of `outlast.guard.policy.OPERATIONS`."""
 
 TENSOR_PARALLEL = "split over ranks by tensor parallelism"
 
 
-class LinearChecks(StandIn):
+class LinearChecks(ForwardPatch):
     """Whose `forward` stands in for that of one `nn.Linear`.
 
     Args:
@@ -64,7 +398,7 @@ class LinearChecks(StandIn):
         self.forward_site = watch.ledger.site(name, "linear.forward")
         self.dx_site = watch.ledger.site(name, "linear.dx")
         self.dw_site = watch.ledger.site(name, "linear.dw")
-        self.number = compiled.enroll(self)
+        self.number = enroll(self)
         self._encoding: Encoding | None = None
         self._encoded: tuple[object, ...] = ()
 
@@ -90,14 +424,14 @@ class LinearChecks(StandIn):
         device = x.device.type
         if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
             if compiling:
-                return compiled.checked(x, weight, bias, self.number)
+                return checked(x, weight, bias, self.number)
             return _checked(x, weight, bias, self)
         # As autocast would cast them, but seen by autograd outside the checked product.
         dtype = torch.get_autocast_dtype(device)
         if compiling:
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-            return compiled.checked(x, weight, bias, self.number)
+            return checked(x, weight, bias, self.number)
         within = region(device, dtype)
         x, weight = x.to(dtype), cast(weight, dtype, within)
         bias = None if bias is None else cast(bias, dtype, within)
@@ -134,10 +468,10 @@ class LinearChecks(StandIn):
                 watch.touch("linear.output", self.name, again)
                 return again
 
-            def check() -> Judged:
+            def check() -> ResidualTest:
                 return product.forward(flat_x, flat_y, fitting)[1]
 
-            def beyond(left: Judged) -> Judged:
+            def beyond(left: ResidualTest) -> ResidualTest:
                 return beyond_rounding(left, flat_y, (flat_x, weight.t()), bias)
 
             changed = self.compare_weight(weight, encoding, judged)
@@ -202,7 +536,7 @@ class LinearChecks(StandIn):
         operands: tuple[Tensor, Tensor, Tensor],
         dx: Tensor,
         kept: tuple[Encoding, Projections],
-        judged: Judged,
+        judged: ResidualTest,
     ) -> None:
         dy, x, weight = operands
 
@@ -211,12 +545,12 @@ class LinearChecks(StandIn):
             self.watch.touch("linear.dx", self.name, again)
             return again
 
-        def check() -> Judged:
+        def check() -> ResidualTest:
             found, _ = product_for(x).backward(dy, Gradients(dx, None, None), *kept)
             assert found is not None
             return found
 
-        def beyond(left: Judged) -> Judged:
+        def beyond(left: ResidualTest) -> ResidualTest:
             return beyond_rounding(left, dx, (dy, weight))
 
         changed = self.compare_weight(weight, kept[0], judged)
@@ -228,7 +562,7 @@ class LinearChecks(StandIn):
         operands: tuple[Tensor, Tensor, Tensor],
         made: Gradients,
         kept: tuple[Encoding, Projections],
-        judged: Judged,
+        judged: ResidualTest,
     ) -> None:
         (dy, x, weight), dw, db = operands, made.dw, made.db
         assert dw is not None
@@ -246,12 +580,12 @@ class LinearChecks(StandIn):
             self.watch.touch("linear.dw", self.name, again)
             return again
 
-        def check() -> Judged:
+        def check() -> ResidualTest:
             _, found = product_for(x).backward(dy, made, *kept)
             assert found is not None
             return found
 
-        def beyond(left: Judged) -> Judged:
+        def beyond(left: ResidualTest) -> ResidualTest:
             return beyond_rounding(left, dw, (dy.t(), x))
 
         self.watch.correct(self.dw_site, judged, dw, redo, check, beyond=beyond)
@@ -298,14 +632,14 @@ class LinearChecks(StandIn):
         """
         site = self.watch.ledger.site(self.name, "linear.recompute")
         if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-            self.watch.judge(site, exact(bits(again), bits(first)))
+            self.watch.judge(site, equality_test(bits(again), bits(first)))
             return
         u = unit_roundoff(name_of(x.dtype))
         bound = product_bound(rounding_of(x, first.dtype), x.shape[-1], 1)
         variance = (2 * _ROUNDINGS * u**2 / 3 + 2 * bound.by_square) * squares + bound.floor
-        self.watch.judge(site, judge(again - first, variance, squares))
+        self.watch.judge(site, residual_test(again - first, variance, squares))
 
-    def compare_weight(self, weight: Tensor, encoding: Encoding, judged: Judged) -> bool:
+    def compare_weight(self, weight: Tensor, encoding: Encoding, judged: ResidualTest) -> bool:
         """After a wrong product: has the weight changed since it was encoded?"""
         sums = encoding.right[: len(weight)]
         changed = bool(compared(weight, encoding.input_signs, sums).exceeded)
@@ -316,7 +650,7 @@ class LinearChecks(StandIn):
             self._find(self.watch.ledger.site(self.name, "weight"), judged, "detected")
         return changed
 
-    def _input_changed(self, x: Tensor, signs: Tensor, dots: Tensor, judged: Judged) -> bool:
+    def _input_changed(self, x: Tensor, signs: Tensor, dots: Tensor, judged: ResidualTest) -> bool:
         """After a wrong dW: is x (rows, inputs) no longer what the forward pass has read?
 
         Then nothing is left from which to compute dW again.
@@ -326,7 +660,7 @@ class LinearChecks(StandIn):
             self._find(self.watch.ledger.site(self.name, "linear.saved"), judged, "detected")
         return changed
 
-    def _find(self, site: Site, judged: Judged, outcome: Outcome) -> None:
+    def _find(self, site: Site, judged: ResidualTest, outcome: Outcome) -> None:
         rows, worst = int(judged.exceeded), float(judged.worst)
         self.watch.find(site, judged.flags.device, rows, worst, outcome)
 

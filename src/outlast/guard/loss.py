@@ -41,9 +41,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from outlast.guard.elements import name_of
-from outlast.guard.judged import judge
-from outlast.guard.probes import (
+from outlast.guard.autograd_hooks import (
     Seen,
     floor_of,
     powers_squared,
@@ -53,7 +51,8 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
-from outlast.guard.replaced import Replaced
+from outlast.guard.forward_patch import FunctionPatch
+from outlast.guard.residual import is_half, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 
 if TYPE_CHECKING:
@@ -62,11 +61,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.guard.judged import Judged
-    from outlast.guard.probes import Gradients
+    from outlast.guard.autograd_hooks import Gradients
+    from outlast.guard.residual import ResidualTest
     from outlast.guard.watch import Watch
 
-_REPLACED = Replaced(functional, "cross_entropy")
+_REPLACED = FunctionPatch(functional, "cross_entropy")
 _LANES = 8
 _BRANCHES = 16
 """Rows whose losses torch's nll_loss adds one after the other, on each level of a tree."""
@@ -163,7 +162,7 @@ class _Call:
         rows = timed(self._rows, logits.detach(), target)
         inputs = (logits, target)
         kept = (*inputs, rows.valid, rows.logsum, rows.size, rows.entropy, rows.drift)
-        loss = watched(self.compute, inputs, kept, self.timed_backward)
+        loss = watched(self.compute, inputs, kept, self.backward)
         self.watch.touch("loss.output", "loss", loss.data)
 
         def again() -> Tensor:
@@ -199,7 +198,7 @@ class _Call:
             logsum = total.log()
             entropy = logsum - torch.linalg.vecdot(powers, below)[:, None].double() / total
             size = largest.double().abs() + logsum
-            drift = torch.zeros_like(size) if _is_half(logits.dtype) else _drift(powers, total)
+            drift = torch.zeros_like(size) if is_half(logits.dtype) else _drift(powers, total)
             parts.append(torch.cat([picked, logsum, mean, size, entropy, drift], dim=1))
         picked, logsum, mean, size, entropy, drift = torch.cat(parts).unbind(dim=1)
         return _Rows(
@@ -213,9 +212,9 @@ class _Call:
         return torch.where(rows.valid, expected, 0.0)
 
     def _worst(self, rows: _Rows, dtype: torch.dtype) -> Tensor:
-        """How far rounding to the loss's type can move each row's loss, but for its sum S."""
+        """Bound of the rounding to the loss's type in each row's loss, but for its sum S."""
         smooth, unit = self.smoothing, unit_roundoff(name_of(dtype))
-        common, differences = (1.0, 0.0) if _is_half(dtype) else (2.0, 1.0)
+        common, differences = (1.0, 0.0) if is_half(dtype) else (2.0, 1.0)
         likely, even = rows.picked - rows.logsum, rows.mean - rows.logsum
         shares = (1.0 - smooth) * (likely.abs() + differences * rows.picked.abs())
         # The sum over classes is rounded as well.
@@ -223,11 +222,11 @@ class _Call:
         return torch.where(rows.valid, unit * (common * (1.0 + rows.logsum) + shares), 0.0)
 
     def _operations(self, loss: Tensor) -> Tensor:
-        """How far rounding can move a loss behind the sum over rows: mean, weights, their sum."""
+        """Bound of the rounding of a loss behind the sum over rows: mean, weights, their sum."""
         unit = unit_roundoff(name_of(loss.dtype))
         return unit * (7.0 if self.smoothing else 3.0) * loss.detach().double().abs()
 
-    def _judge_forward(self, rows: _Rows, loss: Tensor) -> Judged:
+    def _judge_forward(self, rows: _Rows, loss: Tensor) -> ResidualTest:
         smooth, expected = self.smoothing, self._expected(rows)
         single = unit_roundoff(rows.summed)
         serial = 2.0 + rows.classes / (16.0 * _LANES**2)
@@ -241,7 +240,7 @@ class _Call:
         if self.reduction == "none":
             powers = powers_squared(loss, torch.float64)
             worst = (worst + self._operations(loss)) / DEVIATIONS
-            return judge(found - expected, spread.square() + worst.square() + lost, powers)
+            return residual_test(found - expected, spread.square() + worst.square() + lost, powers)
         count = rows.valid.sum() if self.reduction == "mean" else 1
         powers = powers_squared(loss[None], torch.float64)
         # Rows that are alike round alike: their errors add up.
@@ -251,10 +250,10 @@ class _Call:
         added = min(len(expected) - 1, _BRANCHES) * levels
         stored = unit_roundoff(name_of(loss.dtype)) ** 2 / 3.0
         variance = spread.square() + (worst / DEVIATIONS).square() + stored * added * powers + lost
-        return judge(found[None] - (expected.sum() / count)[None], variance, powers)
+        return residual_test(found[None] - (expected.sum() / count)[None], variance, powers)
 
     def _beyond_rounding(self, logits: Tensor, target: Tensor, loss: Tensor) -> bool:
-        """Whether a loss is further from fp64 than rounding can ever bring it."""
+        """Return whether a loss is further from fp64 than rounding can ever bring it."""
         rows = self._rows(logits, target, torch.float64)
         expected, unit = self._expected(rows), unit_roundoff(name_of(loss.dtype))
         summed = unit_roundoff("float64" if loss.dtype == torch.float64 else "float32")
@@ -275,9 +274,6 @@ class _Call:
         within = (loss.double() - expected).abs() <= limit
         free = ~torch.isfinite(expected) | (largest > torch.finfo(loss.dtype).max)
         return not bool((within | free).all())
-
-    def timed_backward(self, seen: Seen) -> Gradients:
-        return self.watch.timed(self.backward, seen)
 
     def backward(self, seen: Seen) -> Gradients:
         """Check the rows of dlogits."""
@@ -308,7 +304,7 @@ class _Call:
         # Every class adds the same small part to a row's sum of gradients: roundings to one side.
         smoothed = (classes / (2.0 * _LANES)) ** 2 if self.smoothing else 0.0
         serial = 2.0 + classes / (16.0 * _LANES**2)
-        common, terms = (1.0, 1.0) if _is_half(seen.dy.dtype) else (2.0, 2.0)
+        common, terms = (1.0, 1.0) if is_half(seen.dy.dtype) else (2.0, 2.0)
         worst = unit * (common * (1.0 + logsum) + terms * entropy)
         worst = worst + drift
         spread = single**2 / 3.0 * (serial + smoothed + size.square())
@@ -320,7 +316,7 @@ class _Call:
     def _gradient_beyond_rounding(
         self, logits: Tensor, target: Tensor, weights: Tensor, gradient: Tensor
     ) -> bool:
-        """Whether any of dlogits is further from fp64 than rounding can ever bring it.
+        """Return whether any of dlogits is further from fp64 than rounding can ever bring it.
 
         Its sign is that of the loss's own gradient, which is positive or negative for all rows of a
         mean or a sum.
@@ -360,7 +356,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a check knows of rows, relative to each row's largest logit; all (rows,) in fp64.
+    """Sums of rows, relative to each row's largest logit; all (rows,) in fp64.
 
     Attributes:
         valid: Bool: whether the target is not the one to ignore.
@@ -385,8 +381,8 @@ class _Rows:
     classes: int
 
 
-def _judge_rows(spread: Tensor, worst: Tensor, given: Sequence[Tensor]) -> Judged:
-    """Whether rows of dlogits (rows, classes) sum to zero.
+def _judge_rows(spread: Tensor, worst: Tensor, given: Sequence[Tensor]) -> ResidualTest:
+    """Check that rows of dlogits (rows, classes) sum to zero.
 
     Args:
         spread: (rows,) variance of what rounds independently.
@@ -411,11 +407,11 @@ def _judge_rows(spread: Tensor, worst: Tensor, given: Sequence[Tensor]) -> Judge
     worst = worst + unit * torch.cat(sizes).double() + classes * spacing * worst.gt(0)
     variance = (worst / DEVIATIONS).square() + own * power + spread
     variance = variance + floor_of(1, gradient.dtype, dtype)
-    return judge(torch.cat(sums).double(), variance, power)
+    return residual_test(torch.cat(sums).double(), variance, power)
 
 
 def _drift(powers: Tensor, total: Tensor) -> Tensor:
-    """What a row's roundings to one side can add up to, relative to its sum; (rows, 1) in fp64.
+    """Bound of a row's roundings to one side, relative to its sum; (rows, 1) in fp64.
 
     Steps by equal exponentials round alike, and those of less than a rounding of a lane's sum are
     lost; nearly as much as one lane's share of them, where one lane holds most of the sum.
@@ -425,7 +421,3 @@ def _drift(powers: Tensor, total: Tensor) -> Tensor:
     lost = torch.where(powers < unit * total, powers, 0.0).sum(dim=1, keepdim=True) / total
     shares: Tensor = unit * equal.double() / (2.0 * _LANES) + 2.0 * lost.double() / _LANES
     return shares if classes > _LANES else torch.zeros_like(shares)
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)

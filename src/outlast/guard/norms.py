@@ -26,9 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.guard.elements import name_of
-from outlast.guard.judged import Judged, judge
-from outlast.guard.probes import (
+from outlast.guard.autograd_hooks import (
     Seen,
     floor_of,
     judge_only,
@@ -39,8 +37,14 @@ from outlast.guard.probes import (
     summing,
     watched,
 )
-from outlast.guard.rest import hash64
-from outlast.guard.standin import StandIn
+from outlast.guard.forward_patch import ForwardPatch
+from outlast.guard.replica_hashes import hash64
+from outlast.guard.residual import (
+    ResidualTest,
+    is_half,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -48,11 +52,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.guard.probes import Gradients
+    from outlast.guard.autograd_hooks import Gradients
     from outlast.guard.watch import Watch
 
 Kind = Literal["layer", "rms", "rms_like"]
-
 _COMMON = 4.0
 """Roundings that all elements of a row share: of its mean, of its variance, of r."""
 _TURNED = 12.0
@@ -62,7 +65,7 @@ _SERIAL = 128
 
 
 def norm_kind(module: nn.Module) -> Kind | None:
-    """How a module's forward is known: LayerNorm, RMSNorm, or a class that looks like RMSNorm.
+    """Kind of a module's forward: LayerNorm, RMSNorm, or a class that looks like RMSNorm.
 
     None for other modules and for norms over more than the last dimension.
     """
@@ -98,7 +101,7 @@ class _Row:
     t: Tensor
 
 
-class NormChecks(StandIn):
+class NormChecks(ForwardPatch):
     """Stands in for the ``forward`` of one normalisation layer.
 
     Args:
@@ -118,7 +121,7 @@ class NormChecks(StandIn):
         self._known = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NormChecks:
-        """As `StandIn`, for a copy that has no settings yet."""
+        """As `ForwardPatch`, for a copy that has no settings yet."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.module = memo.get(id(self.module), self.module)
@@ -136,13 +139,13 @@ class NormChecks(StandIn):
         weight, bias = self._parameters()
         inputs = (x, weight, bias)
         # Whose forward is written in torch operations may use x more than once.
-        separate = self._kind != "layer" and not _is_half(x)
+        separate = self._kind != "layer" and not is_half(x.dtype)
         used: list[Tensor] = []
         y = watched(
             self._compute,
             inputs,
             inputs,
-            partial(self._timed_backward, used),
+            partial(self._backward, used),
             separate=separate,
         )
         self.watch.touch("norm.output", self.name, y.data)
@@ -244,7 +247,7 @@ class NormChecks(StandIn):
 
     def _inner(self, x: Tensor) -> float:
         """Unit roundoff of 16-bit numbers on the way, in classes that round x_hat to x's type."""
-        rounds = _is_half(x) and self._kind == "rms_like" and self._shift == 0.0
+        rounds = is_half(x.dtype) and self._kind == "rms_like" and self._shift == 0.0
         return unit_roundoff(name_of(x.dtype)) if rounds else 0.0
 
     def _kept_statistics(self, x: Tensor) -> float:
@@ -256,9 +259,9 @@ class NormChecks(StandIn):
         return unit_roundoff(_accumulated(x))
 
     def _halves_on_cpu(self, x: Tensor) -> bool:
-        return self._kind == "layer" and _is_half(x) and x.device.type == "cpu"
+        return self._kind == "layer" and is_half(x.dtype) and x.device.type == "cpu"
 
-    def _judge_forward(self, x: Tensor, y: Tensor) -> Judged:
+    def _judge_forward(self, x: Tensor, y: Tensor) -> ResidualTest:
         features = x.shape[1]
         dtype = summing(x, y)
         row = self._statistics(x, dtype)
@@ -284,10 +287,7 @@ class NormChecks(StandIn):
             + own * 4.0 * (powers + squares + row.t.square() * gains)
             + floor_of(features, y.dtype, dtype)
         )
-        return judge(difference, variance, powers)
-
-    def _timed_backward(self, used: list[Tensor], seen: Seen) -> Gradients:
-        return self.watch.timed(self._backward, used, seen)
+        return residual_test(difference, variance, powers)
 
     def _backward(self, used: list[Tensor], seen: Seen) -> Gradients:
         """Check what goes back, through the layer whose output has had the hash in `used`."""
@@ -342,7 +342,7 @@ class NormChecks(StandIn):
         sums: tuple[Tensor, Tensor],
         has_weight: bool,
         given: Sequence[Tensor],
-    ) -> Judged:
+    ) -> ResidualTest:
         dy, products = sums
         inner = self._inner(x)
         half = name_of(x.dtype) if inner else ""
@@ -375,7 +375,7 @@ class NormChecks(StandIn):
             differences.append(gradient.to(terms.dtype) - expected)
             variances.append(variance)
             scales.append(powers)
-        return judge(torch.cat(differences), torch.cat(variances), torch.cat(scales))
+        return residual_test(torch.cat(differences), torch.cat(variances), torch.cat(scales))
 
 
 class _DxCheck:
@@ -421,14 +421,14 @@ class _DxCheck:
             + floor_of(features, x.dtype, dtype)
         ) * row.r.square()
 
-    def judge(self, dx: Tensor) -> Judged:
+    def judge(self, dx: Tensor) -> ResidualTest:
         """Of dx (rows, D)."""
         dtype = self._u.dtype
         powers = powers_squared(dx, dtype).sum(dim=1)
         stored = unit_roundoff(name_of(dx.dtype))
         floor = floor_of(dx.shape[1], dx.dtype, dtype)
         difference = dx.to(dtype) @ self._u - self._expected
-        return judge(difference, self._fixed + stored**2 / 3.0 * powers + floor, powers)
+        return residual_test(difference, self._fixed + stored**2 / 3.0 * powers + floor, powers)
 
 
 def _partial_sums(terms: Tensor) -> Tensor:
@@ -444,10 +444,6 @@ def _partial_sums(terms: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1])
-
-
-def _is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _accumulated(x: Tensor) -> str:

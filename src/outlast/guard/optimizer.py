@@ -1,4 +1,4 @@
-"""What an optimizer's numbers can never be, whatever the gradients were.
+"""Bounds that an optimizer's state and updates never exceed, whatever the gradients were.
 
 *Moments* of Adam and AdamW (Kingma and Ba 2015, algorithm 1), with weights w_i = (1-b1) b1^(t-i)
 and u_i = (1-b2) b2^(t-i)::
@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from outlast.guard.elements import name_of
-from outlast.guard.judged import Judged
+from outlast.guard.residual import ResidualTest, name_of
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Kind = Literal["adam", "muon", "sgd", "other"]
-
 Number = Any
 """A float, or a 0-dim tensor where the device that holds it is not waited for."""
 
@@ -53,7 +51,7 @@ _VANISHING = 3
 
 
 def kind_of(optimizer: Optimizer) -> Kind:
-    """Which bounds hold for an optimizer; ``other`` where none is known."""
+    """Name of the bounds that hold for an optimizer; ``other`` where none is known."""
     kinds: dict[type, Kind] = {
         torch.optim.Adam: "adam",
         torch.optim.AdamW: "adam",
@@ -82,7 +80,7 @@ def idle_optimizer(kind: Kind, parameter: Tensor) -> Optimizer:
 
 @dataclass(frozen=True)
 class Decay:
-    """How far first moments may be from second ones: R_t^2 = c (1 - r^t) / (1 - r), rounded.
+    """Bound of first moments by second ones: R_t^2 = c (1 - r^t) / (1 - r), rounded.
 
     Attributes:
         ratio: r, one step's growth of R^2.
@@ -204,7 +202,7 @@ def orthogonal_reach(
 
 
 def muon_factor(adjustment: str | None, shape: torch.Size) -> float:
-    """What `torch.optim.Muon` multiplies its learning rate with for a matrix of this shape."""
+    """Factor of the learning rate in `torch.optim.Muon` for a matrix of this shape."""
     rows, columns = shape[:2]
     if adjustment is None or adjustment == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -215,14 +213,14 @@ def muon_factor(adjustment: str | None, shape: torch.Size) -> float:
 
 @dataclass(frozen=True)
 class Examined:
-    """What a check of some numbers says.
+    """Result of a check of some numbers.
 
     Attributes:
         judged: Its worst difference is in multiples of the bound.
         not_finite: How many numbers are not finite in a way that gradients can bring about.
     """
 
-    judged: Judged
+    judged: ResidualTest
     not_finite: int | Tensor
 
 
@@ -300,7 +298,7 @@ def check_update(
     return Examined(_judged(flags, ratio), natural.sum())
 
 
-def check_norm(new: Tensor, old: Tensor, keep: float, limit: float) -> Judged:
+def check_norm(new: Tensor, old: Tensor, keep: float, limit: float) -> ResidualTest:
     """||p_new - keep p_old|| <= limit and the rounding of p, as one row; for finite numbers."""
     unit = unit_roundoff(name_of(new.dtype))
     after, before = new.double(), old.double()
@@ -313,7 +311,7 @@ def check_norm(new: Tensor, old: Tensor, keep: float, limit: float) -> Judged:
 
 def check_range(
     largest: Tensor, before: Tensor, steps: int, growth: float, distance: float
-) -> Judged:
+) -> ResidualTest:
     """Largest parameters have grown by no more than decay, updates and roundings can have done.
 
     Args:
@@ -353,7 +351,7 @@ def check_finite(numbers: Tensor, before: Tensor, gradient: Tensor | None) -> Ex
     return Examined(_judged(flags, torch.where(flags, torch.inf, 0.0)), (wrong & ~known).sum())
 
 
-def check_count(before: Number, after: Number, device: torch.device) -> Judged:
+def check_count(before: Number, after: Number, device: torch.device) -> ResidualTest:
     """A step count goes up by one, or stays where the step was left out."""
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         flags = ((after != before + 1) & (after != before)).reshape(1)
@@ -369,11 +367,13 @@ def matrix_rank_limit(shape: torch.Size, start: int, numbers: int) -> int:
     return min(rows, columns, numbers)
 
 
-def _passed(numbers: Tensor, worst: float) -> Judged:
-    return Judged(torch.zeros(1, dtype=torch.bool).expand(numbers.numel()), 0, worst, 0.0, 0.0)
+def _passed(numbers: Tensor, worst: float) -> ResidualTest:
+    return ResidualTest(
+        torch.zeros(1, dtype=torch.bool).expand(numbers.numel()), 0, worst, 0.0, 0.0
+    )
 
 
-def _judged(flags: Tensor, ratio: Tensor) -> Judged:
+def _judged(flags: Tensor, ratio: Tensor) -> ResidualTest:
     zero = torch.zeros((), device=flags.device)
     worst = ratio.nan_to_num(torch.inf).amax()
-    return Judged(flags, flags.sum(), worst, zero, zero)
+    return ResidualTest(flags, flags.sum(), worst, zero, zero)

@@ -1,9 +1,10 @@
-"""What a guard checks: levels, and exceptions by module name."""
+"""Levels of the guard, exceptions by module name, and the checks that each level makes."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +22,7 @@ full: attention, normalisation and loss as well, and the whole optimizer every s
 
 @dataclass(frozen=True)
 class Policy:
-    """What to check, and what to do with findings.
+    """Choice of checks, and of the action on findings.
 
     Attributes:
         level: Of all modules.
@@ -63,7 +64,7 @@ class Policy:
         return found
 
     def reaches(self, level: Level, module: str | None = None) -> bool:
-        """Whether checks of `level` are made (in the module of this name)."""
+        """Return whether checks of `level` are made (in the module of this name)."""
         own = self.level if module is None else self.level_of(module)
         return LEVELS.index(own) >= LEVELS.index(level)
 
@@ -71,3 +72,340 @@ class Policy:
 def policy_of(given: Policy | Level) -> Policy:
     """A policy from itself or from the name of a level."""
     return given if isinstance(given, Policy) else Policy(level=given)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of check.
+
+    Attributes:
+        level: The lowest policy level that makes it.
+        check: The identity that must hold.
+        sees: Which wrong numbers it finds.
+        blind: Which it cannot find.
+        corrects: Whether what it finds is computed again and put right.
+    """
+
+    level: Level
+    check: str
+    sees: str
+    blind: str
+    corrects: bool
+
+
+OPERATIONS: dict[str, Operation] = {
+    "linear.forward": Operation(
+        "linear",
+        "Y v = X (v W) + b v for random signs v, per row",
+        "any wrong number in Y above the detection point",
+        "errors of one row whose signed sum vanishes (half of the steps' draws show them); "
+        "an X that was wrong before; the same wrong numbers twice, if the worst case of rounding "
+        "could give them; the addition of a bias where X has 3 or more dimensions and gaps",
+        corrects=True,
+    ),
+    "linear.dx": Operation(
+        "linear",
+        "dX u = dY (W u) for random signs u, per row",
+        "any wrong number in dX above the detection point",
+        "as above; a dY that was wrong before",
+        corrects=True,
+    ),
+    "linear.dw": Operation(
+        "linear",
+        "dW u + db = dY^T (X u + 1), per output feature, X u from the forward pass",
+        "any wrong number in dW or db above the detection point; a saved X that has changed",
+        "as above; what happens to dW after it was computed; db of a layer whose weight is frozen",
+        corrects=True,
+    ),
+    "linear.saved": Operation(
+        "linear",
+        "X u of the saved X equals X u of the forward pass, where a dW has failed its check",
+        "an X that changed in memory between forward and backward",
+        "a change below the detection point of dW",
+        corrects=False,
+    ),
+    "linear.recompute": Operation(
+        "linear",
+        "X u of the forward pass equals X u of its recomputation (activation checkpointing), bit "
+        "for bit on the CPU and with deterministic algorithms, else up to rounding",
+        "whatever made the two forward passes of a block differ before any of its linear layers",
+        "differences behind the block's last linear layer; compiled blocks, whose recomputation is "
+        "the compiler's",
+        corrects=False,
+    ),
+    "embedding.forward": Operation(
+        "linear",
+        "every output row has the bits of its row of the table, gathered a second time",
+        "any wrong bit of the output",
+        "a table that was wrong before; wrong ids",
+        corrects=True,
+    ),
+    "embedding.dw": Operation(
+        "linear",
+        "dW u = sum of dY u over a row's tokens, for random signs u, per token; other rows are 0",
+        "any wrong number in dW above the detection point; any number in a row without tokens",
+        "errors of one row whose signed sum vanishes; a dY that was wrong before; on the CPU in 16 "
+        "bits, most of rows that hundreds of tokens use",
+        corrects=True,
+    ),
+    "norm.forward": Operation(
+        "full",
+        "Y v = r (X - mean) (v g) + b v for random signs v, mean and r found again, per row",
+        "any wrong number in Y above the detection point, a wrong mean or variance",
+        "errors of one row whose signed sum vanishes; an X that was wrong before",
+        corrects=True,
+    ),
+    "norm.dx": Operation(
+        "full",
+        "dX u = r (dY (g u) - m1 sum u - m2 x_hat u) for random signs u, per row",
+        "any wrong number in dX above the detection point, a wrong saved mean or r",
+        "as above; a dY that was wrong before; corrects no RMSNorm of fp32 data, since its parts "
+        "of dX have gone on already (detected)",
+        corrects=True,
+    ),
+    "norm.dw": Operation(
+        "full",
+        "dg = sum dY x_hat and db = sum dY, summed again, per feature",
+        "any wrong number in dg or db above the detection point",
+        "as for norm.dx; what happens to dg and db after they were computed",
+        corrects=True,
+    ),
+    "attention.forward": Operation(
+        "full",
+        "every O lies between the smallest and largest V of its channel",
+        "an O out of that range or not finite: high exponent bits",
+        "all errors within the range, and wrong scores: attention.dv sees those later; dropout",
+        corrects=True,
+    ),
+    "attention.output": Operation(
+        "full",
+        "a 64-bit hash of O as it is handed on, and again going back",
+        "any bit of O that changed after it was handed on",
+        "an O that was wrong when it was handed on; without deterministic kernels, one that "
+        "activation checkpointing has computed again",
+        corrects=False,
+    ),
+    "attention.dv": Operation(
+        "full",
+        "sum dV = sum dO (without dropout) and sum V dV = sum dO O, per channel of each head",
+        "above the detection point a wrong dV, a log-sum-exp that changed, and an O that was wrong "
+        "when it was used (detected)",
+        "scores that are wrong in both passes alike; errors whose sums vanish (there are no random "
+        "signs here); an O that was used and wrong by less",
+        corrects=True,
+    ),
+    "attention.dk": Operation(
+        "full",
+        "sum dK = 0 and sum Q dQ = sum K dK, per channel of each head",
+        "a wrong dQ or dK, a wrong D = sum dO O, above the detection point",
+        "a dS that is wrong and still sums to zero; as above; a dQ where Q is near 0, or whose "
+        "keys are frozen; a gradient of the mask",
+        corrects=True,
+    ),
+    "loss.forward": Operation(
+        "full",
+        "loss = log-sum-exp - logit of the target, found again, per row or summed up",
+        "a wrong loss above the detection point",
+        "class weights, probabilities as targets, logits of more than two dimensions",
+        corrects=True,
+    ),
+    "loss.dlogits": Operation(
+        "full",
+        "each row of dlogits sums to zero",
+        "any wrong number in dlogits above the detection point",
+        "errors of one row whose sum vanishes; a row of the right shape with a wrong factor; "
+        "what loss.forward does not cover",
+        corrects=True,
+    ),
+    "weight": Operation(
+        "linear",
+        "the weight summed along both sides equals its sums from the step's first use",
+        "a weight that changed in memory during the step",
+        "a weight that was wrong before the step's first use",
+        corrects=False,
+    ),
+    "optimizer.moments": Operation(
+        "light",
+        "m^2 <= R^2 v (Cauchy and Schwarz) and v >= 0 (Adam, AdamW); step counts go up by one",
+        "a first moment that is too large for its second one, a negative v, one of both not finite",
+        "a second moment that became larger; one that became smaller after a few steps, since "
+        "gradients fill it again; other optimizers; at level light, what has spread as infinities "
+        "before its slice's turn, which is reported as not finite",
+        corrects=False,
+    ),
+    "optimizer.update": Operation(
+        "light",
+        "|p_new - (1 - lr wd) p_old| <= lr reach per coordinate (Adam, AdamW), or in norm (Muon)",
+        "a step that moved a parameter further than any gradients could",
+        "wrong updates that are not longer than that; other optimizers; learning rates on a device",
+        corrects=False,
+    ),
+    "optimizer.finite": Operation(
+        "light",
+        "momentum is finite where gradient and parameter are (SGD, Muon); all numbers are finite",
+        "a momentum spoilt by no gradient; a training that has diverged, which is no fault",
+        "finite errors; for unknown optimizers, whether a fault or the data did it",
+        corrects=False,
+    ),
+    "weight.range": Operation(
+        "light",
+        "no parameter of a slice is larger than its largest was, and as far as it can have moved",
+        "a parameter that has grown at rest, within the scrubber's period (Adam, AdamW, Muon)",
+        "changes within the range; betas that change, or with b1^2 >= b2; programs that write",
+        corrects=False,
+    ),
+    "rest": Operation(
+        "light",
+        "a 64-bit hash of parameters and optimizer state after a step, and before the next one",
+        "any bit that changed between steps in the slice that is watched (at level full: anywhere)",
+        "bits that changed where the scrubber was not: a lasting one is left to the other checks",
+        corrects=True,
+    ),
+    "replicas": Operation(
+        "light",
+        "the same hashes on all replicas (DDP)",
+        "any difference between replicas, within the scrubber's period",
+        "what is wrong on all of them; which of two is right, unless another check tells",
+        corrects=True,
+    ),
+    "all_reduce": Operation(
+        "linear",
+        "s y = sum_r s b_r per bucket of DDP, or per module of HSDP's replicas, for random signs s",
+        "a part that changed on its way, and a result that is wrong on any rank: all ranks know it",
+        "a bucket that changed before it was summed, or after, as it was copied to the gradients; "
+        "errors whose signed sum vanishes (at least a quarter of the steps' draws show them); "
+        "sparse gradients; results that are not finite in a step whose gradients are not",
+        corrects=False,
+    ),
+    "reduce_scatter": Operation(
+        "linear",
+        "the same per FSDP2 module and destination, added up over a step's microbatches",
+        "as above",
+        "as above",
+        corrects=False,
+    ),
+    "all_gather": Operation(
+        "linear",
+        "64-bit hashes of each shard, sent and received, chained over a step's all-gathers",
+        "any bit that changed on its way, on any rank",
+        "a shard that was wrong before it was sent; what happens as it is copied to the parameters",
+        corrects=False,
+    ),
+}
+"""All checks, by the name of what they check; printed as the table of the documentation."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The checks of one module, or the reason why it has none.
+
+    Attributes:
+        module: Its name in the model.
+        kind: Its class.
+        operations: The checks that were made in its optimizer's last step, or since; before the
+            first step those that are expected. Empty for a module without any.
+        why_not: In a few words, where `operations` is empty.
+    """
+
+    module: str
+    kind: str
+    operations: tuple[str, ...]
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """Everything that no executed check has watched in the last step of each optimizer.
+
+    Checks of optimizer state and of weights at rest are no part of it: they do not see what a
+    module computes.
+
+    Attributes:
+        modules: Modules with parameters in which no check was made, and why.
+        parameters: Parameters with a gradient that was made, in whole or in part, by an operation
+            without a check, and why.
+        operations: Matrix products and the like without a check, of the last step whose graph was
+            looked at, and how often each was called.
+        count: Number of parameters with a gradient.
+        elements: Their elements.
+        unwatched: Elements of `parameters`.
+        flops: Share of the operations without a check in the FLOPs of the forward passes' matrix
+            products that gradients go through; None where it is not known, as in compiled graphs.
+    """
+
+    modules: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+    elements: int = 0
+    unwatched: int = 0
+    flops: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.parameters or self.operations)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.parameters:
+            share = self.unwatched / max(self.elements, 1)
+            parts.append(
+                f"{len(self.parameters)} of {self.count} parameters ({share:.3g} of the trained "
+                f"elements) got a gradient that no check watched: {summarized(self.parameters)}"
+            )
+        # The others are in the names of their parameters.
+        holders = {name.rpartition(".")[0] for name in self.parameters}
+        idle = {name: why for name, why in self.modules.items() if name not in holders}
+        if idle:
+            parts.append(f"no check ran in {summarized(idle)}")
+        if self.operations:
+            calls = {name: f"{count}x" for name, count in sorted(self.operations.items())}
+            parts.append(f"operations without a check: {summarized(calls)}")
+        if self.flops:
+            parts.append(f"{self.flops:.3g} of the matrix products' FLOPs had no check")
+        return "; ".join(parts)
+
+
+def summarized(named: dict[str, str]) -> str:
+    """The first of them in one line; see `collapsed`."""
+    texts = [f"{name} ({said})" for name, said in collapsed(named).items()]
+    more = f" and {len(texts) - 6} more" if len(texts) > 6 else ""
+    return ", ".join(texts[:6]) + more
+
+
+def collapsed(named: dict[str, str]) -> dict[str, str]:
+    """Names with what is said of each; those that differ in numbers alone are one, and counted."""
+    alike: dict[str, list[str]] = {}
+    for name in named:
+        alike.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), []).append(name)
+    found = {}
+    for pattern, names in alike.items():
+        said = " or ".join(dict.fromkeys(named[name] for name in names))
+        if len(names) > 1:
+            found[pattern] = f"{len(names)} of them, {said}"
+        else:
+            found[names[0] or "the model itself"] = said
+    return found
+
+
+def table() -> str:
+    """`OPERATIONS` as the Markdown table of the documentation."""
+    heads = ("check", "level", "identity", "sees", "cannot see", "puts right")
+    rows = [
+        (
+            f"`{name}`",
+            operation.level,
+            operation.check,
+            operation.sees,
+            operation.blind,
+            "yes" if operation.corrects else "no",
+        )
+        for name, operation in OPERATIONS.items()
+    ]
+    # A bar inside a cell would end it.
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [heads, ("---",) * len(heads), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -10,33 +10,63 @@ With random signs u over inputs and v over outputs, and W encoded once per step 
 (Huang and Abraham 1984, with random signs after Freivalds.) ``X u`` is summed in the forward pass,
 so the last one also sees a saved activation that changed since. Every matrix is read once.
 
-Two implementations with the same methods: `NativeProduct` in compiled code for the CPU, and
-`TorchProduct` in torch operations for everything else, which never waits for the device.
+Two implementations with the same methods: `NativeProduct` for the CPU, in the passes of ``sweep.c``
+that the system's C compiler compiles once per machine, and `TorchProduct` in torch operations for
+everything else, which read every matrix several times and never wait for the device;
+`outlast.guard.dispatch` chooses.
+
+CUDA's units and libraries add to the bounds of `outlast.guard.threshold`:
+
+*Truncation.* Tensor cores cut off where other units round to nearest, so errors lean towards zero
+and add up (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ
+Computer Science 2021). An error of a share b of every y_j makes the checked sum wrong by ``b sum_j
+v_j y_j``; over the random signs v that has the variance ``b^2 sum_j y_j^2``, at most 4 b^2 powers.
+
+- Every instruction adds some products to the partial sum S_t and cuts it off, on average by u_acc
+  |S_t| with u_acc = 2^-24. For S_t growing evenly to y this makes a share of u_acc / 2 for each
+  instruction: small beside the rounding of a 16-bit output, but not beside an accumulator's.
+- The 32-bit operands of TF32 lose the bits behind the 11th (PTX ISA, wgmma: "will truncate lower 13
+  bits of the 32-bit input data"): each operand at most 2^-10 of itself, half of that on average.
+  Libraries may round before; that is not documented.
+
+*Splitting.* Where the tiles of an output are too few for a device, cuBLAS splits sums over tiles,
+and may keep the parts in the stored type (``allow_bf16_reduced_precision_reduction``; the same for
+fp16). A part p_s has the variance u^2 4^e / 3 of its rounding, and sum_s p_s^2 is at most the
+walk's sum_t p_t^2 plus the drift's y^2 / 2. That a device with `_WAVES` tiles of 128 x 128 for each
+multiprocessor gets no split is an assumption about cuBLAS, which the tests on devices check.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outlast.guard.elements import name_of, rows_contiguous
-from outlast.guard.judged import Judged, judge
-from outlast.guard.native import Backward, Encode, Forward, Library, Verdict, library
-from outlast.guard.threshold import Bound, Rounding, product_bound
+from outlast.guard.residual import (
+    ResidualTest,
+    name_of,
+    residual_test,
+    rows_contiguous,
+)
+from outlast.guard.threshold import Bound, Rounding, product_bound, unit_roundoff
+from outlast.hardware.native import load
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outlast.guard.signs import Signs
+    from outlast.guard.watch import RandomSigns
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NATIVE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Below so many elements a second thread costs more than it saves.
 _ELEMENTS_PER_THREAD = 1 << 18
 _PADDING = 32
+_TERMS_PER_INSTRUCTION = 8
+"""The fewest: 8 for TF32, 16 for 16-bit types."""
+_WAVES = 4
 
 
 @dataclass(frozen=True)
@@ -66,14 +96,14 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Projections:
-    """What the forward pass keeps for the check of dW: X u + beta, and |X_i|^2; both (rows,)."""
+    """Sums of the forward pass for the check of dW: X u + beta, and |X_i|^2; both (rows,)."""
 
     dots: Tensor
     squares: Tensor
 
     @property
     def masses(self) -> Tensor:
-        """What weights dY^2 in the bound of dW.
+        """Weights of dY^2 in the bound of dW.
 
         Signs cancel the errors of unlike terms only: like ones are rounded as their sum is.
         """
@@ -82,7 +112,7 @@ class Projections:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward pass gives: dx (rows, inputs), dw (outputs, inputs), db (outputs,)."""
+    """Results of a backward pass: dx (rows, inputs), dw (outputs, inputs), db (outputs,)."""
 
     dx: Tensor | None
     dw: Tensor | None
@@ -92,10 +122,10 @@ class Gradients:
 class Product(Protocol):
     """The three checks of one product."""
 
-    def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
+    def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """Sum the weight (outputs, inputs) along both sides."""
 
-    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, Judged]:
+    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, ResidualTest]:
         """Check y (rows, outputs), the product of x (rows, inputs)."""
 
     def backward(
@@ -104,29 +134,12 @@ class Product(Protocol):
         gradients: Gradients,
         encoding: Encoding,
         projections: Projections,
-    ) -> tuple[Judged | None, Judged | None]:
+    ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """Check the gradients that follow from dy (rows, outputs): dx, and dw with db."""
 
 
-@functools.cache
-def _on_cpu(dtype: torch.dtype) -> Product:
-    compiled = library() if dtype in _TYPES else None
-    if compiled is None or not compiled.knows(_TYPES[dtype]):
-        return TorchProduct()
-    return NativeProduct(compiled)
-
-
-def product_for(x: Tensor) -> Product:
-    """The fastest implementation for tensors like `x`."""
-    if x.device.type == "cpu":
-        return _on_cpu(x.dtype)
-    from outlast.guard.kernels import product_on
-
-    return product_on(x)
-
-
 def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
-    """How products of tensors like `x` are rounded on their device, checked by sums in `summed`."""
+    """Rounding of products of tensors like `x` on their device, checked by sums in `summed`."""
     name = name_of(x.dtype)
     tf32 = (
         x.dtype == torch.float32
@@ -141,12 +154,157 @@ def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
     )
 
 
-def _signs(weight: Tensor, signs: Signs) -> tuple[Tensor, Tensor]:
+def _signs(weight: Tensor, signs: RandomSigns) -> tuple[Tensor, Tensor]:
     outputs, inputs = weight.shape
     return (
         signs.take("input", inputs, weight.device),
         signs.take("output", outputs, weight.device),
     )
+
+
+def bound_on(x: Tensor, shape: tuple[int, int, int]) -> Bound:
+    """The bound of a library's product of tensors like `x` on their device.
+
+    Args:
+        x: An operand.
+        shape: Rows and outputs of the product, and terms of its sums.
+    """
+    rows, outputs, terms = shape
+    rounding = rounding_of(x)
+    if (
+        x.is_cuda
+        and x.dtype == torch.float16
+        and torch.backends.cuda.matmul.allow_fp16_accumulation
+    ):
+        rounding = replace(rounding, accumulated="float16")
+    bound = product_bound(rounding, terms, outputs)
+    if x.device.type == "cuda" and (x.element_size() < 4 or rounding.read):
+        cut_off = truncation(terms, rounding.read, rounding.accumulated)
+        bound = replace(bound, by_power=bound.by_power + cut_off)
+    if x.device.type == "cuda" and _may_split(x.dtype):
+        tiles = -(-rows // 128) * -(-outputs // 128)
+        if tiles < _WAVES * _multiprocessors(x.device):
+            return split(bound, name_of(x.dtype))
+    return bound
+
+
+def truncation(terms: int, read: str = "", accumulated: str = "float32") -> float:
+    """Variance by truncation in tensor cores, as a share of a row's ``powers``.
+
+    Args:
+        terms: Of each sum.
+        read: ``tf32`` where 32-bit operands are cut off, or empty.
+        accumulated: Type of the partial sums.
+    """
+    share = unit_roundoff(accumulated) * terms / _TERMS_PER_INSTRUCTION / 2.0
+    if read:
+        share += 2.0 * unit_roundoff(read)
+    return 4.0 * share**2
+
+
+def split(bound: Bound, stored: str) -> Bound:
+    """`bound` for sums whose parts are rounded to the type `stored`, too."""
+    rounding = unit_roundoff(stored) ** 2 / 3.0
+    return replace(
+        bound, by_power=bound.by_power + 2.0 * rounding, by_square=bound.by_square + rounding
+    )
+
+
+def _may_split(dtype: torch.dtype) -> bool:
+    matmul = torch.backends.cuda.matmul
+    if dtype == torch.bfloat16:
+        return bool(matmul.allow_bf16_reduced_precision_reduction)
+    if dtype == torch.float16:
+        return bool(matmul.allow_fp16_reduced_precision_reduction)
+    return False
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_FILES = ("sweep.c", "rows.h")
+# Sums in any order, but NaN and infinity as they are.
+_SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-Wno-psabi")
+_FLAGS = (
+    *_SUMS,
+    *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"),
+)
+
+
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
+_POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class NativeVerdict(ctypes.Structure):
+    """``verdict`` of `sweep.c`."""
+
+    _fields_ = _fields(
+        (_REAL, "by_power by_square by_value constant limit worst total widest"),
+        (_INTEGER, "exceeded"),
+    )
+
+
+class NativeForward(ctypes.Structure):
+    """``forward`` of `sweep.c`."""
+
+    _fields_ = _fields(
+        (_POINTER, "x y"),
+        (_INTEGER, "type rows inputs outputs x_stride y_stride threads"),
+        (_POINTER, "encoded input_signs output_signs"),
+        (_REAL, "beta offset"),
+        (_POINTER, "projections squares flags"),
+        (NativeVerdict, "verdict"),
+    )
+
+
+class NativeBackward(ctypes.Structure):
+    """``backward`` of `sweep.c`."""
+
+    _fields_ = _fields(
+        (_POINTER, "dy dx dw db"),
+        (_INTEGER, "type rows inputs outputs dy_stride dx_stride dw_stride threads"),
+        (_POINTER, "encoded input_signs projections squares"),
+        (_REAL, "beta"),
+        (_POINTER, "dx_flags dw_flags"),
+        (NativeVerdict, "dx_verdict dw_verdict"),
+    )
+
+
+class NativeEncode(ctypes.Structure):
+    """``encoding`` of `sweep.c`."""
+
+    _fields_ = _fields(
+        (_POINTER, "weight bias"),
+        (_INTEGER, "type outputs inputs stride threads"),
+        (_POINTER, "input_signs output_signs right left"),
+        (_REAL, "rows_largest columns_largest offset"),
+    )
+
+
+class Library:
+    """The loaded functions; each returns 0, 1 for an unknown type or 2 without memory."""
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.forward = loaded.outlast_forward
+        self.forward.argtypes = (ctypes.POINTER(NativeForward),)
+        self.backward = loaded.outlast_backward
+        self.backward.argtypes = (ctypes.POINTER(NativeBackward),)
+        self.knows = loaded.outlast_knows
+        self.knows.argtypes = (_INTEGER,)
+        self.encode = loaded.outlast_encode
+        self.encode.argtypes = (ctypes.POINTER(NativeEncode),)
+
+
+@functools.cache
+def library() -> Library | None:
+    """The compiled passes, or None where they cannot be had."""
+    loaded, _ = load(resources.files("outlast.guard") / "native", _FILES, _FLAGS, _SUMS)
+    return Library(loaded) if loaded is not None else None
 
 
 class NativeProduct:
@@ -156,7 +314,7 @@ class NativeProduct:
         self._compiled = compiled
         self._bounds: dict[tuple[torch.dtype, int, int, bool], Bound] = {}
 
-    def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
+    def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """See `Product`."""
         weight = rows_contiguous(weight)
         outputs, inputs = weight.shape
@@ -166,10 +324,10 @@ class NativeProduct:
         # Read in whole vectors, so with room behind the last number.
         both = torch.zeros(outputs + inputs + 2 * _PADDING)
         right, left = both[: outputs + _PADDING], both[outputs + _PADDING :]
-        call = Encode(
+        call = NativeEncode(
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
-            _TYPES[weight.dtype],
+            NATIVE_TYPES[weight.dtype],
             outputs,
             inputs,
             weight.stride(0),
@@ -185,16 +343,16 @@ class NativeProduct:
             u, v, right, left, call.rows_largest, call.columns_largest, beta, call.offset
         )
 
-    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, Judged]:
+    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, ResidualTest]:
         """See `Product`."""
         x, y = rows_contiguous(x), rows_contiguous(y)
         (rows, inputs), outputs = x.shape, y.shape[1]
         projections, squares = torch.empty((2, rows), dtype=torch.float64)
         flags = torch.empty(rows, dtype=torch.bool)
-        call = Forward(
+        call = NativeForward(
             x.data_ptr(),
             y.data_ptr(),
-            _TYPES[x.dtype],
+            NATIVE_TYPES[x.dtype],
             rows,
             inputs,
             outputs,
@@ -220,7 +378,7 @@ class NativeProduct:
         gradients: Gradients,
         encoding: Encoding,
         projections: Projections,
-    ) -> tuple[Judged | None, Judged | None]:
+    ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
         dy = rows_contiguous(dy)
@@ -228,9 +386,9 @@ class NativeProduct:
         inputs = len(encoding.input_signs)
         dx_flags = torch.empty(rows, dtype=torch.bool)
         dw_flags = torch.empty(outputs, dtype=torch.bool)
-        call = Backward(
+        call = NativeBackward(
             dy=dy.data_ptr(),
-            type=_TYPES[dy.dtype],
+            type=NATIVE_TYPES[dy.dtype],
             rows=rows,
             inputs=inputs,
             outputs=outputs,
@@ -262,13 +420,13 @@ class NativeProduct:
 
     def _limits(
         self, x: Tensor, terms: int, outputs: int, largest: float | Tensor, *, alike: bool = False
-    ) -> Verdict:
+    ) -> NativeVerdict:
         key = (x.dtype, terms, outputs, alike)
         bound = self._bounds.get(key)
         if bound is None:
             bound = product_bound(rounding_of(x), terms, outputs, alike=alike)
             self._bounds[key] = bound
-        return Verdict(
+        return NativeVerdict(
             bound.by_power,
             bound.by_square * float(largest),
             bound.by_value,
@@ -285,14 +443,14 @@ def _threads(matrix: Tensor) -> int:
     return min(torch.get_num_threads(), max(matrix.numel() // _ELEMENTS_PER_THREAD, 1))
 
 
-def _judged(verdict: Verdict, flags: Tensor) -> Judged:
-    return Judged(flags, verdict.exceeded, verdict.worst, verdict.total, verdict.widest)
+def _judged(verdict: NativeVerdict, flags: Tensor) -> ResidualTest:
+    return ResidualTest(flags, verdict.exceeded, verdict.worst, verdict.total, verdict.widest)
 
 
 class TorchProduct:
     """The checks in torch operations, on any device and for any floating-point type."""
 
-    def encode(self, weight: Tensor, bias: Tensor | None, signs: Signs) -> Encoding:
+    def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """See `Product`."""
         u, v = (sign.to(_summed(weight)) for sign in _signs(weight, signs))
         wide = weight.to(u.dtype)
@@ -308,7 +466,7 @@ class TorchProduct:
             offset=0.0 if bias is None else bias.to(v.dtype) @ v,
         )
 
-    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, Judged]:
+    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, ResidualTest]:
         """See `Product`."""
         wide = x.to(encoding.left.dtype)
         squares = wide.square().sum(dim=1)
@@ -316,7 +474,7 @@ class TorchProduct:
         expected = wide @ encoding.left + encoding.offset
         found, powers = _output(y, encoding.output_signs)
         by_row = squares * encoding.columns_largest
-        judged = judge(found - expected, bound.variance(powers, by_row), powers)
+        judged = residual_test(found - expected, bound.variance(powers, by_row), powers)
         return Projections(wide @ encoding.input_signs + encoding.beta, squares), judged
 
     def backward(
@@ -325,7 +483,7 @@ class TorchProduct:
         gradients: Gradients,
         encoding: Encoding,
         projections: Projections,
-    ) -> tuple[Judged | None, Judged | None]:
+    ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
         wide = dy.to(encoding.right.dtype)
@@ -337,7 +495,7 @@ class TorchProduct:
             found, powers = _output(dx, encoding.input_signs)
             by_row = squares.sum(dim=1) * encoding.rows_largest
             variance = bound.variance(powers, by_row)
-            dx_judged = judge(found - wide @ encoding.right, variance, powers)
+            dx_judged = residual_test(found - wide @ encoding.right, variance, powers)
         if dw is not None:
             bound = product_bound(rounding, dy.shape[0], dw.shape[1], alike=True)
             found, powers = _output(dw, encoding.input_signs)
@@ -346,7 +504,9 @@ class TorchProduct:
                 powers = powers + powers_of(db.to(powers.dtype)).square()
             by_column = projections.masses.to(wide.dtype) @ squares
             variance = bound.variance(powers, by_column, found)
-            dw_judged = judge(found - projections.dots.to(wide.dtype) @ wide, variance, powers)
+            dw_judged = residual_test(
+                found - projections.dots.to(wide.dtype) @ wide, variance, powers
+            )
         return dx_judged, dw_judged
 
 

@@ -1,4 +1,4 @@
-"""Which gradients of a step an executed check has watched, and what has made the others.
+"""Survey of a step's gradients: those that an executed check has watched, and the others.
 
 What a module's kind promises says little about a run: a layer's weight may be used by another
 module, its call may be inside a compiled graph, a branch may not be taken any more. So two things
@@ -35,11 +35,11 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from outlast.guard.coverage import Coverage, Uncovered
+from outlast.guard.autograd_hooks import record_of
+from outlast.guard.forward_patch import FunctionPatch
+from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
-from outlast.guard.probes import record_of
-from outlast.guard.protocol import ProductLayer
-from outlast.guard.replaced import Replaced
+from outlast.guard.policy import Coverage, Uncovered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from outlast.guard.linear import LinearChecks
     from outlast.guard.watch import Watch
 
-_REPLACED = Replaced(torch.autograd, "backward")
+_REPLACED = FunctionPatch(torch.autograd, "backward")
 _SURVEYS: weakref.WeakSet[Survey] = weakref.WeakSet()
 
 _OF_GRADIENTS = frozenset(
@@ -93,7 +93,6 @@ _COMPILED = "CompiledFunction"
 _FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
 """Whose autograd functions multiply nothing themselves."""
 
-
 _Check = tuple[str, frozenset[str]]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,7 +100,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Uses:
-    """What uses a parameter: checks, operations without one, or a compiled graph.
+    """Users of a parameter: checks, operations without one, or a compiled graph.
 
     Checks by name, and those of their operations that watch the gradient.
     """
@@ -113,7 +112,7 @@ class _Uses:
 
 @dataclass
 class _Seen:
-    """What the graphs of a step have shown; FLOPs are those of forward passes."""
+    """Contents of the graphs of a step; FLOPs are those of forward passes."""
 
     uses: dict[str, _Uses] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
@@ -307,7 +306,7 @@ class Survey:
         return found
 
     def uncovered(self) -> Uncovered:
-        """What no check has watched in the last step."""
+        """List everything that no check has watched in the last step."""
         modules = {
             coverage.module: coverage.why_not for coverage in self.coverage() if coverage.why_not
         }
@@ -391,7 +390,7 @@ class Survey:
         return worth
 
     def _idle_functions(self) -> list[str]:
-        """Where attention or a loss was checked in an earlier step, and was not in the last one."""
+        """Modules whose attention or loss was checked earlier, but not in the last step."""
         if not self._optimizers:
             return []
         sites = self.watch.ledger.sites.values()
@@ -425,7 +424,7 @@ class Survey:
         return False
 
     def _made_in(self, planned: Coverage, operations: Iterable[str]) -> set[str]:
-        """Which of these checks of a module were made in the last step of its optimizer."""
+        """Select those checks of a module that were made in the last step of its optimizer."""
         since = self._begun[planned.module]
         return {
             name
@@ -546,7 +545,7 @@ class _Graph:
         self._spans = sorted((own.first, own.end, own.name) for own in records.values())
 
     def reaches(self, watch: Watch) -> bool:
-        """Whether it is of the guarded model: leads to its parameters, or to checks of its guard.
+        """Return whether it leads to the guarded model's parameters, or to checks of its guard.
 
         The process may train other models, and has reentrant checkpointing of frozen layers.
         """
@@ -634,7 +633,7 @@ class _Graph:
 
 
 def _covered(check: str, user: Node, node: Node) -> tuple[set[_Check], set[str]]:
-    """What watches the gradient of the inputs of a check's node that `node` has made.
+    """Return the check that watches the gradient of a check's inputs that `node` has made.
 
     Returns:
         The checks, and names of the inputs that none of them watches.
@@ -665,7 +664,7 @@ def _kind(node: Node) -> str:
 
 
 def _label(node: Node, kind: str) -> str:
-    """What torch calls an operation, from the name of its node."""
+    """Torch's name of an operation, from the name of its node."""
     if kind == _COMPILED:
         return "a compiled graph"
     if _is_custom(node, kind):
@@ -679,7 +678,7 @@ _CUSTOM = "GeneratedBackwardFor_"
 
 
 def _is_custom(node: Node, kind: str) -> bool:
-    """Whether somebody's own code makes the gradient: of ``torch.library`` or a Function."""
+    """Return whether somebody's own code makes the gradient: of ``torch.library`` or a Function."""
     owner = getattr(node, "_forward_cls", None)
     if kind.startswith(_CUSTOM):
         return True
@@ -730,12 +729,12 @@ def _watch_of(node: Node) -> Watch | None:
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether it has made no numbers, as an expert without tokens: its gradients are zero."""
+    """Return whether it has made no numbers, as an expert without tokens does."""
     return 0 in (_shape(node, 0) or ())
 
 
 def _is_zero(gradient: Tensor | None) -> bool:
-    """Whether no gradient has come since it was set to zero, as far as this rank can see."""
+    """Return whether no gradient has come since it was set to zero, as far as this rank can see."""
     plain = type(gradient) is Tensor and gradient.layout == torch.strided
     return plain and gradient is not None and not bool(gradient.any())
 

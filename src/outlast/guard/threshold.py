@@ -1,4 +1,4 @@
-"""How far a checksum may be from its product: rounding-error analysis in second moments.
+"""Thresholds of checksums: rounding-error analysis in second moments.
 
 A check compares ``sum_j v_j y_j`` of a computed row ``y`` with the same sum computed another way,
 with signs ``v_j`` = +-1. Without a fault both differ by rounding alone. The model (Higham and Mary,
@@ -20,7 +20,7 @@ variance 2 u_in^2 / 3 sum_t p_t^2.
 
 A difference beyond `DEVIATIONS` standard deviations is looked into: 9e-9 of clean checks would be,
 were the differences normal (sums of uniform errors have lighter tails). Only the worst case of
-rounding (`outlast.guard.doubt`) decides that numbers which come out the same again are wrong.
+rounding (`outlast.guard.linear`) decides that numbers which come out the same again are wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import Any
 from outlast.errors import GuardError
 
 DEVIATIONS = 5.75
-
 _SPACING_SHARE = 2.16
 """x^2 / 4^floor(log2 |x|) in the mean over log-uniform significands: 3 / (2 ln 2)."""
 
@@ -112,7 +111,7 @@ class Bound:
 
     @property
     def limit(self) -> float:
-        """What difference^2 / variance may reach."""
+        """Largest difference^2 / variance that passes."""
         return DEVIATIONS**2
 
     def detection_point(

@@ -1,4 +1,13 @@
-"""What all checks of one guard share: signs, counts, seam, and what happens to a failed check."""
+"""State that all checks of a guard share: signs, counts, fault hook, correction of findings.
+
+Checks weight what they sum with random signs, drawn anew for every step.
+
+Wrong numbers are put right by computing them again. Nothing is reconstructed from checksums: rows
+are computed a second time by the same operation, so a corrected run has the bits of a run without
+the fault. Only a tile around the flagged rows is computed, if its other rows, the witnesses, come
+out with the bits that they have already: then the operation is known to round the same way in the
+smaller shape. Otherwise the whole product is.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
-from outlast.guard.recompute import correct
-from outlast.guard.signs import Signs
+from outlast.guard.residual import equal_bits
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
@@ -20,15 +28,135 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.guard.judged import Judged
+    from outlast.guard.findings import FaultHook
     from outlast.guard.policy import Policy
-    from outlast.guard.seam import Seam
+    from outlast.guard.residual import ResidualTest
+
+
+_SPARE = 1 << 17
+"""How many windows of the drawn signs a step may choose from."""
+
+
+class RandomSigns:
+    """+1 and -1 with probability 1/2 each: a window of one drawn sequence, at random per step.
+
+    A fixed pattern of errors whose signed sum is zero escapes one draw with probability 1/2 at
+    most (Freivalds 1977), and n independent draws with 2^-n; summing without signs would never see
+    +d, -d. Windows of a step's two sides and of different steps are as good as independent: they
+    overlap only at offsets, where one sign meets another.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._longest = 0
+        self._offsets = {"input": 0, "output": 0}
+
+    def renew(self) -> None:
+        """Choose the windows of the next step."""
+        chosen = torch.randint(0, _SPARE, (2,), generator=self._generator).tolist()
+        self._offsets = dict(zip(("input", "output"), chosen, strict=True))
+
+    def take(self, side: str, length: int, device: torch.device) -> torch.Tensor:
+        """The step's float32 signs (length,) of one side of a product, ``input`` or ``output``.
+
+        At least 31 more finite numbers lie behind them in memory.
+        """
+        if length > self._longest:
+            self._longest = 2 * length
+            self._tables.clear()
+        table = self._tables.get(device)
+        if table is None:
+            total = _SPARE + self._longest + 32
+            generator = torch.Generator().manual_seed(self._generator.initial_seed())
+            bits = torch.randint(0, 2, (total,), generator=generator)
+            table = self._tables[device] = (2 * bits - 1).to(device, torch.float32)
+        offset = self._offsets[side]
+        return table[offset : offset + length]
+
+
+_ALIGNMENT = 128
+"""Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
+
+BELIEVED = 4.0
+"""Numbers that come out twice with the same bits are believed up to so many thresholds."""
+
+
+def correct(
+    stored: Tensor,
+    flags: Tensor,
+    redo: Callable[[int, int], Tensor],
+    check: Callable[[], ResidualTest],
+    beyond: Callable[[ResidualTest], ResidualTest] | None = None,
+) -> Outcome:
+    """Compute flagged rows of `stored` again, in place where that helps.
+
+    Args:
+        stored: (rows, columns) the numbers that did not pass.
+        flags: (rows,) bool, which rows did not; at least one.
+        redo: ``redo(first, last)`` computes rows [first, last) again by the same operation.
+        check: Checks `stored` as it is now.
+        beyond: Of the rows of a judgement, those that no rounding explains, as
+            `outlast.guard.linear.beyond_rounding`; asked where computing again changes nothing.
+            Without it such numbers are believed up to `BELIEVED` thresholds.
+
+    Returns:
+        ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
+    """
+    changed = _replace(stored, flags, redo)
+    judged = check()
+    if judged.exceeded and changed:
+        # A second fault may have hit the second computation; a third decides.
+        _replace_all(stored, redo)
+        judged = check()
+    if not judged.exceeded:
+        return "corrected" if changed else "check"
+    rows = judged.flags.to(stored.device).nonzero().flatten()
+    finite = torch.isfinite(stored[rows]).all(dim=1)
+    if beyond is not None:
+        wrong = bool(beyond(judged).exceeded)
+    else:
+        wrong = bool(finite.any()) and not float(judged.worst) <= BELIEVED * DEVIATIONS
+    if wrong:
+        return "persistent"
+    return "rounding" if bool(finite.all()) else "not_finite"
+
+
+def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
+    """Put the flagged rows' second computation in place; returns whether that changed any bit."""
+    first, last = _tile(flags)
+    if last - first < len(stored):
+        again, own = redo(first, last), flags[first:last]
+        same = equal_bits(again, stored[first:last]).all(dim=1)
+        if bool(same[~own].all()):
+            stored[first:last][own] = again[own]
+            return not bool(same.all())
+    return _replace_all(stored, redo)
+
+
+def _replace_all(stored: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
+    again = redo(0, len(stored))
+    if bool(equal_bits(again, stored).all()):
+        return False
+    stored.copy_(again)
+    return True
+
+
+def _tile(flags: Tensor) -> tuple[int, int]:
+    """The aligned range around the flagged rows that has at least as many rows without a flag."""
+    rows = flags.nonzero()
+    first = int(rows[0]) // _ALIGNMENT * _ALIGNMENT
+    last = -(-(int(rows[-1]) + 1) // _ALIGNMENT) * _ALIGNMENT
+    last = min(last, len(flags))
+    if 2 * len(rows) > last - first:
+        return 0, len(flags)
+    return first, last
+
 
 _LATE_DEVIATIONS = 7.5
 """Where nothing is computed again at once, so that a false alarm costs all ranks a step."""
 
 _NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding"})
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -50,13 +178,13 @@ class Watch:
         generation: Counts the times that weights were written to; sums of weights fit one.
         period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
-        seam: See `outlast.guard.seam`.
+        seam: See `outlast.guard.findings`.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
         self.policy = policy
         self.ledger = Ledger()
-        self.signs = Signs(policy.seed)
+        self.signs = RandomSigns(policy.seed)
         self.step = 0
         self.uncorrected = 0
         self.unjudged = False
@@ -66,7 +194,7 @@ class Watch:
         self.generation = 0
         self.period = 0
         self.driven = False
-        self.seam: Seam | None = None
+        self.seam: FaultHook | None = None
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -131,7 +259,7 @@ class Watch:
         self.seam(site, module, copy)
         return copy
 
-    def wants(self, site: Site, judged: Judged) -> bool:
+    def wants(self, site: Site, judged: ResidualTest) -> bool:
         """Count a check; whether it failed, as far as the host knows by now.
 
         On devices that run behind the host the answer is no, and `settle` learns the truth.
@@ -178,12 +306,12 @@ class Watch:
     def correct(
         self,
         site: Site,
-        judged: Judged,
+        judged: ResidualTest,
         stored: Tensor,
         redo: Callable[[int, int], Tensor],
-        check: Callable[[], Judged],
+        check: Callable[[], ResidualTest],
         *,
-        beyond: Callable[[Judged], Judged] | None = None,
+        beyond: Callable[[ResidualTest], ResidualTest] | None = None,
     ) -> Outcome:
         """Put a failed check's numbers right if the policy says so; see `recompute.correct`."""
         outcome: Outcome = "detected"
@@ -219,16 +347,11 @@ class Watch:
         if self._on_finding is not None:
             self._on_finding(finding)
 
-    def judge(self, site: Site, judged: Judged) -> None:
+    def judge(self, site: Site, judged: ResidualTest) -> None:
         """Count a check of numbers that cannot be computed again here; a failure is `detected`."""
         if self.wants(site, judged):
-            self.find(
-                site,
-                judged.flags.device,
-                int(judged.exceeded),
-                float(judged.worst),
-                "detected",
-            )
+            rows, worst = int(judged.exceeded), float(judged.worst)
+            self.find(site, judged.flags.device, rows, worst, "detected")
 
     def _settle_last(self) -> int:
         site, _, rows, four, _ = self._waiting.pop()

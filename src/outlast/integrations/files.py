@@ -25,7 +25,7 @@ from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.retention import Retention, prune
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.restore import read_into, saved_in
-from outlast.checkpoint.store import settle_saves
+from outlast.checkpoint.store import wait_for_saves
 from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import KEY, Content, described, plain, read_content, restored
@@ -321,7 +321,7 @@ class CheckpointFiles:
         path = path.absolute()
         pointer = read_pointer(path)
         # Another trainer of this process may still be writing what its path leads to.
-        settle_saves(pointer.store)
+        wait_for_saves(pointer.store)
         storage = LocalStorage(pointer.store)
         versions = {version.folder: version for version in list_versions(storage)}
         problems: list[str] = []

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, IntegrationError, RecoverError, WrongNumbersError
-from outlast.guard.verdict import remedy
+from outlast.guard.handle import remedy
 from outlast.integrations.installed import require
 from outlast.recover.live.rules import must_restore
 

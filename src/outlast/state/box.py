@@ -48,7 +48,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether `boxes` together hold every element of a tensor of `shape`.
+    """Return whether `boxes` together hold every element of a tensor of `shape`.
 
     Shards along one dimension after the other are decided in the time of sorting them; only boxes
     that overlap in part, in every dimension, are compared with each other.
@@ -60,7 +60,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _fills(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int, ...]) -> bool:
-    """Whether `boxes`, which agree in the other dimensions, hold all that there is in these."""
+    """Return whether `boxes`, which agree in the other dimensions, fill these."""
     if not dimensions:
         return bool(boxes)
     for dimension in dimensions:
@@ -113,3 +113,11 @@ def _fills_cells(shape: tuple[int, ...], boxes: list[Box], dimensions: tuple[int
     for axis in range(owners.ndim):
         np.cumsum(owners, axis=axis, out=owners)
     return bool((owners[(slice(-1),) * owners.ndim] > 0).all())
+
+
+_ALIGNMENT_BYTES = 64
+
+
+def aligned(size: int) -> int:
+    """`size` in bytes, rounded up so that what follows begins where any element may lie."""
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

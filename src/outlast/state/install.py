@@ -1,4 +1,4 @@
-"""Where everything that was saved goes in the live objects of this rank, and its handing over."""
+"""Installing a saved state: the targets in the live objects of this rank, and the hand-over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved, by name.
+    """Names and facts of a saved state.
 
     Attributes:
         tensors: Element type and global shape of every tensor.
@@ -49,7 +49,7 @@ class Saved:
 
 @dataclass
 class Targets:
-    """Where everything of a version goes on this rank.
+    """Destinations of a version's content on this rank.
 
     Attributes:
         tensors: Name to live tensor, filled in place.

@@ -22,13 +22,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
+from outlast.state.tensors import dtype_of, is_dense, opaque_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from outlast.state.tensors import Facts
+
 
 State = Mapping[str, Any]
 """Name -> nn.Module, Optimizer (or a sequence of them) or an object with a ``state_dict``."""
+
 
 # What wrappers put in front of a module's own name; "module" is also a name that a model may use.
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -177,7 +181,7 @@ def plain_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether `module` has a state beside its parameters and buffers."""
+    """Return whether `module` has a state beside its parameters and buffers."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
@@ -261,7 +265,7 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
 
 
 def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """Which box of the global tensor this rank holds, and its memory.
+    """The box of the global tensor that this rank holds, and its memory.
 
     Raises:
         CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
@@ -308,3 +312,35 @@ def mesh_of(live: Live) -> dict[str, int]:
             names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
             return dict(zip(names, mesh.shape, strict=True))
     return {}
+
+
+class Filling:
+    """A live tensor and the host memory that it is read into: its own, where that is possible."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, facts: Facts) -> None:
+        box, self._local = local_box(tensor)
+        dtype = dtype_of(facts)
+        direct = (
+            self._local.device.type == "cpu"
+            and self._local.dtype == dtype
+            and is_dense(self._local)
+            and not (self._local.is_conj() or self._local.is_neg())
+        )
+        self._host = self._local if direct else torch.empty(tuple(self._local.shape), dtype=dtype)
+        self.extra_bytes = 0 if direct else self._host.numel() * self._host.element_size()
+        self.name = name
+        self.box = box
+        self.out = opaque_array(self._host, box)
+
+    def finish(self) -> None:
+        """Move what was read to where it belongs."""
+        if self._host is self._local:
+            return
+        target, source = self._local, self._host
+        for dimension, stride in enumerate(self._local.stride()):
+            # All along an expanded dimension is one and the same memory.
+            if stride == 0 and target.shape[dimension] > 1:
+                target = target.narrow(dimension, 0, 1)
+                source = source.narrow(dimension, 0, 1)
+        with torch.no_grad():
+            target.copy_(source)

@@ -18,7 +18,7 @@ _UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Facts(Protocol):
-    """What is known of a saved tensor: its element type, without ``torch.``, and global shape."""
+    """Facts of a saved tensor: its element type, without ``torch.``, and global shape."""
 
     @property
     def dtype(self) -> str:
@@ -43,13 +43,13 @@ def dtype_of(facts: Facts) -> torch.dtype:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in row-major order without gaps, so that they are bytes in a row."""
+    """Return whether the elements lie in row-major order without gaps."""
     # One element counts as contiguous whatever its stride is.
     return tensor.is_contiguous() and tensor.reshape(-1).stride() == (1,)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common if and only if they are the same memory read alike."""
+    """A key that two tensors share if and only if they are the same memory read alike."""
     return (
         tensor.data_ptr(),
         tensor.device,

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 Json = Any
-
 MAX_DEPTH = 100
 """Containers within containers: what is deeper cannot be walked through everywhere."""
 
@@ -204,7 +203,7 @@ class _Encoding:
 
 
 def _in_plain_time(value: Any) -> bool:
-    """Whether ISO's text says all of a date or time: no summer time, no names of zones."""
+    """Return whether ISO's text says all of a date or time: no summer time, no names of zones."""
     zone = getattr(value, "tzinfo", None)
     return not getattr(value, "fold", 0) and (
         zone is None or (type(value) is datetime.datetime and zone is datetime.UTC)
@@ -369,7 +368,7 @@ def _is_numbers(content: Json) -> bool:
 
 
 def _works(make: Callable[[Any], Any]) -> Callable[[Json], bool]:
-    """Whether `make` takes a content: for leaves, which are small."""
+    """Return whether `make` takes a content: for leaves, which are small."""
 
     def check(content: Json) -> bool:
         try:

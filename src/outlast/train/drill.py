@@ -29,7 +29,7 @@ from outlast.train.build import build, load_data
 if TYPE_CHECKING:
     from outlast.data import Prepared
     from outlast.guard import Guard
-    from outlast.guard.inject import Row
+    from outlast.guard.inject import SiteOutcomes
     from outlast.train.build import SetUp
     from outlast.train.loop import Trainer
 
@@ -279,7 +279,7 @@ def _joined(values: list[Any]) -> list[Any]:
     return [value for part in gather_objects(values) for value in part]
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: SiteOutcomes) -> dict[str, Any]:
     rates = ("masked", "harmful", "detected", "corrected", "missed", "detected_of_all")
     return {
         "site": row.site,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from outlast.distributed.group import gather_on_first
 from outlast.errors import WrongNumbersError
 from outlast.guard import Finding, Guard, Policy, guard
-from outlast.guard.coverage import collapsed
 from outlast.guard.findings import HARMFUL
+from outlast.guard.policy import collapsed
 from outlast.records import Guarded, MemberLost, WrongNumbers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from outlast.errors import OutlastError
-from outlast.guard.replaced import looking_away
+from outlast.guard.forward_patch import suspended_checks
 from outlast.train.model import Elsewhere, logits_of
 
 if TYPE_CHECKING:
@@ -201,11 +201,11 @@ class _Stage(PipelineStage):
     """A stage that learns its shapes from memory that nobody has written to, unseen by a guard."""
 
     def _forward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
-        with looking_away(self.submod):
+        with suspended_checks(self.submod):
             return super()._forward_metadata_inference(*arguments, **options)
 
     def _backward_metadata_inference(self, *arguments: Any, **options: Any) -> Any:
-        with looking_away(self.submod):
+        with suspended_checks(self.submod):
             return super()._backward_metadata_inference(*arguments, **options)
 
 

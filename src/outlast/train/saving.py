@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outlast.checkpoint import SaveResult
-    from outlast.checkpoint.tiers.pace import Pacing
+    from outlast.checkpoint.tiers import Pacing
     from outlast.distributed.ranks import Ranks
     from outlast.job import CheckpointSection
     from outlast.records import RunDirectory

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from outlast.checkpoint import DrainResult
-    from outlast.checkpoint.tiers.pace import Pacing
+    from outlast.checkpoint.tiers import Pacing
     from outlast.records import Event
 
 RUN, MIRROR = "run", "mirror"

@@ -1,4 +1,4 @@
-"""What DCP keeps of a checkpoint in its ``.metadata``, as files of the store: no pickle."""
+"""Content of DCP's ``.metadata`` as files of the store: no pickle."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoredItem:
 
 @dataclass(frozen=True)
 class DcpContent:
-    """What ``dcp.json`` holds of DCP's metadata; the rest is in the parts.
+    """Part of DCP's metadata that ``dcp.json`` holds; the rest is in the parts.
 
     Attributes:
         names: Everything that was saved, in DCP's order.
@@ -73,7 +73,7 @@ class DcpContent:
         return sealed({"format": FORMAT, **dataclasses.asdict(self)})
 
     def decoded_planner_data(self) -> Any:
-        """What the planner left."""
+        """Decode the planner's own data."""
         return values.decode(self.planner_data, _no_tensors)
 
 
@@ -103,7 +103,7 @@ def metadata_file(metadata: Metadata) -> bytes:
 
 
 def read_dcp_content(storage: Storage, contents: Contents) -> DcpContent:
-    """What DCP saved; of a version that a `CheckpointStore` wrote: its tensors.
+    """Read what DCP saved; of a version that a `CheckpointStore` wrote: its tensors.
 
     Raises:
         CheckpointError: When DCP wrote the version and did not complete it, or it is damaged.

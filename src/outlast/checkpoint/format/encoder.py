@@ -5,6 +5,7 @@ Needs neither torch nor the training process: the writer process runs it on shar
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -14,32 +15,157 @@ import numpy as np
 import xxhash
 
 from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.codec import DELTAS, Coder
-from outlast.checkpoint.format.geometry import tiles
-from outlast.checkpoint.format.job import PartJob, Reduction, StagedPiece, Written
-from outlast.checkpoint.format.lossy import Bound, round_to_bound
-from outlast.checkpoint.format.manifest import STATE, Chunk, Part, Piece, root_of
+from outlast.checkpoint.format.codec import DELTAS, Coder, Compression
+from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.format.manifest import (
+    MAX_CHAIN,
+    STATE,
+    Catalogue,
+    Chunk,
+    Part,
+    Piece,
+    root_of,
+    tiles,
+)
 from outlast.checkpoint.format.storage import publish
 from outlast.checkpoint.format.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 from outlast.state.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.codec import Bytes
+    from outlast.checkpoint.format.codec import Bytes, PlanePlan
     from outlast.checkpoint.format.manifest import TensorFacts
-    from outlast.checkpoint.format.planes import PlanePlan
     from outlast.checkpoint.format.storage import PendingFile, Storage
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Codec, deltas and error bounds that make the versions of a store smaller.
+
+    Attributes:
+        compression: Codec and level of every tile.
+        chain: Versions in a row that may be stored as differences to the one before; 0: every
+            version is stored in full. Deltas keep a second copy of the state in host memory.
+        lossy: Pattern of tensor names (as in `fnmatch`) to the bound of their error; the first
+            pattern that fits counts. Empty: everything is exact.
+
+    Raises:
+        CheckpointError: When `chain` is longer than what is read back.
+    """
+
+    compression: Compression = field(default_factory=Compression)
+    chain: int = 0
+    lossy: dict[str, Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.chain <= MAX_CHAIN:
+            raise CheckpointError(f"chain = {self.chain} must be from 0 to {MAX_CHAIN}")
+
+    def bounds_of(self, catalogue: Catalogue, names: Iterable[str]) -> dict[str, Bound]:
+        """Error bound of each lossy tensor among `names`; scalars, such as counters, stay exact.
+
+        Raises:
+            CheckpointError: When a pattern takes in a tensor that cannot be rounded.
+        """
+        found = {}
+        for name in names:
+            facts = catalogue.tensors[name]
+            fits = (item for item in self.lossy if fnmatch.fnmatchcase(name, item))
+            pattern = next(fits, None)
+            if pattern is None or not facts.shape:
+                continue
+            if facts.dtype not in LOSSY_DTYPES:
+                raise CheckpointError(
+                    f'lossy = "{pattern}" takes in `{name}` of type {facts.dtype}, which cannot be '
+                    "rounded; give a narrower pattern"
+                )
+            found[name] = self.lossy[pattern]
+        return found
+
+
+@dataclass(frozen=True)
+class StagedPiece:
+    """A box of a tensor in the arena: contiguous, row-major, from byte `start`."""
+
+    name: str
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class PartJob:
+    """All that the writer needs to know of one save.
+
+    Attributes:
+        arena: Number of the memory that holds the staged bytes.
+        version: Session and step.
+        rank: Who saves.
+        world_size: How many save.
+        catalogue: Facts of all tensors of all ranks.
+        pieces: What to save.
+        values: JSON values to save.
+        bounds: Tensor name to its error bound, for the lossy ones.
+        kind: ``state`` or ``replay``.
+        requires: Steps that a replay log needs.
+        notes: Free JSON for the manifest.
+        alone: Whether the version counts without a seal, because ranks do not coordinate.
+    """
+
+    arena: int
+    version: Version
+    rank: int
+    world_size: int
+    catalogue: Catalogue
+    pieces: list[StagedPiece]
+    values: dict[str, Any] = field(default_factory=dict)
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    kind: str = STATE
+    requires: list[int] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """File of the part."""
+        return self.version.part_name(self.rank, self.world_size)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Figures of a written part.
+
+    Attributes:
+        raw_bytes: Bytes of the staged content.
+        stored_bytes: Bytes that this save wrote.
+        cpu_seconds: CPU time spent on coding and writing.
+        chunks: Tiles stored in full, as deltas, and found stored already.
+    """
+
+    raw_bytes: int
+    stored_bytes: int
+    cpu_seconds: float
+    chunks: dict[str, int]
+
+
+class AbandonedError(Exception):
+    """The save was given up: a newer one replaces it, or its trainer is gone."""
+
 
 _SAMPLE_BYTES = 16 << 10
 _TILES_PER_PLAN = 16
+
+
 # A delta that saves less is not worth the longer restore.
 _DELTA_GAIN = 0.97
+
+
 # A file of which less is still in use is not referred to again, so that it can be deleted.
 _USED_FRACTION = 0.5
+
 
 # What makes two tiles one chunk: hash of the content, bytes of an element, error made.
 _Address = tuple[str, int, float]
@@ -223,7 +349,7 @@ class _Coding:
         self._deltas: dict[str, str | None] = {}
 
     def as_last(self, pack: _Pack) -> _Last:
-        """What the next save may refer to."""
+        """Return the part and tiles that the next save may refer to."""
         sizes = dict(self._last.pack_bytes) if self._last is not None else {}
         sizes[pack.name] = pack.length
         chunks = {
@@ -312,7 +438,7 @@ class _Coding:
         return _Base(array, staged.box, numbers)
 
     def _delta(self, name: str, array: NDArray[Any], base: _Base, facts: TensorFacts) -> str | None:
-        """Which delta makes `name` smallest, from a sample in its middle; None: the full tile."""
+        """Choose the smallest delta of `name`, by a sample in its middle; None: the full tile."""
         assert self._last is not None
         if name in self._last.deltas and self._last.part.chunks[base.chunks[0]].base >= 0:
             # Within a chain, what was found at its first delta holds on.
@@ -362,13 +488,13 @@ class _Coding:
         )
 
     def _may_extend(self, base: _Base, number: int) -> bool:
-        """Whether the chain of a tile of the base is short enough for one more delta."""
+        """Return whether the chain of a tile of the base is short enough for one more delta."""
         assert self._last is not None
         chunk = base.chunks[number]
         return len(self._last.part.chain(chunk)) <= self._chain and self._may_refer_to(chunk)
 
     def _may_refer_to(self, number: int) -> bool:
-        """Whether chunk `number` of the last part and its bases lie in files that may stay."""
+        """Return whether the last part's chunk `number` and its bases lie in files that stay."""
         assert self._last is not None
         part = self._last.part
         return all(part.chunks[item].pack in self._reusable for item in part.chain(number))
@@ -401,7 +527,7 @@ class _Coding:
 
 @dataclass
 class _Source:
-    """How the tiles of one piece are coded."""
+    """Way in which the tiles of one piece are coded."""
 
     facts: TensorFacts
     base: _Base | None

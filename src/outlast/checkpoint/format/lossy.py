@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -39,7 +38,6 @@ Words: TypeAlias = npt.NDArray[Any]
 """Unsigned integers of the width of one element."""
 Errors: TypeAlias = npt.NDArray[np.float64]
 Rounding = Literal["nearest", "stochastic"]
-
 _BLOCK = 1 << 14
 """Elements per pass, so that the scratch arrays stay in the cache; a multiple of 8, so that each
 block takes whole 64-bit random words."""
@@ -47,7 +45,7 @@ block takes whole 64-bit random words."""
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a stored element may lie from the true one; exactly one of the two limits is given.
+    """Largest error of a stored element; exactly one of the two limits is given.
 
     Attributes:
         relative: Largest ``|y - x| / |x|``, above 0 and below 1.
@@ -87,19 +85,6 @@ class Bound:
     def to_dict(self) -> dict[str, Any]:
         """The bound as plain values for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Bound:
-        """The bound that `to_dict` wrote.
-
-        Raises:
-            CheckpointError: A key is unknown, or the values are not a bound.
-        """
-        if unknown := sorted(set(values) - set(cls.__dataclass_fields__)):
-            raise CheckpointError(
-                f"bound.{unknown[0]} is unknown; a bound has {', '.join(cls.__dataclass_fields__)}"
-            )
-        return cls(**values)
 
 
 def _limit(name: str, value: Any) -> float:
@@ -220,7 +205,8 @@ def round_to_bound(raw: Bytes, dtype: str, bound: Bound, *, seed: int) -> tuple[
     exact = raw.view(layout.word)
     rounded = np.empty_like(exact)
     draws = np.random.Philox(key=seed) if bound.rounding == "stochastic" else None
-    exponent = _quantum_exponent(bound)
+    # Largest q with 2^q <= 2 limit; stochastic: 2^q <= limit. Relative: q = -k, at most 0.
+    exponent = math.frexp(bound.limit)[1] - (bound.rounding == "stochastic")
     kept_bits = -exponent
     if bound.relative is not None and kept_bits >= layout.mantissa_bits:
         return raw.copy(), 0.0
@@ -230,7 +216,18 @@ def round_to_bound(raw: Bytes, dtype: str, bound: Bound, *, seed: int) -> tuple[
         x, y = exact[start : start + _BLOCK], rounded[start : start + _BLOCK]
         if bound.relative is not None:
             _round_relative(x, y, layout, kept_bits, draws=draws, scratch=scratch)
-            errors = _relative_errors(x, y, layout, scratch)
+            # ``|y - x| / |x|``: both in units of x's last place are integers below 2^53.
+            words = scratch.words[: x.size]
+            # The same memory as signed integers: differences have a sign, and are converted faster.
+            integers = words.view(f"<i{words.itemsize}")
+            errors, significands = scratch.errors[: x.size], scratch.significands[: x.size]
+            np.subtract(y, x, out=words)
+            np.absolute(integers, out=integers)
+            np.copyto(errors, integers)
+            np.bitwise_and(x, layout.constant(layout.smallest_normal - 1), out=words)
+            words |= layout.constant(layout.smallest_normal)
+            np.copyto(significands, integers)
+            errors /= significands
             # The quotients are rounded to nearest, so one below the bound is certified by one step.
             largest = _put_back(x, y, errors, math.nextafter(bound.limit, 0))
             largest = math.nextafter(largest, math.inf) if largest else 0.0
@@ -253,12 +250,6 @@ def _check(raw: Bytes, dtype: str, layout: _Format, seed: int) -> None:
         )
     if not 0 <= seed < 1 << 128:
         raise CheckpointError(f"seed = {seed} is out of range; give one from 0 to 2^128 - 1")
-
-
-def _quantum_exponent(bound: Bound) -> int:
-    """Largest q with 2^q <= 2 limit; stochastic: 2^q <= limit. Relative: q = -k, at most 0."""
-    _, exponent = math.frexp(bound.limit)
-    return exponent - (bound.rounding == "stochastic")
 
 
 class _Scratch:
@@ -357,22 +348,6 @@ def _random(draws: np.random.Philox, elements: int, word: np.dtype[Any]) -> Word
     """Uniform words from the raw stream, which numpy keeps the same from version to version."""
     raw = draws.random_raw(-(-elements * word.itemsize // 8))
     return np.asarray(raw).astype("<u8", copy=False).view(word)[:elements]
-
-
-def _relative_errors(x: Words, y: Words, layout: _Format, scratch: _Scratch) -> Errors:
-    """``|y - x| / |x|``: both in units of x's last place are integers below 2^53."""
-    words = scratch.words[: x.size]
-    # The same memory as signed integers: differences have a sign, and convert faster to float64.
-    integers = words.view(f"<i{words.itemsize}")
-    errors, significands = scratch.errors[: x.size], scratch.significands[: x.size]
-    np.subtract(y, x, out=words)
-    np.absolute(integers, out=integers)
-    np.copyto(errors, integers)
-    np.bitwise_and(x, layout.constant(layout.smallest_normal - 1), out=words)
-    words |= layout.constant(layout.smallest_normal)
-    np.copyto(significands, integers)
-    errors /= significands
-    return errors
 
 
 def _absolute_errors(x: Words, y: Words, layout: _Format) -> Errors:

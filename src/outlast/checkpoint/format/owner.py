@@ -1,4 +1,4 @@
-"""Who may write to a store: one process at a time, by a lock or by claims that each save checks.
+"""Ownership of a store: one process at a time writes, by a lock or by claims checked at each save.
 
 In a file system, a lock keeps a second writer out while the first one lives. An object store has no
 locks. There, every session has a small object ``session-NUMBER.json`` that only one writer can have
@@ -32,33 +32,6 @@ _CLAIMS_KEPT = 8
 
 class OwnedError(CheckpointError):
     """Another process saves to the store: no failure of the storage, and no reason to wait."""
-
-
-def own(storage: LocalStorage, *, remedy: str = _REMEDY) -> OwnerLock:
-    """Take the lock; the store's directory is made if missing.
-
-    Args:
-        storage: The store.
-        remedy: What to do when it is taken.
-
-    Raises:
-        OwnedError: When a live process holds it, named by host and pid.
-        CheckpointError: When the directory cannot be made.
-    """
-    try:
-        make_directory(storage.root)
-    except OSError as error:
-        raise CheckpointError(f"{storage.root} cannot be made: {error.strerror}") from None
-    lock = OwnerLock(
-        storage.root / "owner", subject=f"the checkpoint store {storage.root}", remedy=remedy
-    )
-    try:
-        lock.acquire()
-    except RunError as error:
-        # Its cause is an OSError where the lock file cannot be made.
-        kind = CheckpointError if isinstance(error.__context__, OSError) else OwnedError
-        raise kind(str(error)) from None
-    return lock
 
 
 def claimed(storage: Storage) -> dict[int, str]:
@@ -158,6 +131,84 @@ class Claim:
                     file.write(self._content)
 
 
+class Ownership:
+    """The right of this process to write to a store, by a lock or by a claim.
+
+    Args:
+        storage: The store.
+        held: Whether an object store is held between the saves, too.
+    """
+
+    def __init__(self, storage: Storage, *, held: bool = True) -> None:
+        self._storage = storage
+        self._held = held
+        self._lock: OwnerLock | None = None
+        self._claim: Claim | None = None
+
+    def lock(self, *, remedy: str = _REMEDY) -> None:
+        """Take the lock of a store in a file system, unless it is taken; make its directory.
+
+        Args:
+            remedy: Advice for when another process holds it.
+
+        Raises:
+            OwnedError: When a live process holds it, named by host and pid.
+            CheckpointError: When the directory or the lock cannot be made.
+        """
+        if not isinstance(self._storage, LocalStorage) or self._lock is not None:
+            return
+        root = self._storage.root
+        try:
+            make_directory(root)
+        except OSError as error:
+            raise CheckpointError(f"{root} cannot be made: {error.strerror}") from None
+        lock = OwnerLock(root / "owner", subject=f"the checkpoint store {root}", remedy=remedy)
+        try:
+            lock.acquire()
+        except RunError as error:
+            # Its cause is an OSError where the lock file cannot be made.
+            kind = CheckpointError if isinstance(error.__context__, OSError) else OwnedError
+            raise kind(str(error)) from None
+        self._lock = lock
+
+    def claim(self, session: int) -> None:
+        """Claim a session of an object store, in place of the one before.
+
+        Raises:
+            OwnedError: When another live process saves there.
+            OSError: When the storage fails.
+        """
+        if not isinstance(self._storage, LocalStorage):
+            mine = [] if self._claim is None else [self._claim.name]
+            claim = Claim(self._storage, session, mine=mine, held=self._held)
+            self.release()
+            self._claim = claim
+
+    def check(self) -> None:
+        """See that no other process has taken the store over.
+
+        Raises:
+            LeaseLostError: When one has taken the lock.
+            OwnedError: When one has claimed the store.
+            OSError: When the storage fails.
+        """
+        self.check_lock()
+        if self._claim is not None:
+            self._claim.check()
+
+    def check_lock(self) -> None:
+        """The same where a look costs next to nothing: at a lock in a file system."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def release(self) -> None:
+        """Let others write here."""
+        lock, claim, self._lock, self._claim = self._lock, self._claim, None, None
+        for held in (lock, claim):
+            if held is not None:
+                held.release()
+
+
 def refuse_if_held(storage: Storage) -> None:
     """Refuse to change an object store that a live process of this host saves to.
 
@@ -175,7 +226,7 @@ def refuse_if_held(storage: Storage) -> None:
 
 
 def _read(storage: Storage, name: str) -> dict[str, Any]:
-    """Who made a claim; empty when it has gone, or is no claim."""
+    """Read who made a claim; empty when it has gone, or is no claim."""
     try:
         found = json.loads(storage.read(name))
     except (FileNotFoundError, ValueError, RecursionError):

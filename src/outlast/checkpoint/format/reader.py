@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.geometry import tiles, tiles_within
-from outlast.checkpoint.format.manifest import ManifestError, collection_paused
+from outlast.checkpoint.format.manifest import ManifestError, collection_paused, tiles, tiles_within
 from outlast.checkpoint.format.storage import sentence_of
 from outlast.errors import CheckpointError
 
@@ -56,7 +55,7 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Counters:
-    """What was read.
+    """Figures of what was read.
 
     Attributes:
         needed_bytes: Bytes asked for.
@@ -78,7 +77,7 @@ class Counters:
 
 
 class _Target(NamedTuple):
-    """Where some of a tile goes: an array, which part of it, and of the tile (nothing: all)."""
+    """Destination of some of a tile: an array, which part of it, and of the tile (nothing: all)."""
 
     out: NDArray[Any]
     there: tuple[slice, ...]
@@ -86,7 +85,7 @@ class _Target(NamedTuple):
 
     @classmethod
     def of(cls, want: Wanted, tile: Box, common: Box) -> _Target:
-        """What `want` and `tile` have in common."""
+        """Intersect `want` with `tile`."""
         return cls(want.out, common.within(want.box), () if common == tile else common.within(tile))
 
 
@@ -338,7 +337,7 @@ class VersionReader:
         return raw
 
     def _outside(self, batch: list[_Fetch], numbers: list[int]) -> ManifestError:
-        """What to raise when one of the chunks `numbers` lies behind the end of its pack."""
+        """Return the error for chunks `numbers` of which one lies behind the end of its pack."""
         part = batch[0].part
         pack = part.packs[part.chunks[numbers[0]].pack]
         size = self._file(pack).size

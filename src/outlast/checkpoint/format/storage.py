@@ -1,4 +1,4 @@
-"""Where the files of a store lie: a local or shared file system, or any fsspec URL.
+"""Storage of a store's files: a local or shared file system, or any fsspec URL.
 
 Every file appears complete or not at all: it is written under a temporary name, synced and
 renamed, and the directory is synced; an object store makes an uploaded object visible at once.
@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
-from outlast.errors import CheckpointError, LeaseLostError
+from outlast.errors import CheckpointError, LeaseLostError, OutlastError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 T = TypeVar("T")
-
 TEMPORARY = ".tmp"
 # Of files that are read as a whole: manifests.
 _LONGEST_READ = 1 << 31
@@ -278,18 +277,15 @@ class _LocalPending:
                     os.fsync(file.fileno())
             if kind is None:
                 check_lease()
-                self._rename()
+                # That nobody makes it in between is what the lock on the store sees to.
+                if self._exclusive and self._target.exists():
+                    raise _taken(str(self._target))
+                self._temporary.replace(self._target)
                 sync_directory(self._target.parent)
         finally:
             # Its own failure must not hide the first one.
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
-
-    def _rename(self) -> None:
-        # That nobody makes it in between is what the lock on the store sees to.
-        if self._exclusive and self._target.exists():
-            raise _taken(str(self._target))
-        self._temporary.replace(self._target)
 
 
 def _open_file(path: Path) -> int:
@@ -336,7 +332,7 @@ class _LocalReader:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """What the client of an object store raises, in classes of its own, as OSError."""
+    """Turn the exceptions of an object store's client, of its own classes, into OSError."""
     try:
         yield
     except (OSError, CheckpointError):
@@ -379,7 +375,9 @@ class FsspecStorage:
 
     def files(self, folder: str) -> dict[str, int]:
         """Names and sizes of the files in `folder`; empty when it is missing."""
-        return {name: entry["size"] for name, entry in self._list(folder) if _is_file(entry)}
+        return {
+            name: entry["size"] for name, entry in self._list(folder) if entry["type"] == "file"
+        }
 
     @_as_os_errors()
     def read(self, name: str) -> bytes:
@@ -425,10 +423,6 @@ class FsspecStorage:
 
     def _path(self, name: str) -> str:
         return str(self._root / name)
-
-
-def _is_file(entry: dict[str, Any]) -> bool:
-    return bool(entry["type"] == "file")
 
 
 class _FsspecPending:
@@ -506,8 +500,15 @@ class _FsspecReader:
 
 
 def sentence_of(error: OSError) -> str:
-    """What went wrong in the operating system's words, with the remedy where there is one."""
+    """Describe a failure in the operating system's words, with the remedy where there is one."""
     words = error.strerror or str(error) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         words += "; free some space or keep fewer checkpoints"
     return words
+
+
+def describe_failure(error: Exception) -> str:
+    """Describe any failure of a storage, of whose clients some have errors of their own."""
+    if isinstance(error, OutlastError):
+        return str(error)
+    return sentence_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -87,7 +87,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Seal:
-    """What rank 0 writes when a version is complete.
+    """Mark that rank 0 writes when a version is complete.
 
     Attributes:
         roots: Name of each part's file in the version's folder to the part's BLAKE3.
@@ -105,7 +105,7 @@ class Seal:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """Number of ranks that saved it."""
         return max(world_sizes(self.roots), default=0)
 
     def to_bytes(self) -> bytes:
@@ -169,7 +169,7 @@ class Contents:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """Number of ranks that saved it."""
         return self.parts[0].world_size
 
     @property
@@ -202,12 +202,12 @@ def list_versions(storage: Storage) -> list[Version]:
 
 
 def world_sizes(names: Iterable[str]) -> set[int]:
-    """How many ranks saved the parts among the files `names` of a version's folder."""
+    """Numbers of ranks that saved the parts among the files `names` of a version's folder."""
     return {int(found[2]) for name in names if (found := PART_NAME.fullmatch(name))}
 
 
 def is_published(storage: Storage, version: Version) -> bool:
-    """Whether `version` is sealed and its files are there, or its parts are complete.
+    """Return whether `version` is sealed and its files are there, or its parts are complete.
 
     Raises:
         UnreadableError: When the storage fails to say.
@@ -396,7 +396,7 @@ def write_seal(storage: Storage, contents: Contents) -> None:
 
 
 def unreadable(storage: Storage, name: str, error: OSError) -> CheckpointError:
-    """What to raise when file `name` cannot be read; one that is missing is no puzzle."""
+    """Return the error for a file `name` that cannot be read; one that is missing is no puzzle."""
     missing = isinstance(error, FileNotFoundError)
     return (CheckpointError if missing else UnreadableError)(
         f"{storage.location}/{name} cannot be read: {sentence_of(error)}"

@@ -25,7 +25,7 @@ import numpy as np
 
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import TEMPORARY, sentence_of
-from outlast.checkpoint.inspection.description import values_of
+from outlast.checkpoint.inspection.listing import values_of
 from outlast.errors import CheckpointError
 from outlast.records import sync_directory
 from outlast.state.box import whole
@@ -67,7 +67,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Extracted:
-    """What was written.
+    """Figures of the files that were written.
 
     Attributes:
         folder: Folder of the version in its store.

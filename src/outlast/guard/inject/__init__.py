@@ -6,10 +6,14 @@ injector = inject(handle, parse_faults(["linear.output:bit=13:every=5"]), seed=0
 injector.injections                         # what was changed, where and when
 """
 
-from outlast.guard.inject.campaign import Campaign, Rate, Row, campaign
-from outlast.guard.inject.fault import Fault, ProcessFault, parse_fault, parse_faults
+from outlast.guard.inject.campaign import (
+    Campaign,
+    Rate,
+    SiteOutcomes,
+    campaign,
+)
+from outlast.guard.inject.fault import Fault, ProcessFault, ProcessFaults, parse_fault, parse_faults
 from outlast.guard.inject.injector import Injection, Injector, inject
-from outlast.guard.inject.process import ProcessFaults
 
 __all__ = [
     "Campaign",
@@ -19,7 +23,7 @@ __all__ = [
     "ProcessFault",
     "ProcessFaults",
     "Rate",
-    "Row",
+    "SiteOutcomes",
     "campaign",
     "inject",
     "parse_fault",

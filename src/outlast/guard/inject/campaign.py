@@ -84,11 +84,11 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What came of the events at one site.
+class SiteOutcomes:
+    """Outcomes of the events at one site.
 
     Attributes:
-        site: As in `outlast.guard.seam.SITES`.
+        site: As in `outlast.guard.findings.SITES`.
         injected: Events.
         masked: Of all events.
         harmful: Of all events.
@@ -121,7 +121,7 @@ class Campaign:
         false_alarms: Of the checks made.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SiteOutcomes, ...]
     false_alarms: Rate
 
     def table(self) -> str:
@@ -186,7 +186,7 @@ def campaign(
 
 
 def covers(finding: Finding, site: str, module: str) -> bool:
-    """Whether a finding is of a check that sees faults of this site of this module."""
+    """Return whether a finding is of a check that sees faults of this site of this module."""
     family = _family(site)
     if _family(finding.operation) not in _SEEN_BY.get(family, {family}):
         return False
@@ -217,11 +217,11 @@ def _event(
     )
 
 
-def _row(site: str, events: list[_Event]) -> Row:
+def _row(site: str, events: list[_Event]) -> SiteOutcomes:
     harmful = [event for event in events if event.harmful]
     latencies = [event.latency for event in events if event.latency is not None]
     detected = sum(event.latency is not None for event in harmful)
-    return Row(
+    return SiteOutcomes(
         site=site,
         injected=len(events),
         masked=Rate(len(events) - len(harmful), len(events)),

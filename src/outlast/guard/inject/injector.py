@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import GuardError
-from outlast.guard.inject.fault import Fault
-from outlast.guard.inject.patterns import (
+from outlast.guard.inject.fault import (
+    Fault,
     columns,
     integers,
     memory_of,
@@ -52,7 +52,7 @@ class Injection:
         fault: Which of the injector's faults, from 0.
         step: Optimizer steps done before.
         attempt: Attempts at this step before.
-        site: As in `outlast.guard.seam.SITES`.
+        site: As in `outlast.guard.findings.SITES`.
         module: The name given at the site.
         occurrence: Uses of the site by the module in this attempt before.
         index: Of the first number changed: row-major in the tensor's shape, where dimensions that
@@ -81,7 +81,7 @@ class Injection:
 
 
 class Injector:
-    """A `outlast.guard.seam.Seam` that injects faults.
+    """A `outlast.guard.findings.FaultHook` that injects faults.
 
     Args:
         faults: Wrong numbers; those of other ranks are left out.
@@ -139,7 +139,7 @@ class Injector:
         self._uses.clear()
 
     def __call__(self, site: str, module: str, numbers: Tensor) -> None:
-        """Inject what is due here; see `outlast.guard.seam.Seam`.
+        """Inject what is due here; see `outlast.guard.findings.FaultHook`.
 
         Raises:
             GuardError: For a position or a bit that `numbers` do not have.
@@ -208,7 +208,7 @@ class Injector:
         )
 
     def _chooses(self, number: int, fault: Fault, module: str) -> bool:
-        """Whether this module is the one that the fault strikes in this step."""
+        """Return whether this module is the one that the fault strikes in this step."""
         if not fnmatch.fnmatchcase(module, fault.module):
             return False
         known = sorted(
@@ -244,7 +244,7 @@ class Injector:
         return row % rows * row_length + column % row_length
 
     def _when(self, fault: Fault) -> tuple[int, ...]:
-        """What a fault's place depends on besides itself: a defective unit stays where it is."""
+        """Return the steps that a fault's place depends on: none for a defective unit."""
         return (self._step,) if fault.duration == "transient" else ()
 
     def _draw(self, number: int, *purpose: object) -> random.Random:

@@ -9,7 +9,7 @@ import torch
 
 from outlast.recover.memory.slot import Entry, SlotReader
 from outlast.state.box import Box
-from outlast.state.filling import Filling
+from outlast.state.live import Filling
 
 if TYPE_CHECKING:
     from typing import Any

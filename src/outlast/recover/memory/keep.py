@@ -18,7 +18,7 @@ from outlast.errors import RecoverError
 from outlast.recover.memory.room import check_room, remove
 from outlast.recover.memory.share import everything_of, holding, memories, share
 from outlast.recover.memory.slot import Catalogue, Entry, Slot
-from outlast.state.alignment import aligned
+from outlast.state.box import aligned
 from outlast.state.live import collect, local_box
 from outlast.state.tensors import is_dense
 

@@ -33,8 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import RecoverError
-from outlast.state.alignment import aligned
-from outlast.state.box import Box
+from outlast.state.box import Box, aligned
 
 if TYPE_CHECKING:
     from pathlib import Path

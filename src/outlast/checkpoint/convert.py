@@ -1,0 +1,556 @@
+"""Checkpoints of other programs into a store, and versions of a store out of it.
+
+import_checkpoint("pretrained/", "ckpt/", prefix="model.")
+export_checkpoint("ckpt/", "model/", kind="safetensors", prefix="model.")
+
+Nothing is executed that a checkpoint contains: what is pickled is read by restricted readers. A
+result appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from outlast.checkpoint.dcp.content import (
+    DCP_FILE,
+    DCP_NOTE,
+    DcpContent,
+    newest_contents,
+    read_dcp_content,
+)
+from outlast.checkpoint.foreign_formats import (
+    COMMON,
+    SAFETENSORS_NAMES,
+    STRUCTURE,
+    Converted,
+    open_source,
+    split_rows,
+    write_megatron_files,
+)
+from outlast.checkpoint.format.encoder import (
+    Encoder,
+    PartJob,
+    Reduction,
+    StagedPiece,
+)
+from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.format.owner import Ownership, claimed
+from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.format.storage import sentence_of, storage_of
+from outlast.checkpoint.format.version import Version, list_versions, seal
+from outlast.checkpoint.restore import whole_tensor
+from outlast.checkpoint.writer import Arena
+from outlast.errors import CheckpointError, OutlastError
+from outlast.records import sync_directory
+from outlast.state import values
+from outlast.state.box import Box, aligned, whole
+from outlast.state.tensors import dtype_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from outlast.checkpoint.foreign_formats import ForeignCheckpoint
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Contents
+
+
+__all__ = ["Converted", "export_checkpoint", "import_checkpoint"]
+EXPORT_KINDS = ("safetensors", "torch", "dcp", "megatron")
+_READ_BYTES = 32 << 20
+_SHARD_BYTES = 5_000_000_000
+_ONE_FILE_BYTES = 1 << 30
+
+
+def export_checkpoint(
+    store_place: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    kind: str,
+    step: int | None = None,
+    prefix: str = "",
+    shard_bytes: int = _SHARD_BYTES,
+) -> Converted:
+    """Write a version of a store as a checkpoint of another format.
+
+    Kinds: ``safetensors`` (a folder as Hugging Face's, in shards of at most `shard_bytes` with an
+    index; tensors only), ``torch`` (one file of torch.save: nested as it was saved with DCP or
+    imported, else a flat dictionary; needs memory for all of it), ``dcp`` (a folder for torch's own
+    dcp.load; needs memory for one tensor, or for 1 GiB of them), ``megatron`` (the same for
+    Megatron-core's dist_checkpointing.load, with the ``common.pt`` that was imported).
+
+    Args:
+        store_place: Directory or fsspec URL of the store.
+        target: Folder or file to be made; must not exist.
+        kind: One of the kinds above.
+        step: Which version; default: the newest that is whole.
+        prefix: Export only names that begin with it, without it.
+        shard_bytes: Largest file of ``safetensors``; one tensor may exceed it.
+
+    Raises:
+        CheckpointError: When the target exists, nothing fits, or the version is damaged.
+    """
+    if kind not in EXPORT_KINDS:
+        raise CheckpointError(f'kind = "{kind}" is unknown; take {", ".join(EXPORT_KINDS)}')
+    path = Path(target)
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; give a new name")
+    storage = storage_of(store_place)
+    contents, _, skipped = newest_contents(storage, step)
+    exporters: dict[str, Callable[[_Selection, Path, int], None]] = {
+        "safetensors": _export_safetensors,
+        "torch": _export_torch,
+        "dcp": _export_dcp,
+        "megatron": _export_megatron,
+    }
+    with VersionReader(storage, contents) as reader:
+        selection = _Selection(reader, read_dcp_content(storage, contents), prefix)
+        selection.notes += [f"skipped a newer checkpoint: {sentence}" for sentence in skipped]
+        if not selection.tensors:
+            raise CheckpointError(
+                f"step {contents.version.step} in {storage.location} has no tensor whose name "
+                f'begins with "{prefix}"'
+                if prefix
+                else f"step {contents.version.step} in {storage.location} has no tensors"
+            )
+        try:
+            with _appearing(path) as temporary:
+                exporters[kind](selection, temporary, shard_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {sentence_of(error)}") from error
+    return Converted(
+        contents.version.step,
+        len(selection.tensors),
+        sum(selection.bytes_of(name) for name in selection.tensors),
+        selection.notes,
+    )
+
+
+class _Selection:
+    """Part of a version that is exported.
+
+    Attributes:
+        tensors: Exported name to stored name.
+        objects: The same for bytes that DCP's planner made.
+        values: The same for JSON values.
+        within_values: Stored names of tensors that lie within a value that was asked for.
+        notes: Sentences for the user.
+    """
+
+    def __init__(self, reader: VersionReader, content: DcpContent, prefix: str) -> None:
+        self.reader = reader
+        self.prefix = prefix
+        self.content = content
+        self.contents: Contents = reader.contents
+        self.facts = reader.contents.catalogue.tensors
+        self.json = reader.contents.values
+        objects = set(content.objects)
+        names = sorted(self.facts, key=_order(content.names))
+        chosen = [name for name in names if name.startswith(prefix) and name != prefix]
+        self.tensors = {name[len(prefix) :]: name for name in chosen if name not in objects}
+        self.objects = {name[len(prefix) :]: name for name in chosen if name in objects}
+        self.values = {
+            name[len(prefix) :]: name
+            for name in self.json
+            if name.startswith(prefix) and name not in (prefix, STRUCTURE)
+        }
+        self.notes: list[str] = []
+        self.within_values: set[str] = set()
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of the tensor exported as `name`."""
+        facts = self.facts[self.tensors[name]]
+        return whole(facts.shape).elements * facts.itemsize
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor exported as `name`."""
+        return whole_tensor(self.reader, self.tensors[name])
+
+    def object_bytes(self, name: str) -> bytes:
+        """The bytes of the object exported as `name`."""
+        return whole_tensor(self.reader, self.objects[name]).numpy().tobytes()
+
+    def value(self, name: str) -> Any:
+        """The value exported as `name`, with its tensors."""
+        return values.decode(self.json[self.values[name]], self._stored)
+
+    def structure(self) -> Any:
+        """Everything, nested as it was imported; None when that is not known or not wanted."""
+        found = self.json.get(STRUCTURE)
+        if found is None or self.prefix:
+            return None
+        before = found["prefix"]
+        return values.decode(
+            found["root"], lambda name, kind: self._stored(before + name[1:], kind)
+        )
+
+    def paths(self) -> dict[str, tuple[str | int, ...]] | None:
+        """The place of every name in the nested state that DCP saved; None when not known."""
+        found = self.content.decoded_planner_data()
+        if self.prefix or not isinstance(found, dict) or not set(self.tensors) <= set(found):
+            return None
+        return found
+
+    def _stored(self, name: str, kind: str) -> Any:
+        tensor = whole_tensor(self.reader, name)
+        self.within_values.add(name)
+        return tensor.numpy() if kind == "numpy" else tensor
+
+
+def _order(names: list[str]) -> Callable[[str], tuple[int, str]]:
+    """The order in which the names were saved, then by the alphabet."""
+    places = {name: place for place, name in enumerate(names)}
+    return lambda name: (places.get(name, len(places)), name)
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A name for a file or folder that becomes `target` when the block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        inside = [path for path in temporary.rglob("*") if path.is_file()]
+        for path in inside or [temporary]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if temporary.is_dir():
+            sync_directory(temporary)
+        temporary.rename(target)
+        sync_directory(target.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _export_safetensors(selection: _Selection, folder: Path, shard_bytes: int) -> None:
+    for name in selection.tensors:
+        dtype = dtype_of(selection.facts[selection.tensors[name]])
+        if dtype not in SAFETENSORS_NAMES:
+            raise CheckpointError(
+                f"`{name}` is {str(dtype).removeprefix('torch.')}, which safetensors cannot hold; "
+                "export as torch or dcp"
+            )
+    left_out = len(selection.objects) + len(selection.values)
+    if left_out:
+        selection.notes.append(f"{left_out} values that are no tensors were left out")
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in selection.tensors:
+        if shards[-1] and size + selection.bytes_of(name) > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += selection.bytes_of(name)
+    folder.mkdir()
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = file_name if len(shards) > 1 else "model.safetensors"
+        with (folder / file_name).open("xb") as file:
+            _write_safetensors(selection, names, file)
+        weight_map.update(dict.fromkeys(names, file_name))
+    if len(shards) > 1:
+        total = sum(map(selection.bytes_of, selection.tensors))
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_safetensors(selection: _Selection, names: list[str], file: IO[bytes]) -> None:
+    """The format's header and the tensors one after the other, without holding any in memory.
+
+    The library's own writer needs all tensors of a file in memory. As in there, large elements come
+    first, so that all are aligned.
+    """
+    facts = {name: selection.facts[selection.tensors[name]] for name in names}
+    ordered = sorted(names, key=lambda name: (-facts[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in ordered:
+        end = begin + selection.bytes_of(name)
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype_of(facts[name])],
+            "shape": facts[name].shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in ordered:
+        for box in split_rows(whole(facts[name].shape), facts[name], _READ_BYTES):
+            if box.elements:
+                out = np.empty(box.shape, f"V{facts[name].itemsize}")
+                selection.reader.read([Wanted(selection.tensors[name], box, out)])
+                file.write(out.reshape(-1).view(np.uint8).data)
+
+
+def _export_torch(selection: _Selection, path: Path, _: int) -> None:
+    structure = selection.structure()
+    if structure is not None:
+        torch.save(structure, path)
+        return
+    found = {name: selection.value(name) for name in selection.values}
+    flat: dict[str, Any] = {
+        name: selection.tensor(name)
+        for name, stored in selection.tensors.items()
+        if stored not in selection.within_values
+    }
+    flat.update(found)
+    refused = []
+    for name in selection.objects:
+        try:
+            content = io.BytesIO(selection.object_bytes(name))
+            flat[name] = torch.load(content, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            refused.append(name)
+    if refused:
+        selection.notes.append(
+            f"{len(refused)} Python objects that torch.load(weights_only=True) refuses were left "
+            f"out, e.g. `{refused[0]}`"
+        )
+    paths = selection.paths()
+    if paths is not None:
+        flat = _nested(flat, paths)
+    torch.save(flat, path)
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
+    """`flat` with every value at its path; whole numbers in paths are places in lists."""
+    root: dict[str, Any] = {}
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        at: Any = root
+        for key, following in zip(path, (*path[1:], None), strict=True):
+            empty: Any = value if following is None else [] if isinstance(following, int) else {}
+            if isinstance(at, list):
+                at.extend([None] * (int(key) + 1 - len(at)))
+                if at[int(key)] is None:
+                    at[int(key)] = empty
+                at = at[int(key)]
+            else:
+                at = at.setdefault(key, empty)
+    return root
+
+
+def _export_dcp(selection: _Selection, folder: Path, _: int) -> None:
+    # DCP's writer holds all tensors of a file until it is written.
+    one_file = sum(map(selection.bytes_of, selection.tensors)) <= _ONE_FILE_BYTES
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=one_file),
+                planner=_ExportPlanner(selection),
+                no_dist=True,
+            )
+        except CheckpointException as error:
+            cause = error.failures[0][0]
+            if isinstance(cause, (OutlastError, OSError)):
+                raise cause from None
+            raise CheckpointError(f"DCP cannot write {folder}: {cause}") from cause
+
+
+def _export_megatron(selection: _Selection, folder: Path, shard_bytes: int) -> None:
+    common = selection.object_bytes(COMMON) if COMMON in selection.objects else None
+    selection.objects.pop(COMMON, None)
+    if common is None:
+        selection.notes.append("common.pt is empty, as the version was not imported from Megatron")
+    _export_dcp(selection, folder, shard_bytes)
+    write_megatron_files(folder, common)
+
+
+class _ExportPlanner(DefaultSavePlanner):
+    """Gives DCP's own writer one tensor after the other."""
+
+    def __init__(self, selection: _Selection) -> None:
+        super().__init__()
+        self._selection = selection
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Announce the selected names; their tensors are read when they are written."""
+        selection = self._selection
+        self.state_dict = {
+            name: torch.empty(
+                selection.facts[stored].shape,
+                dtype=dtype_of(selection.facts[stored]),
+                device="meta",
+            )
+            for name, stored in selection.tensors.items()
+        }
+        self.state_dict.update({name: selection.value(name) for name in selection.values})
+        self.state_dict.update(dict.fromkeys(selection.objects, b""))
+        paths = selection.paths() or {}
+        self.mappings = {name: paths.get(name, (name,)) for name in self.state_dict}
+        self.is_coordinator = is_coordinator
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The content of an item."""
+        name = write_item.index.fqn
+        if name in self._selection.tensors:
+            return self._selection.tensor(name)
+        if name in self._selection.objects:
+            return io.BytesIO(self._selection.object_bytes(name))
+        return super().resolve_data(write_item)
+
+
+_BATCH_BYTES = 256 << 20
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    store_place: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    kind: str = "auto",
+    prefix: str = "",
+    reduction: Reduction | None = None,
+) -> Converted:
+    """Copy a checkpoint of another program into a store, as its newest version.
+
+    Kinds: ``dcp`` (a folder of torch.distributed.checkpoint; its ``.metadata`` is a pickle of which
+    only DCP's own classes are made), ``torch`` (a file of torch.save, read with
+    ``weights_only=True``), ``safetensors`` (a file, or a folder with or without index),
+    ``deepspeed`` (a folder of ZeRO 0 to 2 without tensor parallelism: the module's weights, and the
+    float32 weights of the optimizer under ``master.``), ``megatron`` (a folder of Megatron-core's
+    ``torch_dist``, or one that holds such folders: its newest).
+
+    `CheckpointStore.restore` takes the result for ``{"model": model}`` when all names begin with
+    ``model.``; give ``prefix="model."`` where they do not. Memory: a batch of 256 MiB and one
+    tensor; one chunk of a DCP folder.
+
+    Args:
+        source: File or folder.
+        store_place: Directory or fsspec URL of the store.
+        step: Steps done; default: what the source says, else 0.
+        kind: One of the kinds above, or ``auto``.
+        prefix: Put before every name.
+        reduction: Codecs and error bounds; by default everything is exact.
+
+    Raises:
+        CheckpointError: When the source cannot be read safely, or the storage fails.
+    """
+    storage = storage_of(store_place)
+    with open_source(Path(source), kind) as opened:
+        if not opened.tensors:
+            raise CheckpointError(f"{source} holds no tensors")
+        opened.tensors = {
+            name if name in opened.unprefixed else prefix + name: entry
+            for name, entry in opened.tensors.items()
+        }
+        step = step if step is not None else opened.step or 0
+        if step < 0:
+            raise CheckpointError(f"step = {step} must be 0 or larger")
+        ownership = Ownership(storage, held=False)
+        ownership.lock()
+        try:
+            sessions = [*claimed(storage), *(version.session for version in list_versions(storage))]
+            version = Version(max(sessions, default=0) + 1, step)
+            ownership.claim(version.session)
+            try:
+                size = _write(storage, version, opened, prefix, reduction or Reduction())
+            except BaseException:
+                storage.remove_folder(version.folder)
+                raise
+        except OSError as error:
+            raise CheckpointError(
+                f"the import into {storage.location} failed: {sentence_of(error)}"
+            ) from error
+        finally:
+            ownership.release()
+        return Converted(step, len(opened.tensors), size, opened.notes)
+
+
+def _write(
+    storage: Storage, version: Version, source: ForeignCheckpoint, prefix: str, reduction: Reduction
+) -> int:
+    """Write the version in parts of bounded size; returns the bytes of all tensors."""
+    facts = {
+        name: TensorFacts.of(str(entry.dtype).removeprefix("torch."), entry.shape)
+        for name, entry in source.tensors.items()
+    }
+    batches: list[list[tuple[str, Box, int]]] = [[]]
+    starts = [0]
+    total = 0
+    for name, entry in source.tensors.items():
+        boxes = (part for box in entry.boxes for part in split_rows(box, facts[name], _BATCH_BYTES))
+        for box in boxes:
+            size = box.elements * facts[name].itemsize
+            if size == 0:
+                continue
+            if batches[-1] and starts[-1] + size > _BATCH_BYTES:
+                batches.append([])
+                starts.append(0)
+            batches[-1].append((name, box, starts[-1]))
+            starts[-1] += aligned(size)
+            total += size
+    values_found = {}
+    if source.structure is not None:
+        values_found[STRUCTURE] = {"prefix": prefix, "root": source.structure}
+    catalogue = Catalogue(facts, tuple(values_found))
+    arena = Arena(aligned(max(*starts, 1)))
+    arena.detach()
+    encoder = Encoder(storage, reduction, [arena.memory])
+    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    for rank, batch in enumerate(batches):
+        for name, box, start in batch:
+            entry = source.tensors[name]
+            target = memory[start : start + box.elements * facts[name].itemsize]
+            target.view(entry.dtype).view(box.shape).copy_(entry.read(box))
+        encoder.write(
+            PartJob(
+                arena=0,
+                version=version,
+                rank=rank,
+                world_size=len(batches),
+                catalogue=catalogue,
+                pieces=[StagedPiece(name, box, start) for name, box, start in batch],
+                values=values_found if rank == 0 else {},
+                notes=dict(DCP_NOTE) if source.dcp is not None else {},
+            ),
+            lambda: None,
+        )
+    if source.dcp is not None:
+        with storage.create(f"{version.folder}/{DCP_FILE}") as file:
+            file.write(_prefixed(source.dcp, prefix).to_bytes())
+    seal(storage, version)
+    return total
+
+
+def _prefixed(content: DcpContent, prefix: str) -> DcpContent:
+    if not prefix:
+        return content
+    names = [prefix + name for name in content.names]
+    paths = {name: {"!tuple": [name]} for name in names}
+    return DcpContent(
+        names,
+        [prefix + name for name in content.objects],
+        [prefix + name for name in content.requires_grad],
+        paths,
+    )

@@ -1,0 +1,786 @@
+"""Tiers of a store: background copies of versions in slower, safer places. Needs no torch.
+
+    memory (tmpfs)  ->  node-local disk  ->  shared file system or object store
+
+A version is saved to the first tier; `tiers` copies every n-th one on to each lower tier.
+
+Of a *private* tier, such as a node's own disk, other ranks see nothing. Each rank has a store of
+its own there, in a folder ``rank-00003``, with all that it holds. Copied on to a shared tier, the
+parts of all ranks make a version as any other, in which replicated tensors lie once per rank.
+
+A lower tier that cannot be reached hinders no save. While it is away, its sessions are not known,
+and a restore that finds no version in the other tiers fails rather than to start anew.
+
+A background thread for each lower tier copies every n-th version on, all ranks together. A tier
+copies from the tier before it if that has the version, else from the first. Retention of a tier
+leaves what a lower tier still waits for. Files come in an order in which a version that was copied
+by half is none: packs, catalogue, manifests, and last the seal. A copy that fails leaves nothing
+behind, is reported and not tried again: the next version that is due takes its place. Beside those
+that are due, the newest version is copied when the store is closed, and the newest one that the
+session before did not copy any more at the first save of the next.
+
+The store knows of its own copies alone. Who knows of others that use the same bandwidth hands in a
+`Pacing`, e.g. one that shares it as a plan says or makes way for strangers (`outlast.cluster`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from outlast.checkpoint.format.manifest import Part
+from outlast.checkpoint.format.owner import claimed
+from outlast.checkpoint.format.retention import Retention
+from outlast.checkpoint.format.storage import LocalStorage, describe_failure, publish, within
+from outlast.checkpoint.format.version import SEAL, list_versions, world_sizes
+from outlast.checkpoint.place import Place
+from outlast.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from outlast.checkpoint.format.manifest import Chunk
+    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.format.version import Version
+    from outlast.distributed.agreement import StoreAgreement
+    from outlast.distributed.group import Group
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A lower tier of a store.
+
+    Attributes:
+        place: A directory, made if missing, or any fsspec URL.
+        every: Every how many-th save of the store is copied here, whatever the tiers between do,
+            counted from the first save of this `CheckpointStore`.
+        keep: Newest versions kept here, or a `Retention`.
+        bytes_per_second: Most that each rank writes here; None: no limit.
+        private: Whether ranks do not see each other's files here, as on a node's own disk.
+        pacing: What else decides how fast each copy is, e.g. a share of what others leave.
+    """
+
+    place: str | os.PathLike[str]
+    every: int = 1
+    keep: int | Retention = 3
+    bytes_per_second: float | None = None
+    private: bool = False
+    pacing: Pacing | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings without a meaning."""
+        if self.every < 1:
+            raise CheckpointError(f"every = {self.every} of tier {self.place} must be at least 1")
+        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
+            raise CheckpointError(
+                f"bytes_per_second = {self.bytes_per_second} of tier {self.place} must be larger "
+                "than 0, or None for no limit"
+            )
+
+
+@dataclass(frozen=True)
+class DrainResult:
+    """Result of copying one version to a lower tier.
+
+    Attributes:
+        place: The tier.
+        step: The version's step; -1 for what concerns the tier and no version.
+        seconds: Time of the copy, without the wait before it.
+        bytes: Bytes that this rank wrote there.
+        error: Why it failed, or None.
+        skipped: Why it was not made, although nothing failed; else empty.
+    """
+
+    place: str
+    step: int
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str | None = None
+    skipped: str = ""
+
+
+class Copy:
+    """Copies what one rank is to copy of one version."""
+
+    def __init__(self, source: Place, target: Place, version: Version, pace: RateLimiter) -> None:
+        self.bytes = 0
+        self._source = source
+        self._target = target
+        self._from, self._to = source.storage, target.storage
+        self._version = version
+        self._pace = pace
+        self._made: list[str] = []
+
+    def run(self) -> None:
+        """Copy packs, catalogues and manifests, in this order.
+
+        Raises:
+            CheckpointError: When the source is damaged, or the target has other content.
+            OSError: When a storage fails.
+        """
+        parts = list(self._parts())
+        for _, _, part in parts:
+            for number, pack in enumerate(part.packs):
+                self._copy_pack(pack, [chunk for chunk in part.chunks if chunk.pack == number])
+        for root in {part.catalogue for _, _, part in parts}:
+            self._publish(self._version.catalogue_name(root))
+        for name, content, _ in parts:
+            self._publish(name, content)
+
+    def undo(self) -> None:
+        """Delete what was copied, so that failures do not fill the tier."""
+        seal_name = f"{self._version.folder}/{SEAL}"
+        for name in [seal_name, *reversed(self._made)] if self._made else []:
+            # Another rank may have found this catalogue there and rely on it.
+            if "/catalogue-" not in name:
+                with contextlib.suppress(Exception):
+                    self._to.remove(name)
+        self._target.verified.difference_update(self._made)
+
+    def _parts(self) -> Iterable[tuple[str, bytes, Part]]:
+        """The parts that are this rank's to copy: its own, or its share of another world's."""
+        rank, world_size = self._source.rank, self._source.world_size
+        if self._source.private:
+            ranks = range(rank, rank + 1)
+            saved = world_size
+        else:
+            files = self._from.files(self._version.folder)
+            saved = max(world_sizes(files), default=0)
+            ranks = range(rank, saved, world_size)
+        for number in ranks:
+            name = self._version.part_name(number, saved)
+            try:
+                content = self._from.read(name)
+            except FileNotFoundError:
+                if saved == world_size:
+                    raise CheckpointError(f"{self._from.location}/{name} is missing") from None
+                # Others may hold the same; the seal shows whether something is missing.
+                continue
+            yield name, content, Part.from_bytes(content, f"{self._from.location}/{name}")
+
+    def _copy_pack(self, name: str, chunks: list[Chunk]) -> None:
+        size = _size(self._from, name)
+        if size is None:
+            raise CheckpointError(f"{self._from.location}/{name} is missing")
+        present = _size(self._to, name)
+        if present is not None:
+            if present != size:
+                raise CheckpointError(
+                    f"{self._to.location}/{name} has {present} bytes instead of {size}: it is of "
+                    "another run, or damaged; take an empty place"
+                )
+            if name not in self._target.verified:
+                hint = "; it is of another run, or damaged; take an empty place"
+                for _ in self._blocks(self._to, name, size, chunks, hint):
+                    self._pace.take(0)
+                self._target.verified.add(name)
+            return
+        with self._to.create(name, exclusive=True) as file:
+            for block in self._blocks(self._from, name, size, chunks):
+                file.write(block)
+                self.bytes += len(block)
+                self._pace.take(len(block))
+        self._made.append(name)
+        self._target.verified.add(name)
+
+    def _blocks(
+        self, storage: Storage, name: str, size: int, chunks: list[Chunk], hint: str = ""
+    ) -> Iterator[bytes]:
+        """A file of `size` bytes, block by block; raises CheckpointError when it is damaged."""
+        check = _Check(f"{storage.location}/{name}", chunks, hint)
+        reader = storage.open(name)
+        try:
+            offset = 0
+            while block := reader.read(offset, min(self._pace.block_bytes, size - offset)):
+                check.update(block)
+                yield block
+                offset += len(block)
+            check.finish()
+        finally:
+            reader.close()
+
+    def _publish(self, name: str, content: bytes | None = None) -> None:
+        """Copy a small file, unless the same is there."""
+        content = self._from.read(name) if content is None else content
+        with contextlib.suppress(FileNotFoundError):
+            if self._to.read(name) == content:
+                return
+            raise CheckpointError(
+                f"{self._to.location}/{name} is there with other content: it is of another run, or "
+                "damaged; take an empty place"
+            )
+        publish(self._to, name, content)
+        self._made.append(name)
+        self.bytes += len(content)
+        self._pace.take(len(content))
+
+
+class _Check:
+    """Compares the chunks of a file with their checksums while the file goes by."""
+
+    def __init__(self, where: str, chunks: list[Chunk], hint: str) -> None:
+        self._where = where
+        self._hint = hint
+        found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
+        self._chunks = deque(sorted(row for row in found if row[1]))
+        self._hash = xxhash.xxh3_128()
+        self._at = 0
+
+    def update(self, block: bytes) -> None:
+        """The next bytes; raises CheckpointError when a chunk that ends in them is damaged."""
+        view, end = memoryview(block), self._at + len(block)
+        while self._chunks and self._chunks[0][0] < end:
+            offset, length, expected = self._chunks[0]
+            first, last = max(offset, self._at), min(offset + length, end)
+            self._hash.update(view[first - self._at : last - self._at])
+            if last < offset + length:
+                break
+            if self._hash.hexdigest() != expected:
+                raise CheckpointError(f"{self._where} is damaged at byte {offset}{self._hint}")
+            self._chunks.popleft()
+            self._hash = xxhash.xxh3_128()
+        self._at = end
+
+    def finish(self) -> None:
+        """The file ends; raises CheckpointError when chunks are left."""
+        if self._chunks:
+            raise CheckpointError(f"{self._where} is cut short at byte {self._at}{self._hint}")
+
+
+def _size(storage: Storage, name: str) -> int | None:
+    folder, _, file = name.partition("/")
+    return storage.files(folder).get(file)
+
+
+@dataclass
+class Job:
+    """A version on its way to a tier, and the place that it is copied from."""
+
+    version: Version
+    source: int
+
+    def key(self, index: int) -> str:
+        """Key of this copy to tier `index` among the ranks."""
+        return f"{self.version.folder}/tier-{index}"
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Copies versions to lower tiers, with the other ranks.
+
+    Attributes:
+        places: All places of the store, nearest first.
+        signals: Words between the ranks.
+        leads: Whether this rank says when a copy begins and whether all parts arrived.
+        coordinated: Whether the ranks use the signals.
+    """
+
+    places: Sequence[Place]
+    signals: StoreAgreement
+    leads: bool
+    coordinated: bool
+
+    def run(self, index: int, job: Job, pace: RateLimiter) -> DrainResult:
+        """Copy one version to tier `index`."""
+        target, key = self.places[index], job.key(index)
+        copy = Copy(self.places[job.source], target, job.version, pace)
+        if self.leads:
+            self.signals.tell(f"{key}/start", "")
+        elif dropped := self.signals.hear(f"{key}/start", ""):
+            return DrainResult(target.storage.location, job.version.step, skipped=dropped)
+        begun = time.perf_counter()
+
+        def paced() -> None:
+            with pace:
+                copy.run()
+
+        problem = _attempt(paced)
+        if self.leads:
+            problem = self._gathered(f"{key}/done", problem)
+            # Without the seal of a shared tier, a version counts once all parts are there.
+            seals = target.rank == 0 and (self.coordinated or target.world_size == 1)
+            if not problem and not target.private and seals:
+                problem = _attempt(lambda: target.seal(job.version))
+            self.signals.tell(f"{key}/done", problem)
+        else:
+            problem = self.signals.hear(f"{key}/done", problem)
+        if not problem and target.private:
+            problem = _attempt(lambda: target.seal(job.version))
+        seconds = time.perf_counter() - begun
+        if problem:
+            copy.undo()
+            return failed(target, job.version, problem, seconds, copy.bytes)
+        return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
+
+    def _gathered(self, key: str, problem: str) -> str:
+        """Collect the problems of all ranks."""
+        try:
+            return next((signal for signal in self.signals.gather(key, problem) if signal), "")
+        except CheckpointError as error:
+            return str(error)
+
+
+def failed(
+    place: Place, version: Version, problem: str, seconds: float = 0.0, size: int = 0
+) -> DrainResult:
+    """The result of a copy to `place` that failed after `seconds` and `size` bytes."""
+    location, step = place.storage.location, version.step
+    sentence = f"the copy of step {step} to {location} failed: {problem}"
+    return DrainResult(location, step, seconds, size, sentence)
+
+
+def _attempt(work: Callable[[], None]) -> str:
+    """Run `work`; returns what went wrong."""
+    try:
+        work()
+    except Exception as error:  # clients of object stores raise what they like
+        return describe_failure(error)
+    return ""
+
+
+_BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK_BYTES = 16 << 10
+
+
+# With a bandwidth cap, blocks are as small as this time allows, so that the flow is even.
+_BLOCK_SECONDS = 0.1
+
+
+class Rate(Protocol):
+    """Lets the bytes of a copy pass when it is their time."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes to copy between two calls of `take`; may change."""
+
+    def take(self, size_bytes: int, /) -> None:
+        """Wait until so many bytes may be copied; an exception makes the copy fail."""
+
+
+Pacing = Callable[[int], "AbstractContextManager[Rate]"]
+"""Gives the rate of one copy of the version of a step; entered when it begins, left at its end."""
+
+
+class RateLimiter:
+    """The pace of one copy: a context manager around it.
+
+    Args:
+        bytes_per_second: Most that the copy takes; None: no limit.
+        stop: Set when the store is closed.
+        rate: What the caller of the store has to say; None: nothing.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        stop: threading.Event,
+        rate: AbstractContextManager[Rate] | None = None,
+    ) -> None:
+        self._cap = bytes_per_second
+        self._stop = stop
+        self._free_at = 0.0
+        self._asked = rate
+        self._rate: Rate | None = None
+        even = _BLOCK_BYTES if bytes_per_second is None else int(bytes_per_second * _BLOCK_SECONDS)
+        self._block_bytes = min(max(even, _SMALLEST_BLOCK_BYTES), _BLOCK_BYTES)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes to copy between two calls of `take`."""
+        if self._rate is None:
+            return self._block_bytes
+        return max(min(self._block_bytes, self._rate.block_bytes), _SMALLEST_BLOCK_BYTES)
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes; raises CheckpointError when the store was closed."""
+        if self._rate is not None and size:
+            self._rate.take(size)
+        if self._cap is not None:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + size / self._cap
+            self._stop.wait(self._free_at - now)
+        if self._stop.is_set():
+            raise CheckpointError("the store was closed")
+
+    def __enter__(self) -> RateLimiter:
+        if self._asked is not None:
+            self._rate = self._asked.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._rate is not None and self._asked is not None:
+            self._rate = None
+            # The copy has ended, well or not; what comes now says nothing about it.
+            with contextlib.suppress(Exception):
+                self._asked.__exit__(kind, error, trace)
+
+
+_RESULTS = 1000
+_JOIN_SECONDS = 1.0
+
+
+class Tiers:
+    """All places of a store, nearest first, and the threads that copy versions downwards.
+
+    At most one version waits for each tier, beside one that a tier before it is just being given.
+    Ranks that coordinate copy the same versions: rank 0 says which are dropped, when a copy begins
+    and whether all parts arrived.
+
+    Args:
+        first: Where the store saves.
+        lower: The other tiers.
+        ranks: This process among those that save together.
+        timeout_seconds: Longest wait for the copies.
+
+    Attributes:
+        places: As given, the first one first.
+        seen: The newest session that was in the object stores when this rank looked last, before
+            it restored; None: not known.
+
+    Raises:
+        CheckpointError: When the tiers are in an order that cannot work, or two are the same.
+    """
+
+    def __init__(
+        self, first: Place, lower: Sequence[Tier], ranks: Group, timeout_seconds: float
+    ) -> None:
+        self.places = [
+            first,
+            *(Place.of(tier.place, tier.keep, ranks, private=tier.private) for tier in lower),
+        ]
+        locations = [place.storage.location for place in self.places]
+        for number, place in enumerate(self.places):
+            if locations[number] in locations[:number]:
+                raise CheckpointError(f"two tiers have the place {locations[number]}")
+            if number and place.private and not self.places[number - 1].private:
+                raise CheckpointError(
+                    f"the private tier {locations[number]} comes after the shared tier "
+                    f"{locations[number - 1]}; give private tiers first"
+                )
+        count = len(self.places)
+        self._ranks = ranks
+        self._timeout_seconds = timeout_seconds
+        self._every = [1, *(tier.every for tier in lower)]
+        self._signals: StoreAgreement | None = None
+        self._coordinated = False
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._lower = tuple(lower)
+        self._waiting: list[list[Job]] = [[] for _ in range(count)]
+        self._current: list[Job | None] = [None] * count
+        # Copied, and not told yet: who waits for results waits for these too.
+        self._telling = 0
+        self._slots = [0] * count
+        self._last: list[Version | None] = [None] * count
+        self._threads: dict[int, threading.Thread] = {}
+        self._results: deque[DrainResult] = deque(maxlen=_RESULTS)
+        self.seen: int | None = None
+
+    @property
+    def first(self) -> Place:
+        """The place to which the store saves."""
+        return self.places[0]
+
+    def listed(self) -> tuple[list[tuple[Place, Version]], dict[str, str]]:
+        """All versions, complete or not: newest first, of equal ones the nearest first.
+
+        All ranks call it together; those of private tiers are listed if any rank has them.
+
+        Returns:
+            The versions, and a sentence for the location of each tier that cannot be listed.
+
+        Raises:
+            CheckpointError: When the first tier cannot be listed.
+        """
+        mine: list[tuple[int, Version]] = []
+        problems: dict[int, str] = {}
+        for index, place in enumerate(self.places):
+            if place.keeps_house:
+                try:
+                    there = within(
+                        self._timeout_seconds,
+                        functools.partial(list_versions, place.storage),
+                        place.storage.location,
+                    )
+                    mine += [(index, version) for version in there]
+                except Exception as error:  # clients of object stores raise what they like
+                    problems[index] = (
+                        f"{place.storage.location} cannot be listed: {describe_failure(error)}"
+                    )
+        found: set[tuple[int, Version]] = set()
+        for versions, troubles in self._ranks.gather((mine, problems)):
+            found.update(versions)
+            problems = {**troubles, **problems}
+        if 0 in problems:
+            raise CheckpointError(problems[0])
+        ordered = sorted(found, key=lambda pair: (pair[1], -pair[0]), reverse=True)
+        return [(self.places[index], version) for index, version in ordered], {
+            self.places[index].storage.location: problems[index] for index in sorted(problems)
+        }
+
+    def look(self) -> None:
+        """Remember the newest session, now that this process takes the state from here."""
+        self.seen = None
+        # Who cannot tell now learns of another writer at its first save.
+        with contextlib.suppress(Exception):
+            sessions = [0]
+            for place in self.places:
+                if place.keeps_house and not isinstance(place.storage, LocalStorage):
+                    sessions += self._claimed(place)
+                    asks = functools.partial(list_versions, place.storage)
+                    there = within(self._timeout_seconds, asks, place.storage.location)
+                    sessions += [version.session for version in there]
+            self.seen = max(sessions)
+
+    def claimed(self) -> int:
+        """The newest session that was claimed in a place that answers; 0: none."""
+        newest = 0
+        for place in self.places:
+            if place.keeps_house:
+                with contextlib.suppress(Exception):
+                    newest = max(newest, *self._claimed(place))
+        return newest
+
+    def _claimed(self, place: Place) -> dict[int, str]:
+        asks = functools.partial(claimed, place.storage)
+        return within(self._timeout_seconds, asks, place.storage.location)
+
+    def own(self, session: int) -> None:
+        """Become the only one who writes to these places, as far as they answer.
+
+        Raises:
+            OwnedError: When another process does.
+            OSError: When the first place fails.
+        """
+        for index, place in enumerate(self.places):
+            if place.keeps_house:
+                try:
+                    place.ownership.claim(session)
+                except OSError:
+                    if not index:
+                        raise
+
+    def disown(self) -> None:
+        """Let others write to these places."""
+        for place in self.places:
+            place.ownership.release()
+
+    def newest(self) -> Version | None:
+        """The newest complete version of the first tier and of those that answer."""
+        found = [self.first.newest(), *map(_head, self.places[1:])]
+        return max((pair for pair in found if pair is not None), default=None)
+
+    def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
+        """Start a session; what the one before saved and did not copy any more is copied now.
+
+        All ranks call it together, before the first version is offered.
+
+        Args:
+            signals: Words between the ranks.
+            coordinated: Whether the ranks use them.
+        """
+        if self._signals is not None or len(self.places) == 1:
+            return
+        self._signals, self._coordinated = signals, coordinated
+        mine = [_head(place) if place.keeps_house else None for place in self.places]
+        everyone = self._ranks.gather(mine)
+        heads = [
+            (everyone[0][index] if len({said[index] for said in everyone}) == 1 else None)
+            if place.private
+            else everyone[0][index]
+            for index, place in enumerate(self.places)
+        ]
+        with self._changed:
+            self._last = [None, *heads[1:]]
+            for index in range(1, len(self.places)):
+                above = [(head, -n) for n, head in enumerate(heads[:index]) if head is not None]
+                version, source = max(above, default=(None, 0))
+                held = heads[index]
+                if version is not None and (held is None or version > held):
+                    self._put(index, Job(version, -source))
+
+    def offer(self, version: Version, number: int) -> None:
+        """A version of the first tier was published, by the store's save `number` (from 1).
+
+        Rank 0 calls it before the others hear of the publication.
+        """
+        if self._signals is None:
+            return
+        key = f"{version.folder}/dropped"
+        with self._changed:
+            self._last[0] = version
+            slots = [number // every for every in self._every]
+            due = [n for n in range(1, len(slots)) if slots[n] > self._slots[n]]
+            self._slots = [max(pair) for pair in zip(slots, self._slots, strict=True)]
+            dropped = [name for n in due for name in self._make_room(n)] if self._leads else []
+            # At once: a copy that began in between would wait for ranks that have dropped it.
+            self._forget(dropped)
+        if self._leads:
+            with contextlib.suppress(CheckpointError):
+                self._signals.tell(key, " ".join(dropped))
+        else:
+            with contextlib.suppress(CheckpointError):
+                dropped = self._signals.hear(key, "").split()
+        with self._changed:
+            if not self._leads:
+                self._forget(dropped)
+            for index in due:
+                self._put(index, Job(version, 0))
+
+    def protected(self, index: int) -> set[Version]:
+        """Versions in place `index` that lower tiers still need."""
+        with self._changed:
+            jobs = [*self._current, *(job for waiting in self._waiting for job in waiting)]
+            return {job.version for job in jobs if job is not None and job.source == index}
+
+    def prune(self, index: int = 0) -> None:
+        """Delete what need not stay in a place and is not waited for."""
+        self.places[index].prune(self.protected(index))
+
+    def report(self, result: DrainResult) -> None:
+        """Add to the results."""
+        with self._changed:
+            self._results.append(result)
+
+    def results(self) -> list[DrainResult]:
+        """The newest thousand results, oldest first."""
+        with self._changed:
+            return list(self._results)
+
+    def settle(self) -> None:
+        """Wait for the copies under way and waiting, at most the time limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy(), self._timeout_seconds)
+
+    def close(self, *, drain: bool) -> None:
+        """End the threads.
+
+        Args:
+            drain: Copy the newest version to all tiers that have it not, due or not, and wait;
+                False: give up the copies under way.
+        """
+        if drain and self._signals is not None and not self._stop.is_set():
+            with self._changed:
+                for index in range(1, len(self.places)):
+                    if self._last[0] is not None and self._last[index] != self._last[0]:
+                        if self._leads:
+                            self._forget(self._make_room(index))
+                        self._put(index, Job(self._last[0], 0))
+            self.settle()
+        with self._changed:
+            self._stop.set()
+            left = [job.key(n) for n, waiting in enumerate(self._waiting) for job in waiting]
+            self._forget(left, "the store was closed before")
+            for index, job in enumerate(self._current):
+                if drain and job is not None:
+                    reason = f"it took longer than {self._timeout_seconds:g} s (timeout_seconds)"
+                    self._results.append(failed(self.places[index], job.version, reason))
+            self._changed.notify_all()
+        for thread in self._threads.values():
+            thread.join(_JOIN_SECONDS)
+
+    @property
+    def _leads(self) -> bool:
+        return self._ranks.rank == 0 or not self._coordinated
+
+    def _busy(self) -> bool:
+        under_way = any(job is not None for job in self._current)
+        return any(self._waiting) or under_way or self._telling > 0
+
+    def _put(self, index: int, job: Job) -> None:
+        """Queue a job and start the thread of its tier."""
+        self._waiting[index].append(job)
+        self._last[index] = job.version
+        if index not in self._threads:
+            thread = threading.Thread(
+                target=self._serve, args=(index,), name=f"tier-{index}", daemon=True
+            )
+            self._threads[index] = thread
+            thread.start()
+        self._changed.notify_all()
+
+    def _make_room(self, index: int) -> list[str]:
+        """The keys of the waiting jobs that a newer one replaces; a tier before has begun none."""
+        begun = {job.version for job in self._current[:index] if job is not None}
+        return [job.key(index) for job in self._waiting[index] if job.version not in begun]
+
+    def _forget(self, dropped: list[str], reason: str = "a newer one came first") -> None:
+        """Take dropped jobs out of the queues; rank 0 tells those who already ask to begin."""
+        for index, waiting in enumerate(self._waiting):
+            for job in [node for node in waiting if node.key(index) in dropped]:
+                waiting.remove(job)
+                place = self.places[index].storage.location
+                self._results.append(DrainResult(place, job.version.step, skipped=reason))
+                if self._leads and self._signals is not None:
+                    with contextlib.suppress(CheckpointError):
+                        self._signals.tell(f"{job.key(index)}/start", reason)
+        self._changed.notify_all()
+
+    def _next(self, index: int) -> Job | None:
+        """The job that may begin: a tier before this one copies the same version first."""
+        if not self._waiting[index]:
+            return None
+        job = self._waiting[index][0]
+        before = [*self._current[:index], *(item for w in self._waiting[:index] for item in w)]
+        if any(number is not None and number.version == job.version for number in before):
+            return None
+        return self._waiting[index].pop(0)
+
+    def _pace(self, index: int, job: Job) -> RateLimiter:
+        tier = self._lower[index - 1]
+        rate = None if tier.pacing is None else tier.pacing(job.version.step)
+        return RateLimiter(tier.bytes_per_second, self._stop, rate)
+
+    def _serve(self, index: int) -> None:
+        """The thread of one tier."""
+        assert self._signals is not None
+        drain = Drain(self.places, self._signals, self._leads, self._coordinated)
+        while True:
+            with self._changed:
+                while (job := self._next(index)) is None:
+                    if self._stop.is_set():
+                        return
+                    self._changed.wait()
+                self._current[index] = job
+            try:
+                result = drain.run(index, job, self._pace(index, job))
+            except Exception as error:
+                result = failed(self.places[index], job.version, describe_failure(error))
+            done = result.error is None and not result.skipped
+            with self._changed:
+                if done:
+                    for lower in self._waiting[index + 1 :]:
+                        for item in lower:
+                            item.source = index if item.version == job.version else item.source
+                self._current[index] = None
+                self._telling += 1
+            if done:
+                with contextlib.suppress(Exception):
+                    self.prune(index)
+            with self._changed:
+                self._results.append(result)
+                self._telling -= 1
+                self._changed.notify_all()
+
+
+def _head(place: Place) -> Version | None:
+    """The newest version of a place; None also when it cannot be reached."""
+    with contextlib.suppress(Exception):
+        return place.newest()
+    return None

@@ -1,0 +1,90 @@
+"""Comparing what was found with what was expected, against a variance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outlast.guard.threshold import DEVIATIONS
+
+
+@dataclass(frozen=True)
+class ResidualTest:
+    """Result of one check by rows; numbers are 0-dim tensors where the device is not waited for.
+
+    Attributes:
+        flags: (rows,) bool, which rows exceeded their threshold.
+        exceeded: Their number.
+        worst: Largest |difference| in standard deviations.
+        total: Sum of squared differences in standard deviations, of rows that passed.
+        widest: Largest threshold of a row that passed, as a share of its scale; an error of twice
+            as much is surely found.
+        bitwise: Whether numbers were compared that must be equal, whatever they are.
+    """
+
+    flags: Tensor
+    exceeded: int | Tensor
+    worst: float | Tensor
+    total: float | Tensor
+    widest: float | Tensor
+    bitwise: bool = False
+
+
+def residual_test(difference: Tensor, variance: Tensor, scale_squared: Tensor) -> ResidualTest:
+    """Judge differences, on any device without waiting for it.
+
+    Args:
+        difference: (rows,) found minus expected.
+        variance: (rows,) what rounding makes of it, above 0.
+        scale_squared: (rows,) squared norm of what is checked.
+    """
+    limit = DEVIATIONS**2
+    ratio = difference.square() / variance
+    # A NaN is not at most the limit, and an infinite variance allows nothing.
+    flags = ~(ratio <= limit) | ~torch.isfinite(variance)
+    width = torch.where(flags | (scale_squared == 0), 0.0, variance / scale_squared)
+    return ResidualTest(
+        flags,
+        flags.sum(),
+        ratio.max().sqrt(),
+        torch.where(flags, 0.0, ratio).sum(),
+        (limit * width.max()).sqrt(),
+    )
+
+
+def equality_test(found: Tensor, expected: Tensor) -> ResidualTest:
+    """Judge values (rows,) that must be equal bit for bit, such as hashes."""
+    flags = found != expected
+    zero = torch.zeros((), device=flags.device)
+    worst = torch.where(flags.any(), torch.inf, 0.0)
+    return ResidualTest(flags, flags.sum(), worst, zero, zero, bitwise=True)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A type's name as `outlast.guard.threshold` knows it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bits(values: Tensor) -> Tensor:
+    """`values` as integers of the same size, so that NaN equals itself and -0.0 is not 0.0."""
+    return values.view(_INTEGERS[values.element_size()])
+
+
+def equal_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Mask of equal bits, or both NaN, whose payload depends on the kernel."""
+    return (bits(first) == bits(second)) | (torch.isnan(first) & torch.isnan(second))
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this type are 16 bits wide."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def rows_contiguous(matrix: Tensor) -> Tensor:
+    """`matrix`, or a copy whose rows are contiguous."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
