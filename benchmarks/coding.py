@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from coding_bytes import bytes_bars
 from coding_curves import curve_bars
 from coding_partial import partial_bars
 from coding_stability import stability_bars
@@ -22,11 +21,10 @@ from coding_workload import SCHEMES, Course, Setting, alternate, on_ranks, train
 from harness import Bar, arguments, at_most, median, publish
 
 from outlast.coding import FractionalRepetition, GradientCode, GraphCode
+from outlast.coding.assignment import spread
 from outlast.coding.codes.bernoulli import BernoulliCode
-from outlast.coding.codes.design import SymmetricDesign
-from outlast.coding.codes.soft_design import SoftDesign
-from outlast.coding.simulate.coverage import cover
-from outlast.coding.simulate.delays import (
+from outlast.coding.codes.design import SoftDesign, SymmetricDesign
+from outlast.coding.delays import (
     Additive,
     Delays,
     Markov,
@@ -35,8 +33,7 @@ from outlast.coding.simulate.delays import (
     Slow,
     sample,
 )
-from outlast.coding.simulate.fixed import wait_all
-from outlast.coding.spread import spread
+from outlast.coding.simulate import cover, wait_all
 
 CHUNKS, COPIES = 8, 3
 WAIT, COVERAGE = "wait for all (DDP)", "micro-coverage"
@@ -247,7 +244,6 @@ def main() -> None:
         loss_bars(quick),
         simulated_bars(quick),
         decoding_bars(),
-        bytes_bars(quick),
         stability_bars(quick),
         partial_bars(quick),
         curve_bars(quick),

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from harness import Bar
 
-from outlast.coding.code import GradientCode
+from outlast.coding.code import GradientCode, straggler_patterns
 from outlast.coding.codes.blocks import BlockCode
 from outlast.coding.codes.communication import StableBlocks, YeAbbe
-from outlast.coding.codes.ordering import (
+from outlast.coding.codes.partial import (
     assignment_of,
     cyclic_orders,
     matching_orders,
@@ -25,7 +25,6 @@ from outlast.coding.codes.ordering import (
     q_max,
     q_max_bound,
 )
-from outlast.coding.conditioning import straggler_patterns
 
 Orders = npt.NDArray[np.int64]
 

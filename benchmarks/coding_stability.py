@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from harness import Bar, at_least, at_most
 
-from outlast.coding.code import GradientCode
+from outlast.coding.code import GradientCode, straggler_patterns
 from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
 from outlast.coding.codes.heterogeneous import HeterogeneityAware
+from outlast.coding.codes.reed_solomon import RealReedSolomon, ReedSolomon
 from outlast.coding.codes.repetition import FractionalRepetition
-from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
-from outlast.coding.conditioning import straggler_patterns
 from outlast.errors import CodingError
 
 Builder = Callable[..., GradientCode]

@@ -1,4 +1,4 @@
-"""Recovery without a checkpoint: restart, replica groups, resizing, parity, approximation.
+"""Recovery without a checkpoint: restart, replica groups, resizing, parity.
 
 python benchmarks/recover.py [--quick] [--only PART ...] [--json FILE]
 
@@ -19,7 +19,6 @@ PARTS = {
     "live": ("recover_live", "live_bars"),
     "resize": ("recover_resize", "bars"),
     "parity": ("recover_parity", "bars"),
-    "approximate": ("recover_approximate", "bars"),
 }
 """Of each part: its module, and the function that gives its bars."""
 

@@ -24,7 +24,7 @@ from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import nn
 
 from outlast.recover.live import Lighthouse, LiveGroups
-from outlast.recover.live.heal import state_digest
+from outlast.recover.live.groups import state_digest
 from outlast.recover.live.lighthouse import SILENCE_SHARE
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
+from outlast.recover.parity.code import STRIPE_BYTES
 from outlast.recover.parity.exchange import Update
-from outlast.recover.parity.layout import STRIPE_BYTES
 
 DEADLINE_SECONDS = 3000
 BAR = 0.03

@@ -15,9 +15,9 @@ from outlast.cli.drill_processes import Asked, drill_processes, print_processes
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
 from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
-from outlast.recover.beacon import place, read_beacons
 from outlast.recover.cost import REFORM_SECONDS
-from outlast.recover.drill import Outcome
+from outlast.recover.drill import TrialOutcome
+from outlast.recover.phase_page import pages_folder, read_pages
 
 
 def drill(folder: Path, *arguments: str, settings: tuple[str, ...] = ()) -> tuple[int, str, dict]:
@@ -111,7 +111,7 @@ def test_a_drill_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
-    pages = read_beacons(place(job.recover.memory, directory))
+    pages = read_pages(pages_folder(job.recover.memory, directory))
     process.terminate()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert len(pages) == 2
@@ -170,7 +170,7 @@ def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undistur
     begun = clock.now
     after = [(step, 0.5) for step in range(43, 102)]
     recorded(job, "drill-struck", clock, [*before, *break_, *after], parts)
-    struck = Outcome(1, "data", 41, begun + 20.5, survived=True, seconds=5.5)
+    struck = TrialOutcome(1, "data", 41, begun + 20.5, survived=True, seconds=5.5)
     directories = [
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")
@@ -197,7 +197,7 @@ def test_what_live_groups_lose_is_the_silence_of_the_dead_one_and_half_a_step(
     job = tiny_job(tmp_path, "goodput", "train.steps=101", *settings)
     for name in ("drill-clean", "drill-struck"):
         recorded(job, name, clock, [(step, 0.5) for step in range(1, 102)], {})
-    struck = [Outcome(0, phase, 5, 1.0, survived=True) for phase in ("heal", "data")]
+    struck = [TrialOutcome(0, phase, 5, 1.0, survived=True) for phase in ("heal", "data")]
     directories = [
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")

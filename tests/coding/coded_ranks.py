@@ -16,7 +16,7 @@ from torch import nn
 from outlast.coding.code import GradientCode
 from outlast.coding.codes.cyclic import CyclicRepetition
 from outlast.coding.codes.repetition import FractionalRepetition
-from outlast.coding.protocol.coded import CodedAllReduce
+from outlast.coding.protocol.all_reduce import CodedAllReduce
 from outlast.errors import CodingError
 
 STOPPED_SECONDS = 3.0

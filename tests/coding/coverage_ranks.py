@@ -28,9 +28,8 @@ import torch.distributed as dist
 from forked import free_port
 from torch import nn
 
-from outlast.coding.protocol.coverage import Coverage
-from outlast.coding.protocol.covered import Covered
-from outlast.coding.protocol.randomness import keyed
+from outlast.coding.protocol.coverage import Coverage, CoverageOutcome
+from outlast.coding.protocol.gradients import keyed
 
 # torch asks for the name of whom it connects to, for its log; a name server may drop the question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -109,7 +108,7 @@ class Step:
     gradient: np.ndarray
     expected: np.ndarray
     parameters: np.ndarray
-    outcome: Covered
+    outcome: CoverageOutcome
     began: tuple[int, ...]
 
     @property

@@ -6,8 +6,12 @@ from every_pattern import check_every_pattern, every_mask, least_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes.bernoulli import BernoulliCode, StochasticBlock, StochasticCode
-from outlast.coding.codes.equal_weights import bernoulli_one_step_error
+from outlast.coding.codes.bernoulli import (
+    BernoulliCode,
+    StochasticBlock,
+    StochasticCode,
+    bernoulli_one_step_error,
+)
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.errors import CodingError
 

@@ -6,32 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
 
-from outlast.coding.code import GradientCode
-from outlast.coding.codes.block_certificate import certify_blocks
-from outlast.coding.codes.blocks import as_blocks, block_conditioning
+from outlast.coding.codes.blocks import certify_blocks
 from outlast.coding.codes.communication import YeAbbe
 from outlast.coding.codes.partial import PartialCode
 from outlast.errors import CodingError
-
-
-class Dense(GradientCode):
-    name = "dense code"
-    source = "these tests"
-
-    def __init__(self, matrix, tolerance=0):
-        self.matrix = csr_array(matrix)
-        self.tolerance = tolerance
-
-
-def repetition():
-    """Two groups of three workers with the same three chunks."""
-    return Dense(np.kron(np.eye(2), np.ones((3, 3))), tolerance=2)
-
-
-def complex_code():
-    return Dense(np.array([[1.0, 1j], [1.0, -1j], [1j, 1.0]]))
 
 
 def messages(code, gradients, workers=None):
@@ -45,48 +24,6 @@ def orthonormal(code, length, seed=0):
     square = np.linalg.qr(generator.standard_normal((length, length)))[0]
     blocks = square[: code.chunks * code.parts] / np.sqrt(code.parts)
     return blocks.reshape(code.chunks, code.parts * length)
-
-
-def test_a_scalar_code_decodes_as_before_when_seen_as_a_block_code():
-    scalar = repetition()
-    code = as_blocks(scalar)
-    gradients = np.random.default_rng(0).standard_normal((6, 10))
-    for gone in itertools.combinations(range(6), 2):
-        alive = np.isin(np.arange(6), gone, invert=True)
-        decoded, expected = code.decode(alive), scalar.decode(alive)
-        np.testing.assert_array_equal(decoded.weights[0], expected.weights)
-        assert decoded.certificate == expected.certificate
-        assert decoded.error == decoded.mean_error == 0.0
-        recovered = code.recover(alive, messages(code, gradients)[alive])
-        np.testing.assert_allclose(recovered, gradients.sum(0))
-    assert (code.name, code.parts, code.tolerance) == ("dense code", 1, 2)
-    assert code.message_share == 1.0
-
-
-def test_the_certificate_of_one_block_is_that_of_the_scalar_code_with_chunks_lost():
-    scalar = repetition()
-    decoded = as_blocks(scalar).decode([0, 1])
-    assert decoded.error == pytest.approx(3.0)
-    assert decoded.mean_error == pytest.approx(3.0)
-    assert block_conditioning(as_blocks(scalar)).rounding == pytest.approx(
-        scalar.decode([0, 3]).certificate.rounding
-    )
-
-
-def test_a_block_code_is_taken_as_it_is():
-    code = YeAbbe(4, 1, 2)
-    assert as_blocks(code) is code
-
-
-def test_a_complex_code_sends_complex_messages_and_gives_real_gradients():
-    code = as_blocks(complex_code())
-    gradients = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32)
-    sent = messages(code, gradients)
-    assert sent.dtype == np.complex64
-    assert code.message_share == 2.0
-    recovered = code.recover(range(3), sent)
-    assert recovered.dtype == np.float32
-    np.testing.assert_allclose(recovered, gradients.sum(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 5, 6, 7, 8])

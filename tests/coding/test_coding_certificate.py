@@ -6,13 +6,11 @@ from hypothesis import strategies as st
 from outlast.coding.certificate import certify, roundoff
 from outlast.coding.codes.bernoulli import BernoulliCode, StochasticCode
 from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
-from outlast.coding.codes.design import BlockDesign, SymmetricDesign
-from outlast.coding.codes.graph.code import GraphCode
-from outlast.coding.codes.graph.expander import Expander
+from outlast.coding.codes.design import BlockDesign, SoftDesign, SymmetricDesign
+from outlast.coding.codes.graph import Expander, GraphCode
 from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
+from outlast.coding.codes.reed_solomon import RealReedSolomon, ReedSolomon
 from outlast.coding.codes.repetition import FractionalRepetition
-from outlast.coding.codes.roots import RealReedSolomon, ReedSolomon
-from outlast.coding.codes.soft_design import SoftDesign
 from outlast.errors import CodingError
 
 ANY = float("inf")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outlast.coding.choose import TIE, Choice, choose_code
 from outlast.coding.cost import CostModel
-from outlast.coding.simulate.delays import (
+from outlast.coding.delays import (
     Additive,
     ChunkCosts,
     Combined,

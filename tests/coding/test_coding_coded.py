@@ -29,13 +29,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outlast.coding.protocol import coded as coded_module
-from outlast.coding.protocol.board import Board
-from outlast.coding.protocol.coded import CodedAllReduce
-from outlast.coding.protocol.decider import Decider, Decision, Marks, synchronise
-from outlast.coding.protocol.decoding import Decoding, Rules
-from outlast.coding.protocol.members import Members
-from outlast.coding.protocol.weighting import LossWeights
+from outlast.coding.protocol import all_reduce as coded_module
+from outlast.coding.protocol.all_reduce import (
+    CodedAllReduce,
+    Decoding,
+    DecodingRules,
+    LossWeights,
+)
+from outlast.coding.protocol.consensus import (
+    Consensus,
+    Decision,
+    WorkerSet,
+    synchronise,
+)
+from outlast.coding.protocol.key_value_store import KeyValueStore
+from outlast.coding.protocol.membership import Members
 from outlast.errors import CodingError, LeftBehindError, LostChunksError
 
 processes = pytest.mark.distributed
@@ -88,15 +96,15 @@ def test_eight_workers_do_without_any_two(workers):
 
 def work_with_slow_looks(code, steps):
     """The first look at each step's decision takes 0.4 s, as on a machine that has other work."""
-    look, looked = Decider.is_decided_without, set()
+    look, looked = Consensus.is_decided_without, set()
 
-    def slow_look(decider, round_, epoch):
+    def slow_look(consensus, round_, epoch):
         if round_ not in looked:
             looked.add(round_)
             time.sleep(0.4)
-        return look(decider, round_, epoch)
+        return look(consensus, round_, epoch)
 
-    Decider.is_decided_without = slow_look
+    Consensus.is_decided_without = slow_look
     return work(code, steps, slow=operator.eq)
 
 
@@ -559,18 +567,18 @@ def test_an_approximate_gradient_is_taken_where_its_error_is_allowed(workers):
 
 def race(rounds):
     rank = start()
-    board = Board("race")
-    decider = Decider(board, worker=rank, workers=8, timeout_seconds=5.0)
+    key_values = KeyValueStore("race")
+    consensus = Consensus(key_values, worker=rank, workers=8, timeout_seconds=5.0)
     found = []
     for number in range(rounds):
         dist.barrier()
         own = Decision(number, frozenset({rank, 20 + rank}))
-        found.append(decider.decide(number, 0, own))
+        found.append(consensus.decide(number, 0, own))
     return found
 
 
 @processes
-def test_deciders_that_race_agree_on_one_of_their_decisions(workers):
+def test_workers_that_race_agree_on_one_of_their_decisions(workers):
     found = workers(8)(race, 30)
     for number, decisions in enumerate(zip(*found, strict=True)):
         assert len({each.survivors for each in decisions}) == 1
@@ -618,12 +626,12 @@ def test_workers_that_count_steps_differently_are_told(workers):
 
 def votes(well_of_rank):
     rank = start()
-    decider = Decider(Board("votes"), worker=rank, workers=3, timeout_seconds=0.5)
+    consensus = Consensus(KeyValueStore("votes"), worker=rank, workers=3, timeout_seconds=0.5)
     dist.barrier()
     if well_of_rank[rank] is None:
         time.sleep(1.0)
         return None
-    return decider.vote(0, 0, voters=3, well=well_of_rank[rank])
+    return consensus.vote(0, 0, voters=3, well=well_of_rank[rank])
 
 
 @processes
@@ -670,11 +678,11 @@ def test_complex_codes_and_foreign_chunks_are_refused():
 
 def test_gradients_that_round_more_than_the_code_was_examined_for_are_refused():
     with pytest.raises(CodingError, match='dtype = "bfloat16"'):
-        Decoding(cyclic(4, 1, "float32"), Rules(), {torch.bfloat16, torch.float32})
+        Decoding(cyclic(4, 1, "float32"), DecodingRules(), {torch.bfloat16, torch.float32})
 
 
 def test_a_binary_code_is_certified_for_the_gradients_type():
-    decoding = Decoding(repetition(4, 1), Rules(), {torch.bfloat16})
+    decoding = Decoding(repetition(4, 1), DecodingRules(), {torch.bfloat16})
     certificate = decoding.of(frozenset({0, 2})).certificate
     assert certificate.dtype == "bfloat16"
     assert certificate.rounding >= 2**-8
@@ -682,7 +690,7 @@ def test_a_binary_code_is_certified_for_the_gradients_type():
 
 def test_many_workers_join_a_set_and_see_who_is_in(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    marks = Marks(Board("marks", store), 200)
+    marks = WorkerSet(KeyValueStore("marks", store), 200)
     joined = set()
     for worker in [0, 61, 62, 63, 123, 124, 199, 5]:
         joined.add(worker)
@@ -691,7 +699,7 @@ def test_many_workers_join_a_set_and_see_who_is_in(tmp_path):
     assert marks.read("another") == frozenset()
 
 
-class RacingBoard(Board):
+class RacingStore(KeyValueStore):
     """Whoever joins a set waits, before it looks at the others' words, until both have joined."""
 
     both = threading.Barrier(2)
@@ -708,14 +716,14 @@ def test_rounds_are_forgotten_though_nobody_was_the_first_to_be_ready(tmp_path):
 
     def take_part(worker):
         store = dist.FileStore(str(tmp_path / "store"), 1)
-        decider = Decider(
-            RacingBoard("racing", store), worker=worker, workers=63, timeout_seconds=5.0
+        consensus = Consensus(
+            RacingStore("racing", store), worker=worker, workers=63, timeout_seconds=5.0
         )
         for round_ in range(10):
-            assert decider.announce(round_) == {0, 62}
-            RacingBoard.both.wait(timeout=5.0)
-            decider.forget(round_ - 1, 0, frozenset({0, 62}))
-            RacingBoard.both.wait(timeout=5.0)
+            assert consensus.announce(round_) == {0, 62}
+            RacingStore.both.wait(timeout=5.0)
+            consensus.forget(round_ - 1, 0, frozenset({0, 62}))
+            RacingStore.both.wait(timeout=5.0)
             if worker == 0:
                 keys.append(store.num_keys())
 
@@ -730,12 +738,12 @@ def test_rounds_are_forgotten_though_nobody_was_the_first_to_be_ready(tmp_path):
 
 
 def test_a_worker_that_says_twice_that_it_is_ready_counts_once(tmp_path):
-    board = Board("twice", dist.FileStore(str(tmp_path / "store"), 1))
-    decider = Decider(board, worker=3, workers=8, timeout_seconds=1.0)
-    assert decider.announce(0) == {3}
-    assert decider.announce(0) == {3}
-    assert decider.announced(0) == {3}
-    assert decider.announce(1) == {3}
+    key_values = KeyValueStore("twice", dist.FileStore(str(tmp_path / "store"), 1))
+    consensus = Consensus(key_values, worker=3, workers=8, timeout_seconds=1.0)
+    assert consensus.announce(0) == {3}
+    assert consensus.announce(0) == {3}
+    assert consensus.announced(0) == {3}
+    assert consensus.announce(1) == {3}
 
 
 def test_what_is_queued_on_an_accelerator_is_awaited_and_nothing_on_the_cpu(monkeypatch):
@@ -750,8 +758,8 @@ def test_what_is_queued_on_an_accelerator_is_awaited_and_nothing_on_the_cpu(monk
 def ready_when():
     start()
     order = []
-    announce = Decider.announce
-    Decider.announce = lambda *given: order.append("announce") or announce(*given)
+    announce = Consensus.announce
+    Consensus.announce = lambda *given: order.append("announce") or announce(*given)
     coded_module.synchronise = lambda devices: order.append(sorted(map(str, devices)))
     model = model_of()
     coded = CodedAllReduce(model, repetition(1, 0))
@@ -810,8 +818,8 @@ def test_a_decision_survives_being_written():
 def stay_small():
     start()
     model = model_of()
-    board = Board("small")
-    coded = CodedAllReduce(model, repetition(2, 1), board=board)
+    key_values = KeyValueStore("small")
+    coded = CodedAllReduce(model, repetition(2, 1), key_values=key_values)
     keys = []
     for step in range(12):
         for chunk, weight in coded.chunks():

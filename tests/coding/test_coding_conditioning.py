@@ -3,13 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from outlast.coding.codes.cyclic import CyclicMDS
-from outlast.coding.codes.repetition import FractionalRepetition
-from outlast.coding.conditioning import (
+from outlast.coding.code import (
     conditioning,
     refuse_ill_conditioned,
     straggler_patterns,
 )
+from outlast.coding.codes.cyclic import CyclicMDS
+from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.errors import CodingError
 
 

@@ -6,25 +6,26 @@ import sys
 
 import numpy as np
 import pytest
+from closed_forms import (
+    exponential_order,
+    fixed_code_break_even,
+    fixed_code_ratio,
+    pareto_order,
+    repetition_ratio,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.coding.assignment import spread
 from outlast.coding.certificate import certify
 from outlast.coding.cost import (
     CostModel,
     all_reduce_bytes,
-    any_k_bytes,
     coding_cost,
     dropped_error,
-    exponential_order,
-    fixed_code_break_even,
-    fixed_code_ratio,
     lost_chunks,
-    pareto_order,
-    repetition_ratio,
 )
-from outlast.coding.simulate.coverage import cover
-from outlast.coding.simulate.delays import (
+from outlast.coding.delays import (
     Additive,
     FailStop,
     Fixed,
@@ -32,8 +33,12 @@ from outlast.coding.simulate.delays import (
     ShiftedExponential,
     Slow,
 )
-from outlast.coding.simulate.fixed import fixed_load, repetition, wait_all
-from outlast.coding.spread import spread
+from outlast.coding.simulate import (
+    cover,
+    fixed_load,
+    repetition,
+    wait_all,
+)
 from outlast.errors import CodingError
 
 COSTS = CostModel(chunk_seconds=0.1, chunks_per_worker=8, gradient_bytes=1e6)
@@ -136,9 +141,6 @@ def test_the_error_of_dropping_is_the_certificates(chunks: int, data: st.DataObj
 def test_bytes_by_hand() -> None:
     assert all_reduce_bytes(1, 100.0) == 0.0
     assert all_reduce_bytes(4, 100.0) == pytest.approx(150.0)
-    assert any_k_bytes(4, 100.0) == 400.0
-    assert any_k_bytes(4, 100.0, shrink=2) == 200.0
-    assert any_k_bytes(4, 100.0, complex_messages=True) == 800.0
 
 
 def test_claims_by_hand() -> None:
@@ -178,7 +180,6 @@ def test_coverage_ends_steps_that_never_would() -> None:
         (lambda: repetition_ratio(10, 3, 1.0), "copies = 3 does not divide"),
         (lambda: lost_chunks(4, 2, 5, 0.1), "copies = 5"),
         (lambda: lost_chunks(4, 2, 2, 1.1), "failure_probability = 1.1"),
-        (lambda: any_k_bytes(4, 1.0, shrink=0), "shrink = 0"),
         (lambda: all_reduce_bytes(0, 1.0), "workers = 0"),
     ],
 )

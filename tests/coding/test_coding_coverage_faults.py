@@ -15,8 +15,8 @@ from coverage_ranks import (
     train,
 )
 
-from outlast.coding.protocol.board import StoreLostError
-from outlast.coding.spread import spread
+from outlast.coding.assignment import spread
+from outlast.coding.protocol.key_value_store import StoreLostError
 from outlast.errors import CodingError, LeftBehindError, LostChunksError
 
 ROUNDING = 1e-6
@@ -141,7 +141,7 @@ def test_survivors_that_have_made_other_groups_before_meet_all_the_same(ranks):
 def test_a_claimant_that_dies_before_its_claim_is_counted_holds_nobody_up(ranks):
     def prepare(coverage):
         if coverage.members.rank == 2:
-            coverage._board = Uncounting(coverage._board)
+            coverage._key_values = Uncounting(coverage._key_values)
 
     plan = Plan({"chunks_per_rank": 2, **SOON}, steps=3, seconds=lambda _: 0.01, prepare=prepare)
     outcomes = run(ranks, 3, plan)
@@ -151,21 +151,21 @@ def test_a_claimant_that_dies_before_its_claim_is_counted_holds_nobody_up(ranks)
 
 
 class Uncounting:
-    """A board whose process dies when it is to count its claim, in the second step."""
+    """A key-value store whose process dies when it is to count its claim, in the second step."""
 
-    def __init__(self, board):
-        self.board = board
+    def __init__(self, key_values):
+        self.key_values = key_values
         self.counted = 0
 
     def __getattr__(self, name):
-        return getattr(self.board, name)
+        return getattr(self.key_values, name)
 
     def add(self, key, amount=1):
         if amount and "/o" in key:
             self.counted += 1
             if self.counted == 3:
                 die()
-        return self.board.add(key, amount)
+        return self.key_values.add(key, amount)
 
 
 @pytest.mark.parametrize("rescale", [True, False])
@@ -300,7 +300,7 @@ def test_a_rank_that_is_killed_while_it_closes_the_step_at_the_deadline_does_not
 
         def freeze(claims):
             if coverage.members.rank == 0:
-                coverage._board.publish(claims.key("freezer"), "0")
+                coverage._key_values.publish(claims.key("freezer"), "0")
                 die()
             time.sleep(0.2)
             real(claims)
@@ -529,14 +529,14 @@ def held_back(owner, third):
     """The owner of chunk 0 is late for it, and the last chunk waits until it has compared."""
 
     def during(coverage, step, chunk):
-        board, come = coverage._board, f"come{step}"
+        key_values, come = coverage._key_values, f"come{step}"
         rank = coverage.members.rank
         if rank == owner and chunk == 0:
             time.sleep(0.4)
         if chunk == third:
             if rank == owner:
-                board.publish(come, "yes")
-            board.read(come, 20.0, "the owner of chunk 0")
+                key_values.publish(come, "yes")
+            key_values.read(come, 20.0, "the owner of chunk 0")
 
     return during
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.simulate.coverage import cover
-from outlast.coding.simulate.delays import (
+from outlast.coding.assignment import Spread, spread
+from outlast.coding.delays import (
     Additive,
     ChunkCosts,
     Combined,
@@ -25,8 +25,7 @@ from outlast.coding.simulate.delays import (
     Trace,
     sample,
 )
-from outlast.coding.simulate.fixed import fluid, wait_all
-from outlast.coding.spread import Spread, spread
+from outlast.coding.simulate import cover, fluid, wait_all
 from outlast.errors import CodingError
 
 TABLE = np.random.default_rng(3).pareto(2.0, (11, 20)) + 0.5
@@ -292,7 +291,7 @@ def test_many_draws_are_the_same_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
     delays = Pareto(1.5).sample(30, 6, steps=2, seed=9)
     held = spread(6, 3, 2)
     whole = cover(held, delays, 1.0)
-    monkeypatch.setattr("outlast.coding.simulate.coverage._ENTRIES", 7 * held.chunks)
+    monkeypatch.setattr("outlast.coding.simulate._ENTRIES", 7 * held.chunks)
     parts = cover(held, delays, 1.0)
     assert np.array_equal(whole.seconds, parts.seconds)
     assert np.array_equal(whole.finished, parts.finished)

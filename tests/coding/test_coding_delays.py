@@ -4,10 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from outlast.coding.simulate.delays import (
+from outlast.coding.delays import (
     Additive,
     ChunkCosts,
     Combined,
@@ -22,7 +20,6 @@ from outlast.coding.simulate.delays import (
     Trace,
     sample,
 )
-from outlast.coding.simulate.fit import fit, slow_ones
 from outlast.errors import CodingError
 
 TABLE = np.random.default_rng(3).exponential(0.5, (7, 9))
@@ -157,73 +154,3 @@ def test_load_independent_delays_are_those_of_the_model_without_its_load() -> No
 def test_settings_that_cannot_be_are_refused_by_name(refused, named: str) -> None:
     with pytest.raises(CodingError, match=named):
         refused()
-
-
-def measured(model: DelayModel, workers: int = 8, noise: float = 0.02) -> np.ndarray:
-    slowdown = sample(model, 1, workers, steps=600, seed=1).slowdown[0]
-    wobble = np.random.default_rng(0).standard_normal(slowdown.shape)
-    return 0.2 * slowdown * (1.0 + noise * wobble)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.floats(0.1, 0.3), st.floats(0.3, 0.95), st.floats(2.0, 8.0))
-def test_fit_recovers_bursts_of_slowness(share: float, persistence: float, factor: float) -> None:
-    seconds = measured(Markov(share, persistence, factor), workers=40)
-    found = fit(seconds)
-    assert isinstance(found.model, Markov)
-    assert found.model.slow_share == pytest.approx(share, rel=0.25)
-    assert found.model.persistence == pytest.approx(persistence, abs=0.06)
-    assert found.model.factor == pytest.approx(factor, rel=0.02)
-    assert found.unit_seconds == pytest.approx(0.2, rel=0.01)
-    assert found.distance < 0.05
-    assert found.trustworthy
-
-
-def test_fit_recovers_exponential_slowness() -> None:
-    found = fit(measured(ShiftedExponential(0.4)))
-    assert isinstance(found.model, ShiftedExponential)
-    assert found.model.scale == pytest.approx(0.4, rel=0.08)
-    assert found.distance < 0.02
-    assert found.trustworthy
-
-
-def test_fit_knows_a_worker_that_is_always_slow() -> None:
-    found = fit(measured(Fixed((1.0, 1.0, 2.35, 1.0)), workers=4))
-    assert isinstance(found.model, Fixed)
-    assert found.model.slowdowns == pytest.approx((1.0, 1.0, 2.35, 1.0), rel=0.01)
-    assert found.persistence == 1.0
-    assert found.worker_share > 0.95
-
-
-def test_fit_says_so_where_no_model_has_the_tail() -> None:
-    found = fit(measured(Pareto(1.5), workers=64))
-    assert not found.trustworthy
-    assert found.predicted_worst < 0.85 * found.measured_worst
-
-
-def test_slowness_of_chunks_looks_independent_from_step_to_step() -> None:
-    cost = ChunkCosts(0.4).sample(1, 50, steps=400, seed=3).chunk_cost[0]
-    found = fit(cost)
-    assert found.persistence == pytest.approx(found.slow_share, abs=0.02)
-    assert found.worker_share < 0.05
-
-
-def test_few_steps_do_not_make_chance_look_like_the_worker() -> None:
-    slowdown = ShiftedExponential(0.5).sample(1, 300, steps=5, seed=2).slowdown[0]
-    assert fit(slowdown).worker_share < 0.06
-
-
-def test_equal_seconds_hold_no_slow_ones() -> None:
-    equal = np.full((5, 4), 0.1)
-    assert not slow_ones(equal).any()
-    found = fit(equal)
-    assert found.persistence is None
-    assert found.predicted_worst == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    "seconds", [np.ones((1, 4)), np.ones(5), np.zeros((3, 3)), np.full((3, 3), math.inf)]
-)
-def test_seconds_that_cannot_be_fitted_are_refused(seconds: np.ndarray) -> None:
-    with pytest.raises(CodingError, match="chunk seconds"):
-        fit(seconds)

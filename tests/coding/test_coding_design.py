@@ -6,8 +6,12 @@ from every_pattern import check_every_pattern, every_mask, least_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes.design import BlockDesign, SymmetricDesign, singer_difference_set
-from outlast.coding.codes.soft_design import SoftDesign
+from outlast.coding.codes.design import (
+    BlockDesign,
+    SoftDesign,
+    SymmetricDesign,
+    singer_difference_set,
+)
 from outlast.errors import CodingError
 
 SMALL = {

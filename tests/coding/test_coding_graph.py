@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.code import decode
-from outlast.coding.codes.graph import families
-from outlast.coding.codes.graph.code import GraphCode
+from outlast.coding.codes import graph_families
+from outlast.coding.codes.graph import GraphCode
 from outlast.errors import CodingError
 
 TWO_TRIANGLES_AND_A_BRIDGE = [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (0, 3)]
 SMALL = {
-    "two vertices": families.complete(2),
-    "odd cycle": families.circulant(7, [1]),
-    "even cycle": families.circulant(8, [1]),
-    "complete on four": families.complete(4),
-    "complete on five": families.complete(5),
-    "complete bipartite": families.complete_bipartite(3),
-    "prism": families.random_regular(6, 3, seed=3),
-    "parallel edges": families.Graph(np.array([[0, 1], [0, 1], [1, 2], [2, 0], [2, 0]]), 3),
-    "not regular": families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6),
-    "star": families.Graph(np.array([[0, 1], [0, 2], [0, 3]]), 4),
+    "two vertices": graph_families.complete(2),
+    "odd cycle": graph_families.circulant(7, [1]),
+    "even cycle": graph_families.circulant(8, [1]),
+    "complete on four": graph_families.complete(4),
+    "complete on five": graph_families.complete(5),
+    "complete bipartite": graph_families.complete_bipartite(3),
+    "prism": graph_families.random_regular(6, 3, seed=3),
+    "parallel edges": graph_families.Graph(np.array([[0, 1], [0, 1], [1, 2], [2, 0], [2, 0]]), 3),
+    "not regular": graph_families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6),
+    "star": graph_families.Graph(np.array([[0, 1], [0, 2], [0, 3]]), 4),
 }
 
 
@@ -67,7 +67,7 @@ def regular_codes(draw):
     degree = draw(st.integers(2, 6))
     vertices = draw(st.integers(degree + 1, 40))
     vertices += vertices * degree % 2
-    return GraphCode.of(families.random_regular(vertices, degree, draw(st.integers(0, 1000))))
+    return GraphCode.of(graph_families.random_regular(vertices, degree, draw(st.integers(0, 1000))))
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,7 +104,7 @@ def test_weights_do_not_amplify_rounding():
 
 
 def test_long_paths_are_decoded_exactly_where_gradient_steps_do_not_reach():
-    code = GraphCode.of(families.circulant(4001, [1]))
+    code = GraphCode.of(graph_families.circulant(4001, [1]))
     decoded = code.decode(np.arange(4001) != 17)
     assert decoded.certificate.error == pytest.approx(1 / 4001)
     full = code.decode(np.ones(4001, dtype=bool))
@@ -112,7 +112,7 @@ def test_long_paths_are_decoded_exactly_where_gradient_steps_do_not_reach():
 
 
 def test_the_mean_coefficient_makes_a_transitive_graph_unbiased():
-    code = GraphCode.of(families.hypercube(3))
+    code = GraphCode.of(graph_families.hypercube(3))
     masks = every_mask(code.workers)
     alive_counts = masks.sum(axis=1)
     chances = 0.7**alive_counts * 0.3 ** (code.workers - alive_counts)
@@ -149,7 +149,7 @@ def test_permuted_chunks_change_places_and_nothing_else():
 def test_random_regular_graphs_are_simple_regular_and_connected(degree, more, seed):
     vertices = degree + 1 + more
     vertices += vertices * degree % 2
-    graph = families.random_regular(vertices, degree, seed)
+    graph = graph_families.random_regular(vertices, degree, seed)
     assert set(graph.degrees) == {degree}
     assert graph.connected
     assert graph.adjacency.max() == 1
@@ -157,40 +157,40 @@ def test_random_regular_graphs_are_simple_regular_and_connected(degree, more, se
 
 
 def test_the_ramanujan_graph_of_the_literature_has_its_size_and_its_gap():
-    graph = families.ramanujan(5, 13)
+    graph = graph_families.ramanujan(5, 13)
     assert (graph.vertices, len(graph.edges), set(graph.degrees)) == (2184, 6552, {6})
     assert graph.connected
     assert graph.adjacency.max() == 1
-    assert families.second_eigenvalue(graph) <= 2 * math.sqrt(5) + 1e-6
+    assert graph_families.second_eigenvalue(graph) <= 2 * math.sqrt(5) + 1e-6
     assert GraphCode.of(graph).tolerance == 5  # bipartite
 
 
 def test_the_other_kind_of_ramanujan_graph_is_not_bipartite():
-    graph = families.ramanujan(5, 29)  # 5 is a square modulo 29
+    graph = graph_families.ramanujan(5, 29)  # 5 is a square modulo 29
     assert graph.vertices == (29**3 - 29) // 2
     assert graph.connected
-    assert families.expansion(graph) <= 2 * math.sqrt(5) + 1e-6
+    assert graph_families.expansion(graph) <= 2 * math.sqrt(5) + 1e-6
 
 
 @pytest.mark.parametrize(
     ("graph", "second", "smallest"),
     [
-        (families.complete(6), -1, -1),
-        (families.hypercube(4), 2, -4),
-        (families.complete_bipartite(4), 0, -4),
-        (families.circulant(500, [1]), 2 * math.cos(2 * math.pi / 500), -2),
-        (families.circulant(6, [1, 3]), 0, -3),
+        (graph_families.complete(6), -1, -1),
+        (graph_families.hypercube(4), 2, -4),
+        (graph_families.complete_bipartite(4), 0, -4),
+        (graph_families.circulant(500, [1]), 2 * math.cos(2 * math.pi / 500), -2),
+        (graph_families.circulant(6, [1, 3]), 0, -3),
     ],
 )
 def test_spectra_are_those_of_textbooks(graph, second, smallest):
-    assert families.second_eigenvalue(graph) == pytest.approx(second, abs=1e-6)
-    assert families.smallest_eigenvalue(graph) == pytest.approx(smallest, abs=1e-6)
+    assert graph_families.second_eigenvalue(graph) == pytest.approx(second, abs=1e-6)
+    assert graph_families.smallest_eigenvalue(graph) == pytest.approx(smallest, abs=1e-6)
 
 
 def test_edge_connectivity_finds_the_bridge():
-    graph = families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6)
-    assert families.edge_connectivity(graph) == 1
-    assert families.edge_connectivity(families.complete(5)) == 4
+    graph = graph_families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6)
+    assert graph_families.edge_connectivity(graph) == 1
+    assert graph_families.edge_connectivity(graph_families.complete(5)) == 4
 
 
 REFUSED = {
@@ -198,17 +198,17 @@ REFUSED = {
     "take degree = 2 or 4, or workers = 12": lambda: GraphCode.random_regular(workers=10, degree=3),
     "workers = 6": lambda: GraphCode.random_regular(workers=5, degree=3),
     "degree = 1": lambda: GraphCode.random_regular(workers=9, degree=1),
-    "both odd": lambda: families.random_regular(7, 3),
-    "take 2 to 3": lambda: families.random_regular(4, 4),
+    "both odd": lambda: graph_families.random_regular(7, 3),
+    "take 2 to 3": lambda: graph_families.random_regular(4, 4),
     "has no edge": lambda: GraphCode(np.array([[0, 1]]), 3),
     "with itself": lambda: GraphCode(np.array([[0, 0]]), 1),
     "not in": lambda: GraphCode(np.array([[0, 4]]), 3),
     "shape": lambda: GraphCode(np.array([0, 4]), 5),
-    "not a prime that is 1 mod 4; take 5": lambda: families.ramanujan(3, 13),
-    "above 2 sqrt": lambda: families.ramanujan(13, 5),
-    "offsets": lambda: families.circulant(8, [1, 5]),
+    "not a prime that is 1 mod 4; take 5": lambda: graph_families.ramanujan(3, 13),
+    "above 2 sqrt": lambda: graph_families.ramanujan(13, 5),
+    "offsets": lambda: graph_families.circulant(8, [1, 5]),
     "stragglers = 25": lambda: GraphCode.random_regular(workers=24, degree=3).worst_error(25),
-    "probability": lambda: GraphCode.of(families.complete(3)).mean_coefficient(1.0),
+    "probability": lambda: GraphCode.of(graph_families.complete(3)).mean_coefficient(1.0),
     "not regular": lambda: GraphCode.of(SMALL["star"]).spectral_gap,
 }
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.coding.protocol.interrupt import Abandoned, Interrupt
-from outlast.coding.protocol.randomness import keyed
+from outlast.coding.protocol.gradients import Abandoned, Interrupt, keyed
 
 LAYERS = 4
 

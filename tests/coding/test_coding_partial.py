@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from outlast.coding.assignment import Assignment
-from outlast.coding.codes.ordering import (
+from outlast.coding.codes.partial import (
+    PartialCode,
     assignment_of,
     cyclic_orders,
     matching_orders,
     missing_copies,
+    moment_curve,
     q_max,
     q_max_bound,
+    recombination,
+    worst_amplification,
 )
-from outlast.coding.codes.partial import PartialCode
-from outlast.coding.codes.recombination import moment_curve, recombination, worst_amplification
 from outlast.errors import CodingError
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes.graph.code import GraphCode
-from outlast.coding.simulate.delays import (
+from outlast.coding.codes.graph import GraphCode
+from outlast.coding.delays import (
     Additive,
     ChunkCosts,
     Combined,
@@ -23,7 +23,7 @@ from outlast.coding.simulate.delays import (
     Slow,
     sample,
 )
-from outlast.coding.simulate.fixed import (
+from outlast.coding.simulate import (
     deadline,
     drop_slowest,
     erasure_head,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.spread import spread
+from outlast.coding.assignment import spread
 from outlast.errors import CodingError
 
 SIZES = st.integers(1, 24).flatmap(

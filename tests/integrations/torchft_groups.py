@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from outlast.errors import OutlastError
 from outlast.recover.live import Lighthouse
-from outlast.recover.live.heal import state_digest
+from outlast.recover.live.groups import state_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

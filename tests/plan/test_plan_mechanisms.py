@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.coding.cost import CostModel, coding_cost
-from outlast.coding.simulate.delays import FailStop, ShiftedExponential
+from outlast.coding.delays import FailStop, ShiftedExponential
 from outlast.errors import PlanError
 from outlast.plan.cases import cases
 from outlast.plan.cluster import Storage

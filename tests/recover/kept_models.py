@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.distributed.group import Group
 from outlast.errors import RecoverError
-from outlast.recover.memory.spread import Redundancy
+from outlast.recover.redundancy import Redundancy
 from outlast.recover.restart import Keeper
 
 

@@ -14,8 +14,16 @@ import pytest
 import torch
 
 from outlast.errors import OutlastError
-from outlast.recover.live import Lighthouse, LiveGroups, Refuge, heal, reduce
-from outlast.recover.live.heal import state_digest
+from outlast.recover.live import (
+    Lighthouse,
+    LiveGroups,
+    SavedElsewhere,
+    reduce,
+)
+from outlast.recover.live import (
+    groups as heal,
+)
+from outlast.recover.live.groups import state_digest
 
 BATCH = 12
 DEADLINE_SECONDS = 90.0
@@ -116,7 +124,9 @@ def group(number: int, address: str, out: Path, plan: Plan) -> None:
             say(error=str(error))
 
 
-def _refuge(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Refuge | None:
+def _refuge(
+    plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> SavedElsewhere | None:
     if plan.saved is None:
         return None
     place = plan.saved
@@ -130,7 +140,7 @@ def _refuge(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         optimizer.load_state_dict(content["optimizer"])
         return int(content["step"])
 
-    return Refuge(newest, restore)
+    return SavedElsewhere(newest, restore)
 
 
 def _train(

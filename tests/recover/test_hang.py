@@ -11,16 +11,15 @@ import pytest
 
 from outlast.errors import EXIT_HUNG
 from outlast.records import MemberLost, RunDirectory, read_run
-from outlast.recover.beacon import Beacon, read_beacons
-from outlast.recover.detect import StepDeadline
-from outlast.recover.hang import HangMonitor
+from outlast.recover.hang import HangMonitor, StepDeadline
+from outlast.recover.phase_page import PhasePage, read_pages
 
 WORKER = """
 import sys, threading, time
 from pathlib import Path
 from outlast.records import RunDirectory
-from outlast.recover.beacon import Beacon
-from outlast.recover.detect import StepDeadline
+from outlast.recover.phase_page import PhasePage
+from outlast.recover.hang import StepDeadline
 from outlast.recover.hang import HangMonitor
 
 def waiting_in_a_collective():
@@ -37,7 +36,7 @@ def computing():
         time.sleep(600)
 
 run, rank, phase, how, seconds = RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:6]
-beacon = Beacon(run.path / "beacons", rank)
+beacon = PhasePage(run.path / "beacons", rank)
 deadline = StepDeadline(first_seconds=600.0, fixed_seconds=float(seconds))
 excused = ("reduce",) if how == "excused" else ()
 monitor = HangMonitor(beacon, deadline, run, rank, excused=excused)
@@ -144,7 +143,7 @@ def test_a_process_that_computes_for_ever_ends_and_the_one_that_waits_for_it_is_
     assert "computing" in stacks(run, 1)
     assert "_watch" in stacks(run, 1)
     # Ended processes of a hang leave no page: nobody is to find them dead as well.
-    assert read_beacons(run.path / "beacons") == []
+    assert read_pages(run.path / "beacons") == []
 
 
 def test_a_process_that_holds_pythons_lock_is_ended_by_its_peer_and_its_stack_is_there(
@@ -219,7 +218,7 @@ def test_excused_time_is_no_part_of_a_measured_step(run: RunDirectory) -> None:
         def observe(self, seconds: float) -> None:
             told.append(seconds)
 
-    beacon = Beacon(run.path / "beacons", 0)
+    beacon = PhasePage(run.path / "beacons", 0)
     monitor = HangMonitor(beacon, Deadline(600.0), run, 0, excused=("reduce",))
     begun = time.monotonic()
     monitor.mark("data", 0)

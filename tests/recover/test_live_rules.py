@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.live.rules import Member, begun, committed_in, membership, must_restore
+from outlast.recover.live.quorum import (
+    Member,
+    committed_lineage,
+    initial_lineage,
+    membership,
+    must_restore,
+)
 
 
 def member(number: int, step: int = 0, lineage: str = "0-a", **other: object) -> Member:
@@ -24,7 +30,7 @@ def test_members_are_ordered_by_number_and_share_the_batch() -> None:
 
 
 def test_those_behind_are_spread_over_those_ahead() -> None:
-    ahead = committed_in("r1")
+    ahead = committed_lineage("r1")
     present = [member(0, 5, ahead), member(1, 5, ahead), member(2), member(3, 4, ahead)]
     views = [membership("r2", present, each.life) for each in present]
     assert [view.source and view.source.number for view in views] == [None, None, 0, 1]
@@ -35,13 +41,13 @@ def test_those_behind_are_spread_over_those_ahead() -> None:
 
 
 def test_of_two_versions_of_one_step_the_one_committed_later_is_kept() -> None:
-    present = [member(0, 5, committed_in("000.1")), member(1, 5, committed_in("000.2"))]
+    present = [member(0, 5, committed_lineage("000.1")), member(1, 5, committed_lineage("000.2"))]
     assert membership("r", present, "0:life").source == present[1]
     assert membership("r", present, "1:life").source is None
 
 
 def test_a_committed_state_wins_over_one_that_was_only_loaded() -> None:
-    present = [member(0, 5, begun("ff")), member(1, 5, committed_in("000.1"))]
+    present = [member(0, 5, initial_lineage("ff")), member(1, 5, committed_lineage("000.1"))]
     assert membership("r", present, "0:life").source == present[1]
 
 
@@ -66,12 +72,12 @@ def test_all_members_come_to_one_decision(states: list[tuple[int, str]]) -> None
 
 
 def test_the_group_that_has_trained_longest_writes() -> None:
-    ahead = committed_in("r5")
+    ahead = committed_lineage("r5")
     present = [member(0), member(1, 5, ahead, since="r3"), member(2, 5, ahead, since="r1")]
     views = [membership("r6", present, each.life) for each in present]
     assert {view.writer for view in views} == {"2:life"}
     # One that was stopped has trained for longer, but has to heal.
-    present.append(member(3, 4, committed_in("r4"), since="r0"))
+    present.append(member(3, 4, committed_lineage("r4"), since="r0"))
     assert membership("r6", present, "0:life").writer == "2:life"
 
 
@@ -80,7 +86,7 @@ def test_at_the_start_the_lowest_group_writes() -> None:
 
 
 def test_another_job_is_refused_by_itself_and_left_out_by_the_others() -> None:
-    trained = member(0, 3, committed_in("r1"))
+    trained = member(0, 3, committed_lineage("r1"))
     others = [member(1, identity="other"), member(2, identity="other")]
     with pytest.raises(RecoverError, match=r"group 1 is of another job or version \(other\)"):
         membership("r2", [trained, *others], "1:life")

@@ -12,8 +12,13 @@ from live_runs import require_torchft
 
 from outlast.errors import RecoverError
 from outlast.recover.live import LiveGroups
-from outlast.recover.live.reduce import Buckets
-from outlast.recover.live.tree import PartSums, halves, nodes_within, span_of
+from outlast.recover.live.reduce import (
+    Buckets,
+    PartSums,
+    halves,
+    nodes_within,
+    span_of,
+)
 
 COUNTS = st.integers(1, 40)
 

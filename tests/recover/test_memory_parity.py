@@ -15,9 +15,9 @@ from kept_models import (
 )
 from parity_members import die_at
 
-from outlast.recover.memory import room
-from outlast.recover.memory.spread import Redundancy
-from outlast.recover.parity.wire import Wire
+from outlast.recover import slot
+from outlast.recover.parity.transport import Transport
+from outlast.recover.redundancy import Redundancy
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_lost_nodes_come_back_bit_for_bit(tmp_path: Path, now: list[str], losses
     redundancy = Redundancy("auto" if losses == 1 else 2)
     assert run_ranks(4, _train, tmp_path, NODES, redundancy, 3) == [""] * 4
     for lost in set(NODES) - set(now):
-        room.remove(tmp_path / lost)
+        slot.remove_path(tmp_path / lost)
     for source, step, found in run_ranks(4, _restored, tmp_path, now, redundancy, 5):
         assert (source, step) == ("parity", 3)
         assert found == reference(5)
@@ -79,9 +79,9 @@ def test_lost_nodes_come_back_bit_for_bit(tmp_path: Path, now: list[str], losses
 
 def test_a_second_loss_after_the_first_was_made_good(tmp_path: Path) -> None:
     run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
-    room.remove(tmp_path / "b")
+    slot.remove_path(tmp_path / "b")
     run_ranks(4, _restored, tmp_path, ["a", "e", "c", "d"], Redundancy(), 5)
-    room.remove(tmp_path / "a")
+    slot.remove_path(tmp_path / "a")
     outcomes = run_ranks(4, _restored, tmp_path, ["f", "e", "c", "d"], Redundancy(), 6)
     for source, step, found in outcomes:
         assert (source, step) == ("parity", 5)
@@ -91,14 +91,14 @@ def test_a_second_loss_after_the_first_was_made_good(tmp_path: Path) -> None:
 def test_more_losses_than_parity_are_said(tmp_path: Path) -> None:
     run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
     for lost in ("a", "b"):
-        room.remove(tmp_path / lost)
+        slot.remove_path(tmp_path / lost)
     for said in run_ranks(4, _nothing_found, tmp_path, ["x", "y", "c", "d"]):
         assert "no step's state can be rebuilt: more than 1 of a group have lost theirs" in said
 
 
 def test_another_number_of_nodes_cannot_rebuild_and_says_so(tmp_path: Path) -> None:
     run_ranks(4, _train, tmp_path, NODES, Redundancy(), 3)
-    room.remove(tmp_path / "b")
+    slot.remove_path(tmp_path / "b")
     for nodes, these in (
         (["a", "c", "d"], "3 nodes with 1 process each"),
         (["a", "c", "d", "d"], "3 nodes with 1, 1 and 2 processes"),
@@ -106,7 +106,7 @@ def test_another_number_of_nodes_cannot_rebuild_and_says_so(tmp_path: Path) -> N
     ):
         for said in run_ranks(len(nodes), _nothing_found, tmp_path, nodes):
             assert f"the parity of 4 nodes with 1 process each, but these are {these}; " in said
-            assert "start as many on each again, or go on from a checkpoint" in said
+            assert "start as many on each again, or resume from a checkpoint" in said
 
 
 def test_as_many_nodes_in_another_order_of_their_sizes_say_so(tmp_path: Path) -> None:
@@ -125,13 +125,13 @@ def test_each_of_two_groups_makes_its_own_loss_good_and_none_that_of_the_other(
 ) -> None:
     run_ranks(4, _train, tmp_path, NODES, PAIRS, 3)
     for lost in ("a", "c"):
-        room.remove(tmp_path / lost)
+        slot.remove_path(tmp_path / lost)
     now = ["x", "b", "y", "d"]
     for source, step, found in run_ranks(4, _restored, tmp_path, now, PAIRS, 5):
         assert (source, step) == ("parity", 3)
         assert found == reference(5)
     for lost in ("y", "d"):
-        room.remove(tmp_path / lost)
+        slot.remove_path(tmp_path / lost)
     # All refuse, also those whose own group is whole.
     for said in run_ranks(4, _nothing_found, tmp_path, ["x", "b", "v", "w"]):
         assert "no step's state can be rebuilt: more than 1 of a group have lost theirs" in said
@@ -145,14 +145,14 @@ def _die_in_an_update(memory: Path) -> None:
     keeper.settle()
     dist.barrier()
     if rank == 3:
-        die_at(Wire, "gather")
+        die_at(Transport, "gather")
     train(keeper, state, 3, 8)
 
 
 def test_groups_whose_parity_is_a_step_apart_go_back_to_the_same_step(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match=r"died|raised"):
         run_ranks(4, _die_in_an_update, tmp_path)
-    room.remove(tmp_path / "d")
+    slot.remove_path(tmp_path / "d")
     now = ["a", "b", "c", "new"]
     outcomes = run_ranks(4, _restored, tmp_path, now, PAIRS, 7)
     # Nodes a and b may have the parity of step 4; c and d have that of step 3 alone.
@@ -173,7 +173,7 @@ def test_a_node_that_dies_with_its_memory_costs_at_most_one_step(
 ) -> None:
     with pytest.raises(RanksFailedError, match=r"died|raised"):
         run_ranks(4, _train_and_die, tmp_path, NODES, phase)
-    room.remove(tmp_path / "c")
+    slot.remove_path(tmp_path / "c")
     now = ["a", "b", "new", "d"]
     for source, step, found in run_ranks(4, _restored, tmp_path, now, Redundancy(), 7):
         assert source == "parity"

@@ -21,10 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.errors import RecoverError
-from outlast.recover.memory import keep as keeping
-from outlast.recover.memory import room
-from outlast.recover.memory.find import newest_whole, scan
-from outlast.recover.memory.room import Claim, clean, run_folder
+from outlast.recover import slot as room
+from outlast.recover import snapshot as keeping
+from outlast.recover.restart import newest_whole, scan
+from outlast.recover.slot import (
+    Claim,
+    remove_old_runs,
+    run_folder,
+)
 
 
 def test_one_process_alone_goes_on_from_its_last_state(tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def _restored_on(memory: Path, nodes: list[str]) -> tuple[str, int, dict[str, by
 @pytest.mark.distributed
 def test_a_new_node_gets_the_state_from_another_nodes_memory(tmp_path: Path) -> None:
     run_ranks(4, _train_replicas, tmp_path, ["left", "left", "right", "right"])
-    room.remove(tmp_path / "left")
+    room.remove_path(tmp_path / "left")
     for source, step, found in run_ranks(
         4, _restored_on, tmp_path, ["new", "new", "right", "right"]
     ):
@@ -230,7 +234,7 @@ def _keep_without_room(memory: Path) -> tuple[str, dict[str, bytes]]:
     keeper = keeper_for(state, memory, f"node-{rank}")
     train(keeper, state, 0, 2)
     if rank == 1:
-        keeping.check_room = lambda folder, size, own: (_ for _ in ()).throw(
+        keeping.check_capacity = lambda folder, size, own: (_ for _ in ()).throw(
             RecoverError("no room")
         )
     state["model"].register_buffer("late", torch.zeros(3))
@@ -426,9 +430,9 @@ def test_only_what_dead_runs_have_left_for_a_day_is_removed(tmp_path: Path) -> N
         then = time.time() - age * 86400.0
         for path in (*folder.iterdir(), folder):
             os.utime(path, (then, then))
-    clean(tmp_path, "own")
+    remove_old_runs(tmp_path, "own")
     left = {each.name for each in run_folder(tmp_path, "x").parent.iterdir()}
     assert left == {"fresh", "held", "own"}
     held[0].close()
-    clean(tmp_path, "own")
+    remove_old_runs(tmp_path, "own")
     assert not run_folder(tmp_path, "held").exists()

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.memory.room import check_room
-from outlast.recover.memory.slot import Catalogue, Entry, Slot, SlotReader, read_slot
+from outlast.recover.slot import (
+    Catalogue,
+    Slot,
+    SlotEntry,
+    SlotReader,
+    check_capacity,
+    read_slot,
+)
 from outlast.state.box import Box
 
 ENTRIES = (
-    Entry("a.weight", "float32", (4, 2), Box((2, 0), (2, 2)), 0, 16),
-    Entry("b", "bfloat16", (), Box((), ()), 64, 2),
-    Entry("empty", "float32", (0,), Box((0,), (0,)), 128, 0),
+    SlotEntry("a.weight", "float32", (4, 2), Box((2, 0), (2, 2)), 0, 16),
+    SlotEntry("b", "bfloat16", (), Box((), ()), 64, 2),
+    SlotEntry("empty", "float32", (0,), Box((0,), (0,)), 128, 0),
 )
 CATALOGUE = Catalogue("job", "digest", "lineage", ENTRIES)
 
@@ -94,12 +100,12 @@ def test_a_full_tmpfs_is_said_in_a_sentence_and_nothing_stays(tmp_path: Path) ->
             "job",
             "digest",
             "lineage",
-            (Entry("w", "uint8", (10**6,), Box((0,), (10**6,)), 0, 10**6),),
+            (SlotEntry("w", "uint8", (10**6,), Box((0,), (10**6,)), 0, 10**6),),
         )
         with pytest.raises(RecoverError, match=r"1\.0 MB of memory cannot be had .* it is full"):
             Slot(tmp_path / "slot", large, values_bytes=10)
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(RecoverError, match="has room for"):
-            check_room(tmp_path, 10**6, tmp_path)
+            check_capacity(tmp_path, 10**6, tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -29,11 +29,10 @@ from parity_members import (
 
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
-from outlast.recover.parity.buffers import as_bytes
-from outlast.recover.parity.exchange import Update
-from outlast.recover.parity.rebuild import Rebuild
+from outlast.recover.parity.code import as_bytes
+from outlast.recover.parity.exchange import Rebuild, Update
 from outlast.recover.parity.store import ParityFile
-from outlast.recover.parity.wire import Wire
+from outlast.recover.parity.transport import Transport
 
 pytestmark = pytest.mark.distributed
 
@@ -78,9 +77,9 @@ def _die_in_update(folder: Path, losses: int, deaths: dict[int, Any]) -> str:
     return ""
 
 
-COMPARING = (Wire, "gather", 0, False)
+COMPARING = (Transport, "gather", 0, False)
 SENDING = (Update, "plan", 5, True)
-SENT = (Wire, "gather", 2, False)
+SENT = (Transport, "gather", 2, False)
 SUMMED = (ParityFile, "prepare", 0, False)
 WRITING = (Path, "replace", 0, False)
 PREPARED = (ParityFile, "prepare", 0, True)

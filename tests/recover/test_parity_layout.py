@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.layout import Layout
+from outlast.recover.parity.code import Layout
 
 
 @st.composite

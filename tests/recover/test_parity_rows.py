@@ -8,16 +8,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.recover.parity.change import Change, How, changed_stripes
-from outlast.recover.parity.code import weight
-from outlast.recover.parity.combine import Bytes, combine
-from outlast.recover.parity.exchange import Update
-from outlast.recover.parity.gf256 import products
-from outlast.recover.parity.layout import Layout
-from outlast.recover.parity.rebuild import Rebuild
-from outlast.recover.parity.situation import Situation
-from outlast.recover.parity.store import Mark, ParityFile
-from outlast.recover.parity.wire import RowWork
+from outlast.recover.parity.code import Bytes, Layout, combine, products, weight
+from outlast.recover.parity.exchange import (
+    Change,
+    Rebuild,
+    RecoverableEpoch,
+    RowMethod,
+    Update,
+    changed_stripes,
+)
+from outlast.recover.parity.store import ParityFile, ParityMark
+from outlast.recover.parity.transport import RowWork
 
 STRIPE = 64
 
@@ -70,8 +71,10 @@ class _Group:
         return sent
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.epoch, tuple(each.nbytes for each in self.data), (0,) * len(self.data))
+    def mark(self) -> ParityMark:
+        return ParityMark(
+            self.epoch, tuple(each.nbytes for each in self.data), (0,) * len(self.data)
+        )
 
     def check(self) -> None:
         """All parity is by its definition that of the data."""
@@ -134,7 +137,7 @@ def test_any_losses_are_rebuilt(
         group = _Group(folder, layout)
         for data in history:
             group.update(data)
-        situation = Situation(group.mark, frozenset(lost), frozenset(lost))
+        situation = RecoverableEpoch(group.mark, frozenset(lost), frozenset(lost))
         rebuilds = []
         for member, data in enumerate(group.data):
             own = data
@@ -170,12 +173,12 @@ def test_where_all_changed_the_data_are_sent_and_where_some_did_the_difference()
     changed = (np.array([True]), np.array([False]), np.zeros(0, np.bool_))
     some = Change(layout, lengths, lengths, changed, whole=False)
     # Row 0 has members 0 and 1, and its parity lies at member 2.
-    assert some.row(0).how is How.DELTA
+    assert some.row(0).how is RowMethod.DELTA
     assert some.row(0).senders == ((0, STRIPE),)
     both = (np.array([True]), np.array([True]), np.zeros(0, np.bool_))
-    assert Change(layout, lengths, lengths, both, whole=False).row(0).how is How.WHOLE
+    assert Change(layout, lengths, lengths, both, whole=False).row(0).how is RowMethod.WHOLE
     none = (np.array([False]), np.array([False]), np.zeros(0, np.bool_))
-    assert Change(layout, lengths, lengths, none, whole=False).row(0).how is How.STAYS
+    assert Change(layout, lengths, lengths, none, whole=False).row(0).how is RowMethod.STAYS
 
 
 def test_a_difference_is_the_sum_of_both() -> None:

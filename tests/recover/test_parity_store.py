@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.layout import Layout
-from outlast.recover.parity.situation import Report, Situation, situations
-from outlast.recover.parity.store import Mark, ParityFile
+from outlast.recover.parity.code import Layout
+from outlast.recover.parity.exchange import (
+    MemberReport,
+    RecoverableEpoch,
+    recoverable_epochs,
+)
+from outlast.recover.parity.store import ParityFile, ParityMark
 
 LAYOUT = Layout(4, 1, 64)
 LENGTHS = (640, 640, 640, 640)
 
 
-def _mark(epoch: int, digest: int = 0) -> Mark:
-    return Mark(epoch, LENGTHS, (digest,) * 4)
+def _mark(epoch: int, digest: int = 0) -> ParityMark:
+    return ParityMark(epoch, LENGTHS, (digest,) * 4)
 
 
 def _write(file: ParityFile, epoch: int) -> None:
@@ -133,12 +137,12 @@ def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
         _file(tmp_path / "file")
 
 
-def _judge(slots: list[dict[int, int]], marks: list[list[Mark]]) -> list[Situation]:
+def _judge(slots: list[dict[int, int]], marks: list[list[ParityMark]]) -> list[RecoverableEpoch]:
     reports = [
-        Report({epoch: (640, digest) for epoch, digest in each.items()}, tuple(kept))
+        MemberReport({epoch: (640, digest) for epoch, digest in each.items()}, tuple(kept))
         for each, kept in zip(slots, marks, strict=True)
     ]
-    return situations(LAYOUT, [Report.from_json(each.to_json()) for each in reports])
+    return recoverable_epochs(LAYOUT, [MemberReport.from_json(each.to_json()) for each in reports])
 
 
 def test_the_newest_epoch_that_survives_is_first() -> None:
@@ -154,13 +158,13 @@ def test_the_newest_epoch_that_survives_is_first() -> None:
 
 def test_data_of_all_need_no_parity() -> None:
     (found,) = _judge([{5: 0}] * 4, [[]] * 4)
-    assert found == Situation(_mark(5), frozenset(), frozenset(range(4)))
+    assert found == RecoverableEpoch(_mark(5), frozenset(), frozenset(range(4)))
 
 
 def test_a_stale_file_of_another_history_is_told_apart() -> None:
     stale, true = _mark(3, digest=7), _mark(3)
     (found,) = _judge([{3: 0}, {3: 0}, {3: 0}, {3: 7}], [[true], [true], [true], [stale]])
-    assert found == Situation(true, frozenset({3}), frozenset({3}))
+    assert found == RecoverableEpoch(true, frozenset({3}), frozenset({3}))
 
 
 def test_too_many_losses_leave_nothing() -> None:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from forked import run_ranks
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.wire import Wire
+from outlast.recover.parity.transport import Transport
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +18,7 @@ def _content(rank: int, length: int) -> bytes:
 
 def _gather() -> list[list[bytes]]:
     dist.init_process_group("gloo")
-    wire = Wire(dist.group.WORLD, 64, 60.0)
+    wire = Transport(dist.group.WORLD, 64, 60.0)
     rank = dist.get_rank()
     return [wire.gather(_content(rank, lengths[rank])) for lengths in LENGTHS]
 
@@ -33,7 +33,7 @@ def test_everybody_hears_what_everybody_says() -> None:
 def _alone() -> str:
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
-    wire = Wire(dist.group.WORLD, 64, 1.0)
+    wire = Transport(dist.group.WORLD, 64, 1.0)
     said = ""
     if dist.get_rank() == 0:
         with pytest.raises(RecoverError) as caught:

@@ -16,7 +16,7 @@ from outlast.recover.cost import (
     share_of_progress,
     transfer_seconds,
 )
-from outlast.recover.memory.spread import even_parts
+from outlast.recover.redundancy import even_parts
 
 
 def test_the_way_back_is_the_sum_of_its_parts() -> None:

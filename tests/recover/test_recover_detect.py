@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.recover.detect import (
+from outlast.recover.hang import (
     FIRST_STEPS,
     LEAST_SECONDS,
     MEDIANS,

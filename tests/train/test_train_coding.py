@@ -33,7 +33,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
-from outlast.recover.beacon import no_mark
+from outlast.recover.phase_page import ignore_phase
 from outlast.train.coding import CodedEngine, CodingNotes
 from outlast.train.engine import ReplicaEngine
 from outlast.train.guarding import RunGuard
@@ -282,7 +282,7 @@ def _reduce_without_the_second(step_loss: float) -> float:
 
     class Passes:
         device, waits = torch.device("cpu"), SimpleNamespace(add=lambda seconds: None)
-        mark = staticmethod(no_mark)
+        mark = staticmethod(ignore_phase)
 
         def loss(self, batch: torch.Tensor, step: int) -> torch.Tensor:
             return model(batch).sum() * 0 + (2.0 if dist.get_rank() == 0 else step_loss)

@@ -20,7 +20,11 @@ from outlast.records import (
     StepsDone,
     read_run,
 )
-from outlast.recover.beacon import arm, place, read_beacons
+from outlast.recover.phase_page import (
+    arm,
+    pages_folder,
+    read_pages,
+)
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed
@@ -48,8 +52,8 @@ def wait(done: Callable[[], bool]) -> None:
 def pages_of(job: Job) -> Path:
     directory = run_directory(job)
     wait(lambda: (directory.path / "id").exists())
-    pages = place(job.recover.memory, directory)
-    wait(lambda: len(read_beacons(pages)) == 2)
+    pages = pages_folder(job.recover.memory, directory)
+    wait(lambda: len(read_pages(pages)) == 2)
     return pages
 
 
@@ -75,7 +79,7 @@ def test_a_run_without_a_checkpoint_begins_anew_after_its_launcher_has_died(
     process = start_process(job, tmp_path)
     wait_for_step(job, 3, process)
     arm(pages_of(job), 0, "data", step=5, number=signal.SIGSTOP)
-    wait(lambda: "stopped" in [each.state for each in read_beacons(pages_of(job))])
+    wait(lambda: "stopped" in [each.state for each in read_pages(pages_of(job))])
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     # Also the one that is stopped, and with both of them the lighthouse.
@@ -99,7 +103,7 @@ def test_a_lighthouse_that_dies_is_started_again_and_recorded(tmp_path: Path) ->
     process = start_process(job, tmp_path)
     wait_for_step(job, 3, process)
     launcher = psutil.Process(process.pid)
-    (lighthouse,) = (each for each in launcher.children() if "serve.py" in " ".join(each.cmdline()))
+    (lighthouse,) = (each for each in launcher.children() if "_serve" in " ".join(each.cmdline()))
     lighthouse.kill()
     path = run_directory(job).path
     wait(lambda: bool(read_run(path).of(MemberLost)))

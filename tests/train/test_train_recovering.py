@@ -23,9 +23,14 @@ from outlast.records import (
     Warned,
     read_run,
 )
-from outlast.recover.beacon import Reading, arm, place, read_beacons
-from outlast.recover.memory.room import run_folder
+from outlast.recover.phase_page import (
+    PhaseReading,
+    arm,
+    pages_folder,
+    read_pages,
+)
 from outlast.recover.resize import ask, is_wanted, met, wish
+from outlast.recover.slot import run_folder
 from outlast.train.recovering import from_disk, kept_run
 from outlast.train.run import run_directory
 
@@ -83,7 +88,7 @@ def test_steps_that_are_done_again_are_counted_though_none_is_on_record(tmp_path
     try:
         stopped = wait_until_stopped(job, 1)
         # Who comes after the killed process is killed, too, before it has a state.
-        arm(place(job.recover.memory, run_directory(job)), 1, "heal")
+        arm(pages_folder(job.recover.memory, run_directory(job)), 1, "heal")
         os.kill(stopped.pid, signal.SIGCONT)
         code, output = finish(process)
     finally:
@@ -93,12 +98,12 @@ def test_steps_that_are_done_again_are_counted_though_none_is_on_record(tmp_path
     assert (record.attempt, recovered.step, recovered.lost_steps) == (3, 16, 4)
 
 
-def wait_until_stopped(job: Job, rank: int) -> Reading:
+def wait_until_stopped(job: Job, rank: int) -> PhaseReading:
     """The page of this rank, as soon as its process is stopped."""
     directory, deadline = run_directory(job), time.monotonic() + 240.0
     while time.monotonic() < deadline:
         if (directory.path / "id").exists():
-            for each in read_beacons(place(job.recover.memory, directory)):
+            for each in read_pages(pages_folder(job.recover.memory, directory)):
                 if each.rank == rank and each.state == "stopped":
                     return each
         time.sleep(0.01)

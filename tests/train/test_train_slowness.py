@@ -1,6 +1,6 @@
 """Ranks that are slower than the others are told of once, with a remedy."""
 
-from outlast.recover.detect import WINDOW_SECONDS, WINDOWS
+from outlast.recover.hang import WINDOW_SECONDS, WINDOWS
 from outlast.train.slowness import SlownessWatch
 
 

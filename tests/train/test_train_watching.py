@@ -13,9 +13,13 @@ from outlast.distributed.ranks import ALONE
 from outlast.errors import EXIT_DONE
 from outlast.job import Job
 from outlast.records import MemberLost, RunDirectory, read_run
-from outlast.recover.beacon import Beacon, arm, place, read_beacons
-from outlast.recover.detect import StepDeadline
-from outlast.recover.hang import HangMonitor
+from outlast.recover.hang import HangMonitor, StepDeadline
+from outlast.recover.phase_page import (
+    PhasePage,
+    arm,
+    pages_folder,
+    read_pages,
+)
 from outlast.train.run import Start, run_directory, work
 from outlast.train.watching import Watcher, under_watch
 
@@ -27,8 +31,8 @@ def pages_of(job: Job) -> Path:
     directory, deadline = run_directory(job), time.monotonic() + 120.0
     while time.monotonic() < deadline:
         if (directory.path / "id").exists():
-            pages = place(job.recover.memory, directory)
-            if len(read_beacons(pages)) == job.launch.nproc:
+            pages = pages_folder(job.recover.memory, directory)
+            if len(read_pages(pages)) == job.launch.nproc:
                 return pages
         time.sleep(0.01)
     raise AssertionError("no process has come up in 120 s")
@@ -100,10 +104,10 @@ def test_the_page_is_there_while_a_process_is_under_watch(tmp_path: Path) -> Non
     directory.create("")
     with under_watch(job, ALONE, directory) as mark:
         mark("data", 4)
-        [page] = read_beacons(place(str(tmp_path), directory))
+        [page] = read_pages(pages_folder(str(tmp_path), directory))
         assert (page.step, page.phase, page.pid) == (4, "data", os.getpid())
         assert page.deadline_seconds == job.launch.timeout_seconds
-    assert read_beacons(place(str(tmp_path), directory)) == []
+    assert read_pages(pages_folder(str(tmp_path), directory)) == []
 
 
 def test_what_died_before_the_watcher_looked_is_not_its_business(tmp_path: Path) -> None:
@@ -111,7 +115,7 @@ def test_what_died_before_the_watcher_looked_is_not_its_business(tmp_path: Path)
     directory = run_directory(job)
     directory.create("")
     if (child := os.fork()) == 0:
-        Beacon(place(str(tmp_path), directory), 0)
+        PhasePage(pages_folder(str(tmp_path), directory), 0)
         os._exit(0)
     os.waitpid(child, 0)
     with Watcher(job, directory) as watcher:
@@ -119,7 +123,7 @@ def test_what_died_before_the_watcher_looked_is_not_its_business(tmp_path: Path)
         watcher.look()
     assert not (directory.path / "events.jsonl").exists()
     # Nor does it leave what it finds there.
-    assert not place(str(tmp_path), directory).exists()
+    assert not pages_folder(str(tmp_path), directory).exists()
 
 
 def test_no_deadline_where_it_is_switched_off(tmp_path: Path) -> None:
@@ -127,6 +131,6 @@ def test_no_deadline_where_it_is_switched_off(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create("")
     with under_watch(job, ALONE, directory):
-        [page] = read_beacons(place(str(tmp_path), directory))
+        [page] = read_pages(pages_folder(str(tmp_path), directory))
         assert page.deadline_seconds == 0.0
     assert StepDeadline(600.0, 0.0).seconds == 0.0

@@ -89,7 +89,7 @@ def choose(
     """
     from outlast.coding.choose import choose_code
     from outlast.coding.cost import CostModel
-    from outlast.coding.simulate.delays import Markov, Slow
+    from outlast.coding.delays import Markov, Slow
 
     delays = (
         Slow(slow_share, slow_factor)
@@ -193,7 +193,7 @@ def _print_code(code: GradientCode) -> None:
 
 
 def _properties(code: GradientCode) -> list[tuple[str, str]]:
-    from outlast.coding.conditioning import conditioning
+    from outlast.coding.code import conditioning
 
     gone = max(code.tolerance, 0)
     loads, found = code.assignment.loads, conditioning(code, gone)

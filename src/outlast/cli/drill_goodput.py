@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.recover.cost import WayBack
-    from outlast.recover.drill import Outcome
+    from outlast.recover.drill import TrialOutcome
 
 _BEFORE_PAGES = ("start and imports", "process group")
 """Parts of a set-up before a process has its page; the first is another one in a restart, since a
@@ -22,7 +22,7 @@ def goodput(
     asked: Asked,
     clean: RunDirectory,
     disturbed: RunDirectory,
-    struck: list[Outcome],
+    struck: list[TrialOutcome],
 ) -> dict[str, float]:
     """Share of the struck run's time that was progress: measured, and predicted from the other."""
     from outlast.recover.cost import lost_seconds, share_of_progress

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
     from outlast.job import Job
     from outlast.records import RunDirectory
-    from outlast.recover.drill import DrilledRun, Outcome, Trial
+    from outlast.recover.drill import (
+        DrilledRun,
+        Trial,
+        TrialOutcome,
+    )
 
 DEMONSTRATION = (
     "train.steps=150",
@@ -142,9 +146,9 @@ def _trials(job: Job, asked: Asked, ranks: int) -> list[Trial]:
     return trials_at(phases, ranks, asked.trials or 1, asked.seed)
 
 
-def _struck(run: DrilledRun, trials: list[Trial]) -> list[Outcome]:
+def _struck(run: DrilledRun, trials: list[Trial]) -> list[TrialOutcome]:
 
-    outcomes: list[Outcome] = []
+    outcomes: list[TrialOutcome] = []
     run.start()
     began = run.began()
     for number, trial in enumerate(trials, 1):
@@ -161,7 +165,7 @@ def _struck(run: DrilledRun, trials: list[Trial]) -> list[Outcome]:
     return outcomes
 
 
-def _sentence(outcome: Outcome) -> str:
+def _sentence(outcome: TrialOutcome) -> str:
     where = f"rank {outcome.rank} in {outcome.phase or 'any phase'} after step {outcome.step}"
     if not outcome.took_place:
         return f"{where} was not struck: {outcome.note}"
@@ -229,7 +233,7 @@ def _run(
 
 
 def _result(
-    job: Job, asked: Asked, outcomes: list[Outcome], starts: int, processes: int
+    job: Job, asked: Asked, outcomes: list[TrialOutcome], starts: int, processes: int
 ) -> dict[str, Any]:
     struck = [outcome for outcome in outcomes if outcome.took_place]
     survived = [outcome for outcome in struck if outcome.survived]

@@ -1,4 +1,4 @@
-"""How far a decoded gradient can be from the true one."""
+"""Certificates: bounds of the distance between a decoded gradient and the true one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGE = 1e3
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of one decoding before any gradient is seen.
+    """Bounds of one decoding, known before any gradient is seen.
 
     With g = g_1 + ... + g_k the sum of the chunks' gradients, G the matrix with columns g_i, alpha
     the coefficients with which the decoded gradient contains them, and ``|.|`` the 2-norm (of a
@@ -128,7 +128,7 @@ def certify(
 
 
 def exact_up_to_rounding(error: float, chunks: int, amplification: float) -> bool:
-    """Whether decoding in float64 alone explains an error.
+    """Return whether decoding in float64 alone explains an error.
 
     The more weights amplify, the more digits are lost; but only what float64 must lose anyhow is
     granted to huge weights, or those of 1e9 would excuse any error.

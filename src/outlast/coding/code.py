@@ -1,14 +1,21 @@
-"""What every scalar gradient code has: an assignment, an encoding matrix, decoders, guarantees.
+"""Scalar gradient codes: assignment, encoding matrix, decoders, guarantees and conditioning.
 
 Worker w sends y_w = sum_c B[w, c] g_c, one vector as long as a gradient. From the messages of the
 survivors S a decoder makes sum_w a_w y_w = sum_c alpha_c g_c with alpha = B^T a, which is the
 gradient where alpha = 1. Codes whose workers send shorter messages are in
 `outlast.coding.codes.blocks`.
+
+Weights of least error come from the normal equations B_S B_S^T a = B_S 1, by conjugate gradients
+for large codes. Every iterate is a combination of images of B_S, so what they converge to has no
+part that decoding does not see: it is the shortest of all minima, also where messages are
+dependent.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from abc import ABC
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,21 +26,111 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 
 from outlast.coding.assignment import Assignment
-from outlast.coding.certificate import Decoded, certify
-from outlast.coding.codes.least_squares import by_gram, by_products
+from outlast.coding.certificate import Decoded, certify, roundoff
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from outlast.coding.conditioning import Conditioning
+    from collections.abc import Sequence
 
+
+_GRAM_RIDGE = 1e-5
+_DENSE_STEPS = 40
+_DENSE_ACCURACY = 1e-11
+_FLAT = 1e-6
+_SPARSE_STEPS = 2000
+_SPARSE_ACCURACY = 1e-5
+_EXACT = 1e-10
 Decoder = Literal["optimal", "fixed"]
 Survivors = Iterable[int] | npt.NDArray[np.bool_]
-
 _DENSE_ENTRIES = 2_000_000
 _GRAM_WORKERS = 2_000
 _BATCH_ENTRIES = 20_000_000
 _MOST_BYTES = 1_000_000_000
 _RIDGE = 1e-12
+PATTERNS = 300
+_SPECTRA_OPERATIONS = 5e8
+
+TOLERANCE = 1e-2
+"""Largest relative rounding error that a code is built with, where the caller says nothing."""
+
+
+def by_gram(
+    gram: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64] | None:
+    """The shortest solution of consistent normal equations, from one Cholesky factorisation.
+
+    The factor is that of gram + ridge, which exists for dependent messages as well; with it as a
+    preconditioner all eigenvalues far above the ridge are nearly 1, and few steps are needed.
+
+    Args:
+        gram: (survivors, survivors) B_S B_S^T.
+        target: (survivors,) B_S 1.
+
+    Returns:
+        (survivors,) weights; None where they did not settle to 1e-11 of their size, as messages
+        that are nearly dependent prevent.
+    """
+    # Imported here, since it takes longer than most codes take to build.
+    from scipy.linalg.lapack import dpotrf, dpotrs
+
+    size = float(gram.diagonal().max(initial=0.0))
+    if not size:
+        return np.zeros(len(target))
+    ridged = gram.copy()
+    ridged.flat[:: len(target) + 1] += _GRAM_RIDGE * size
+    # The transpose of a symmetric matrix is itself, in the order that LAPACK need not copy.
+    factor = dpotrf(ridged.T, lower=1, clean=0, overwrite_a=1)[0]
+    weights = np.zeros(len(target))
+    residual = target.copy()
+    step = direction = dpotrs(factor, residual, lower=1)[0]
+    slope = float(residual @ step)
+    for _ in range(_DENSE_STEPS):
+        if np.abs(step).max() <= _DENSE_ACCURACY * np.abs(weights).max():
+            return weights
+        image = gram @ direction
+        curvature = float(direction @ image)
+        if curvature <= _FLAT * size * float(direction @ direction):
+            # What is left is rounding, which points to where messages depend on each other.
+            settled = np.abs(residual).max() <= _DENSE_ACCURACY * np.abs(target).max()
+            return weights if settled else None
+        weights = weights + slope / curvature * direction
+        residual = target - gram @ weights
+        step = dpotrs(factor, residual, lower=1)[0]
+        before, slope = slope, float(residual @ step)
+        direction = step + slope / before * direction
+    return None
+
+
+def by_products(matrix: csr_array, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """(workers,) weights of a code that is too large for dense matrices (Hestenes, Stiefel 1952).
+
+    From weights of zero the first step is along B_S 1, which are equal weights of the best length
+    where loads are equal. The last is where the error could fall by about a 1e-8th of itself only,
+    or where coefficients are 1 to 1e-10 (root mean square), well within what is certified as exact.
+
+    Args:
+        matrix: (workers, chunks) encoding matrix.
+        alive: (workers,) mask.
+    """
+    transposed, conjugate = matrix.T, matrix.conj()
+    weights = np.zeros(matrix.shape[0], dtype=matrix.dtype)
+    off = np.ones(matrix.shape[1], dtype=matrix.dtype)
+    gradient = direction = np.where(alive, conjugate @ off, 0.0)
+    slope = float(np.vdot(gradient, gradient).real)
+    # |B_S 1|^2 / |1|^2, about the largest squared singular value where loads are alike.
+    enough = _SPARSE_ACCURACY**2 * slope / len(off)
+    for _ in range(_SPARSE_STEPS):
+        error = float(np.vdot(off, off).real)
+        if slope <= enough * error or error <= len(off) * _EXACT**2:
+            break
+        image = transposed @ direction
+        length = slope / float(np.vdot(image, image).real)
+        weights = weights + length * direction
+        off = off - length * image
+        gradient = np.where(alive, conjugate @ off, 0.0)
+        before, slope = slope, float(np.vdot(gradient, gradient).real)
+        direction = gradient + slope / before * direction
+    return weights
 
 
 @dataclass(frozen=True)
@@ -83,7 +180,7 @@ class GradientCode(ABC):
 
     @functools.cached_property
     def assignment(self) -> Assignment:
-        """Who computes what: where the encoding matrix is not zero."""
+        """Workers and their chunks: the places where the encoding matrix is not zero."""
         pattern = (np.ones(self.matrix.nnz), self.matrix.indices, self.matrix.indptr)
         return Assignment(csr_array(pattern, shape=self.matrix.shape))
 
@@ -97,7 +194,7 @@ class GradientCode(ABC):
 
     @functools.cached_property
     def binary(self) -> bool:
-        """Whether all coefficients of the encoding are 0 or 1."""
+        """True if all coefficients of the encoding are 0 or 1."""
         return bool(np.all(self.matrix.data == 1))
 
     @functools.cached_property
@@ -266,12 +363,10 @@ class GradientCode(ABC):
 
     @functools.cached_property
     def conditioning(self) -> Conditioning:
-        """How much rounding errors are amplified with `tolerance` workers gone.
+        """Amplification of rounding errors with `tolerance` workers gone.
 
-        `outlast.coding.conditioning.conditioning` examines other numbers of stragglers.
+        `outlast.coding.code.conditioning` examines other numbers of stragglers.
         """
-        from outlast.coding.conditioning import conditioning
-
         return conditioning(self)
 
     def __repr__(self) -> str:
@@ -333,3 +428,174 @@ def check_decoder(decoder: str) -> None:
     """
     if decoder not in get_args(Decoder):
         raise CodingError(f"decoder = {decoder!r} is not one of {', '.join(get_args(Decoder))}")
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """The worst of the examined sets of survivors.
+
+    Attributes:
+        condition: Largest condition number of the survivors' rows of the encoding matrix, over the
+            first `PATTERNS` sets, or as many as take about a second; NaN for codes too large for
+            one. It also counts directions that decoding does not use: what rounding costs is
+            `rounding`.
+        amplification: Largest sum of the absolute decoding weights.
+        largest_weight: Largest absolute decoding weight.
+        rounding: Largest `Certificate.rounding`.
+        patterns: Sets examined.
+        exhaustive: Whether these were all sets of so many stragglers.
+    """
+
+    condition: float
+    amplification: float
+    largest_weight: float
+    rounding: float
+    patterns: int
+    exhaustive: bool
+
+
+def straggler_patterns(
+    workers: int, stragglers: int, most: int, seed: int = 0
+) -> tuple[list[npt.NDArray[np.int64]], bool]:
+    """Sets of stragglers: all of them where there are at most `most`, else a sample.
+
+    A sample begins with sets of consecutive workers, which are the worst for cyclic codes: one for
+    each first worker, but at most half of the sample. The rest is random.
+
+    Returns:
+        The sets, and whether they are all.
+    """
+    if math.comb(workers, stragglers) <= most:
+        every = itertools.combinations(range(workers), stragglers)
+        return [np.array(said, dtype=np.int64) for said in every], True
+    generator = np.random.default_rng(seed)
+    window = np.arange(stragglers)
+    sets = [(first + window) % workers for first in range(min(workers, (most + 1) // 2))]
+    # The smallest of random numbers are at a random set; row by row, so that a longer sample
+    # continues a shorter one.
+    drawn = generator.random((most - len(sets), workers))
+    return sets + list(np.argsort(drawn, axis=1)[:, :stragglers]), False
+
+
+def conditioning(
+    code: GradientCode, stragglers: int | None = None, *, patterns: int = PATTERNS, seed: int = 0
+) -> Conditioning:
+    """Examine a code with `stragglers` workers gone (as many as it tolerates if None)."""
+    gone = max(code.tolerance, 0) if stragglers is None else stragglers
+    sets, every = straggler_patterns(code.workers, gone, patterns, seed)
+    weights = np.array([code.optimal_weights(_without(code.workers, members)) for members in sets])
+    return summary(code, sets, weights, exhaustive=every)
+
+
+def summary(
+    code: GradientCode,
+    sets: Sequence[npt.NDArray[np.int64]],
+    weights: npt.NDArray[Any],
+    *,
+    exhaustive: bool,
+) -> Conditioning:
+    """The conditioning of a code from decoding weights that are known.
+
+    Args:
+        code: The code.
+        sets: Stragglers.
+        weights: (sets, workers) decoding weights for each set.
+        exhaustive: Whether these are all sets of so many stragglers.
+    """
+    spectra = min(int(_SPECTRA_OPERATIONS / (code.workers**2 * code.chunks)), PATTERNS)
+    condition = math.nan
+    if spectra:
+        rows = code.matrix.toarray()
+        kept = (rows[_without(code.workers, members)] for members in sets[:spectra])
+        condition = max(condition_number(survivors) for survivors in kept)
+    magnitudes = np.abs(weights)
+    return Conditioning(
+        condition=condition,
+        amplification=float(magnitudes.sum(axis=1).max()),
+        largest_weight=float(magnitudes.max()),
+        rounding=roundoff(code.dtype)
+        * float((magnitudes @ code.message_norms).max())
+        / math.sqrt(code.chunks),
+        patterns=len(sets),
+        exhaustive=exhaustive,
+    )
+
+
+def _without(workers: int, stragglers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    alive = np.ones(workers, dtype=bool)
+    alive[stragglers] = False
+    return alive
+
+
+def condition_number(rows: npt.NDArray[Any]) -> float:
+    """Largest over smallest singular value that is not 0.
+
+    Rows may repeat (a repetition code's do): what counts is the span that they have.
+    """
+    if not len(rows):
+        return 1.0
+    values = np.linalg.svd(rows, compute_uv=False)
+    kept = values[values > values[0] * 1e-13]
+    return float(kept[0] / kept[-1]) if len(kept) else 1.0
+
+
+def refuse_ill_conditioned(
+    code: GradientCode, tolerance: float, *, advice: str, found: Conditioning | None = None
+) -> Conditioning:
+    """The conditioning of a code that rounds its messages to `code.dtype`, if it is good enough.
+
+    Args:
+        code: The code.
+        tolerance: Largest rounding error, as a share of the gradient.
+        advice: What to take instead.
+        found: The conditioning where it is known; else it is measured.
+
+    Raises:
+        CodingError: When rounding could exceed `tolerance`, with the figure and `advice`.
+    """
+    found = conditioning(code) if found is None else found
+    if not found.rounding <= tolerance:
+        raise CodingError(
+            f"{code.name} for {code.workers} workers and {code.tolerance} stragglers multiplies "
+            f"messages by weights that sum to {found.amplification:.3g}; in {code.dtype} (unit "
+            f"roundoff {roundoff(code.dtype):.2g}) rounding could be {found.rounding:.2g} of the "
+            f"gradient, above tolerance = {tolerance:g}; {advice}"
+        )
+    return found
+
+
+def check_positive(name: str, value: int) -> None:
+    """Refuse a count that is below 1.
+
+    Raises:
+        CodingError: For such a count, under this name.
+    """
+    if value < 1:
+        raise CodingError(f"{name} = {value} is below 1, the smallest number")
+
+
+def check_workers(workers: int, stragglers: int, most: int | None = None) -> None:
+    """Refuse numbers of workers and stragglers that no code has.
+
+    Args:
+        workers: n.
+        stragglers: s.
+        most: Largest number of stragglers; workers - 1 if None.
+
+    Raises:
+        CodingError: Without workers, or for stragglers that are not in [0, most].
+    """
+    check_positive("workers", workers)
+    largest = workers - 1 if most is None else most
+    if not 0 <= stragglers <= largest:
+        nearest = min(max(stragglers, 0), largest)
+        more = f", or workers = {workers + stragglers - largest}" if stragglers > 0 else ""
+        raise CodingError(
+            f"stragglers = {stragglers} is not in [0, {largest}] for {workers} workers; take "
+            f"stragglers = {nearest}{more}"
+        )
+
+
+def is_prime(number: int) -> bool:
+    """Test by trial division."""
+    return number > 1 and all(number % x for x in range(2, math.isqrt(number) + 1))

@@ -1,4 +1,4 @@
-"""What gradient coding costs and saves, as pure functions of its settings; needs no torch.
+"""Costs and savings of gradient coding, as pure functions of its settings; needs no torch.
 
 The planner composes these. Times are in seconds, and ratios are to training without a code, where
 every step waits for the slowest worker.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from outlast.coding.simulate.delays import DelayModel
+    from outlast.coding.delays import DelayModel
 
 CLAIM_SECONDS = 2e-4
 """One compare-and-set in the process group's store."""
@@ -21,7 +21,7 @@ CLAIM_SECONDS = 2e-4
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a training step consists of.
+    """Times and bytes of a training step.
 
     Attributes:
         chunk_seconds: Forward and backward of one microbatch on a worker that is not slow.
@@ -56,7 +56,7 @@ class CostModel:
 
     @property
     def claims_seconds(self) -> float:
-        """What coverage adds to a step when nobody straggles."""
+        """Time that coverage adds to a step when nobody straggles."""
         return self.claim_seconds * self.chunks_per_worker
 
     @property
@@ -72,23 +72,6 @@ def all_reduce_bytes(workers: int, gradient_bytes: float) -> float:
     """
     _counted("workers", workers)
     return 2.0 * (workers - 1) / workers * gradient_bytes
-
-
-def any_k_bytes(
-    workers: int, gradient_bytes: float, *, shrink: int = 1, complex_messages: bool = False
-) -> float:
-    """Bytes that arrive at a parameter server in a step from all workers.
-
-    Args:
-        workers: Number of them.
-        gradient_bytes: Of a gradient.
-        shrink: Messages are one so-many-th of a gradient: m of Ye and Abbe (2018), l of
-            Ramamoorthy, Meng and Girimaji (2024).
-        complex_messages: Reed-Solomon codes on the unit roots send two numbers for one.
-    """
-    _counted("workers", workers)
-    _counted("shrink", shrink)
-    return workers * gradient_bytes / shrink * (2.0 if complex_messages else 1.0)
 
 
 def lost_chunks(
@@ -120,71 +103,6 @@ def dropped_error(kept: float) -> float:
     The mean of (alpha - 1)^2, with alpha = 1 / kept for those kept and 0 for the others.
     """
     return (1.0 - kept) / kept if kept > 0.0 else math.inf
-
-
-def exponential_order(workers: int, rank: int) -> float:
-    """Mean of the rank-th smallest of n unit exponentials: H_n - H_(n - rank) (Rényi)."""
-    _ranked(workers, rank)
-    return math.fsum(1.0 / (workers - i) for i in range(rank))
-
-
-def pareto_order(workers: int, rank: int, shape: float) -> float:
-    """Mean of the rank-th smallest of n Pareto variables of at least 1; may be infinite.
-
-    n! / (n - rank)! x Gamma(n - rank + 1 - 1/a) / Gamma(n + 1 - 1/a).
-    """
-    _ranked(workers, rank)
-    left = workers - rank + 1.0
-    if left - 1.0 / shape <= 0.0:
-        return math.inf
-    logarithm = math.lgamma(workers + 1.0) - math.lgamma(workers + 1.0 - 1.0 / shape)
-    return math.exp(logarithm + math.lgamma(left - 1.0 / shape) - math.lgamma(left))
-
-
-def fixed_code_ratio(workers: int, copies: int, scale: float, *, additive: bool = False) -> float:
-    """Step time of an exact code with d = s + 1 chunks per worker, to that without a code.
-
-    A worker's own share takes 1 + Exp(scale). Where the delay grows with the load, the ratio is
-    d (1 + scale (H_n - H_s)) / (1 + scale H_n); where it comes once per step,
-    (d + scale (H_n - H_s)) / (1 + scale H_n).
-
-    Args:
-        workers: n.
-        copies: d.
-        scale: See above.
-        additive: The delay does not grow with the load.
-    """
-    last = exponential_order(workers, workers) * scale
-    kept = exponential_order(workers, workers - copies + 1) * scale
-    if additive:
-        return (copies + kept) / (1.0 + last)
-    return copies * (1.0 + kept) / (1.0 + last)
-
-
-def fixed_code_break_even(copies: int) -> float:
-    """Mean additive delay, in units of a worker's share, above which that code pays.
-
-    From d + x (H_n - H_s) < 1 + x H_n: x > s / H_s with s = d - 1, for every n. Infinite for a code
-    that tolerates nobody.
-    """
-    _counted("copies", copies)
-    if copies == 1:
-        return math.inf
-    return (copies - 1) / math.fsum(1.0 / i for i in range(1, copies))
-
-
-def repetition_ratio(workers: int, copies: int, scale: float, *, additive: bool = False) -> float:
-    """The same for fractional repetition that waits for one worker of each group.
-
-    The fastest of d exponentials is exponential with a d-th of the mean, and n / d of them count.
-    """
-    if copies < 1 or workers % copies:
-        raise CodingError(f"copies = {copies} does not divide the {workers} workers")
-    last = exponential_order(workers, workers) * scale
-    slowest = exponential_order(workers // copies, workers // copies) * scale / copies
-    if additive:
-        return (copies + slowest) / (1.0 + last)
-    return copies * (1.0 + slowest) / (1.0 + last)
 
 
 @dataclass(frozen=True)
@@ -232,10 +150,9 @@ def coding_cost(
         CodingError: For settings out of range.
     """
     # Imported here, since the formulas above need no numpy.
-    from outlast.coding.simulate.coverage import cover
-    from outlast.coding.simulate.delays import sample
-    from outlast.coding.simulate.fixed import wait_all
-    from outlast.coding.spread import spread
+    from outlast.coding.assignment import spread
+    from outlast.coding.delays import sample
+    from outlast.coding.simulate import cover, wait_all
 
     delays = sample(model, draws, workers, seed=seed)
     held = spread(workers, costs.chunks_per_worker, copies, seed=seed)
@@ -269,8 +186,8 @@ def straggler_factor(
     Raises:
         CodingError: For settings out of range.
     """
-    from outlast.coding.simulate.delays import sample
-    from outlast.coding.simulate.fixed import wait_all
+    from outlast.coding.delays import sample
+    from outlast.coding.simulate import wait_all
 
     delays = sample(model, draws, workers, seed=seed)
     waited = float(wait_all(delays, costs.share_seconds).seconds.mean())
@@ -282,8 +199,3 @@ def straggler_factor(
 def _counted(name: str, value: int) -> None:
     if value < 1:
         raise CodingError(f"{name} = {value} is below 1")
-
-
-def _ranked(workers: int, rank: int) -> None:
-    if not 1 <= rank <= workers:
-        raise CodingError(f"rank = {rank} is not in [1, {workers}]")

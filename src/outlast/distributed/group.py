@@ -1,4 +1,4 @@
-"""How ranks agree: gather what each says, fail together, let the first decide.
+"""Agreement between ranks: gather objects, fail together, let the first decide.
 
 All ranks of a group call the same method at the same place. `gather_objects` and `raise_together`
 are those of the default process group. Where ranks agree without a collective, beside a training
@@ -90,7 +90,7 @@ class Group:
         return self._node or boot_identity() or f"{socket.gethostname()}-{os.getuid()}"
 
     def gather(self, value: T) -> list[T]:
-        """What every rank says, by rank."""
+        """Values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -99,11 +99,11 @@ class Group:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank set `flag`."""
+        """Return whether any rank set `flag`."""
         return self.any_of(flag)[0]
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether any rank set each of the flags."""
+        """Return for each of the flags whether any rank set it."""
         if self.size == 1:
             return flags
         sums = torch.tensor(flags, dtype=torch.int32)
@@ -186,12 +186,12 @@ class Group:
 
 
 def gather_objects(value: T) -> list[T]:
-    """What every rank of the default process group says, by rank."""
+    """Values of all ranks of the default process group, by rank."""
     return Group().gather(value)
 
 
 def gather_on_first(value: T) -> list[T]:
-    """What every rank of the default process group says on rank 0, and nothing on the others."""
+    """Values of all ranks of the default process group on rank 0, and nothing on the others."""
     group = Group()
     found = group.gather(value)
     return found if group.rank == 0 else []

@@ -1,4 +1,4 @@
-"""Who this process is among the others, and the process groups that it needs.
+"""Identity of this process among the others, and the process groups that it needs.
 
 The identity comes from the environment: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` as torchrun sets
 them, or Slurm's variables when ``RANK`` is unset and the process is a task of an srun step.
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes metrics and talks to the person."""
+        """True on rank 0, which writes metrics and talks to the person."""
         return self.rank == 0
 
     @property

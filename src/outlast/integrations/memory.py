@@ -24,7 +24,7 @@ from outlast.errors import RecoverError
 from outlast.integrations.agreement import Agreement, host_group
 from outlast.job import fingerprint
 from outlast.records import Warned
-from outlast.recover.beacon import no_mark
+from outlast.recover.phase_page import ignore_phase
 from outlast.train.recovering import from_disk, is_kept, run_memory
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outlast.distributed.ranks import Ranks
     from outlast.job import LoopJob
     from outlast.records import Event, RunDirectory
-    from outlast.recover.memory.find import Whole
+    from outlast.recover.restart import CompleteState
     from outlast.state.live import State
 
 
@@ -83,7 +83,7 @@ class LoopMemory:
         self._store = store
         self._state = state
         self._note = note
-        self._whole: Whole | None = None
+        self._whole: CompleteState | None = None
         self._several = ranks.world_size > 1
         self._own_agreement: Agreement | None = None
         group = host_group() if self._several and is_kept(job.recover, ranks) else None
@@ -163,7 +163,7 @@ class LoopMemory:
     def settle(self) -> None:
         """To be called before an optimizer's step: what was being copied is copied."""
         if self._memory is not None:
-            self._memory.settle(no_mark)
+            self._memory.settle(ignore_phase)
 
     def keep(self, step: int, agreement: Agreement | None = None) -> Warned | None:
         """Between two steps, after `step` of them: begin to keep the state, where that is due.

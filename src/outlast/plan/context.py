@@ -12,7 +12,7 @@ from outlast.plan.frameworks import CALIBRATED_AS, KEYS
 from outlast.plan.reliability.recovery import Restart
 
 if TYPE_CHECKING:
-    from outlast.coding.simulate.delays import DelayModel
+    from outlast.coding.delays import DelayModel
     from outlast.energy.model.constants import DeviceConstants
     from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster

@@ -1,7 +1,7 @@
 """Killing and stopping the processes of a real run, seeded, and what came of each time.
 
 A *trial* is one kill or stop. At a phase, the drawn rank's page is armed and the process sends
-itself the signal when it comes there (`outlast.recover.beacon`); at a rate, a drawn process is
+itself the signal when it comes there (`outlast.recover.phase_page`); at a rate, a drawn process is
 killed from outside at drawn times. A trial is survived when a step beyond it is committed before
 the deadline. Results are read from the run's own event log.
 """
@@ -20,14 +20,20 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
 from outlast.records import Ready, StepsDone, read_run
-from outlast.recover.beacon import PHASES, arm, disarm, place, read_beacons
+from outlast.recover.phase_page import (
+    PHASES,
+    arm,
+    disarm,
+    pages_folder,
+    read_pages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from outlast.records import Record, RunDirectory
-    from outlast.recover.beacon import Reading
+    from outlast.recover.phase_page import PhaseReading
 
 _LOOK_SECONDS = 0.02
 _MOST_STEPS_BETWEEN = 4
@@ -36,7 +42,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to the run, once.
+    """One kill or stop.
 
     Attributes:
         rank: To whom.
@@ -52,8 +58,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a trial.
+class TrialOutcome:
+    """Result of a trial.
 
     Attributes:
         rank: Who was struck.
@@ -77,7 +83,7 @@ class Outcome:
 
     @property
     def took_place(self) -> bool:
-        """Whether the process was struck at all."""
+        """True if the process was struck."""
         return self.struck > 0.0
 
 
@@ -139,7 +145,7 @@ class DrilledRun:
         ranks: Number of processes.
         deadline_seconds: For each wait.
         stop_seconds: Stop processes for so long, in the place of killing them; 0: kill.
-        live: Whether survivors go on in their processes.
+        live: Whether survivors continue in their processes.
     """
 
     def __init__(
@@ -202,10 +208,10 @@ class DrilledRun:
 
     @property
     def is_running(self) -> bool:
-        """Whether the run's launcher lives."""
+        """True while the run's launcher lives."""
         return self._process is not None and self._process.poll() is None
 
-    def trial(self, trial: Trial, began: float) -> Outcome:
+    def trial(self, trial: Trial, began: float) -> TrialOutcome:
         """Make one trial, and wait for what comes of it.
 
         Args:
@@ -213,13 +219,13 @@ class DrilledRun:
             began: When the run began to train, seconds of the monotonic clock; for trials by time.
         """
         number = signal.SIGSTOP if self._stop_seconds else signal.SIGKILL
-        nothing = Outcome(trial.rank, trial.phase, self._last_step())
+        before = self._last_step()
         if trial.phase:
             struck = self._strike_in_phase(trial, number)
         else:
             struck = self._strike_at(trial, number, began)
         if isinstance(struck, str):
-            return Outcome(nothing.rank, nothing.phase, nothing.step, note=struck)
+            return TrialOutcome(trial.rank, trial.phase, before, note=struck)
         if self._stop_seconds:
             time.sleep(self._stop_seconds)
             with contextlib.suppress(OSError):
@@ -227,12 +233,15 @@ class DrilledRun:
                     os.kill(struck.pid, signal.SIGCONT)
         return self._judged(struck)
 
-    def _strike_in_phase(self, trial: Trial, number: int) -> Reading | str:
+    def _strike_in_phase(self, trial: Trial, number: int) -> PhaseReading | str:
         """Arm the page and wait until it has fired; why not, in words, where it has not."""
         found = self._page(trial.rank)
         if found is None:
             return "the run has ended before"
-        pages, first = place(self._memory, self._directory), max(found.step, self._last_step())
+        pages, first = (
+            pages_folder(self._memory, self._directory),
+            max(found.step, self._last_step()),
+        )
         # Only who comes up anew takes over a state, and has done no step then.
         anew = trial.phase == "heal"
         step = 0 if anew else first + trial.steps
@@ -257,7 +266,7 @@ class DrilledRun:
             time.sleep(_LOOK_SECONDS)
         return f"phase {trial.phase} did not come in {self._deadline_seconds:g} s"
 
-    def _strike_at(self, trial: Trial, number: int, began: float) -> Reading | str:
+    def _strike_at(self, trial: Trial, number: int, began: float) -> PhaseReading | str:
         while (left := began + trial.seconds - time.monotonic()) > 0.0:
             if not self.is_running:
                 return "the run has ended before"
@@ -270,51 +279,36 @@ class DrilledRun:
             os.kill(found.pid, number)
         return replace(self._page(trial.rank, wait=False) or found, fired=struck)
 
-    def _judged(self, struck: Reading) -> Outcome:
+    def _judged(self, struck: PhaseReading) -> TrialOutcome:
         """Wait for the next step that is committed after the strike."""
-        attempt = self._attempt_of(struck.fired)
+        outcome = TrialOutcome(struck.rank, struck.phase, struck.step, struck.fired)
+        records = read_run(self._directory.path).records
+        before = [record.attempt for record in records if record.monotonic <= struck.fired]
+        attempt = max(before, default=1)
         deadline = time.monotonic() + self._deadline_seconds
         while time.monotonic() < deadline:
             ended = not self.is_running
-            found = self._next_step(struck, attempt)
-            if found is not None:
-                record, _ = found
-                return Outcome(
-                    struck.rank,
-                    struck.phase,
-                    struck.step,
-                    struck.fired,
-                    survived=True,
-                    seconds=record.monotonic - struck.fired,
-                    lost_steps=self._lost_steps(attempt, record.attempt),
-                )
+            for record, event in self._steps():
+                same = self._same_attempt and record.attempt == attempt and event.step > struck.step
+                if record.monotonic > struck.fired and (record.attempt > attempt or same):
+                    return replace(
+                        outcome,
+                        survived=True,
+                        seconds=record.monotonic - struck.fired,
+                        lost_steps=self._lost_steps(attempt, record.attempt),
+                    )
             if ended:
-                return self._ended(struck)
+                # Well if all steps were done before, and the rest was done again.
+                assert self._process is not None
+                code = self._process.returncode
+                return replace(
+                    outcome,
+                    survived=code == 0,
+                    seconds=time.monotonic() - struck.fired,
+                    note=f"the run ended with exit code {code}",
+                )
             time.sleep(_LOOK_SECONDS)
-        note = f"no step was committed in {self._deadline_seconds:g} s"
-        return Outcome(struck.rank, struck.phase, struck.step, struck.fired, note=note)
-
-    def _ended(self, struck: Reading) -> Outcome:
-        """Without another step: well if all steps were done before, and the rest was done again."""
-        assert self._process is not None
-        code = self._process.returncode
-        return Outcome(
-            struck.rank,
-            struck.phase,
-            struck.step,
-            struck.fired,
-            survived=code == 0,
-            seconds=time.monotonic() - struck.fired,
-            note=f"the run ended with exit code {code}",
-        )
-
-    def _next_step(self, struck: Reading, attempt: int) -> tuple[Record, StepsDone] | None:
-        for record, event in self._steps():
-            later = record.attempt > attempt
-            same = self._same_attempt and record.attempt == attempt and event.step > struck.step
-            if record.monotonic > struck.fired and (later or same):
-                return record, event
-        return None
+        return replace(outcome, note=f"no step was committed in {self._deadline_seconds:g} s")
 
     def _lost_steps(self, before: int, after: int) -> int:
         if before == after:
@@ -323,13 +317,6 @@ class DrilledRun:
         done = [event.step for record, event in run.of(StepsDone) if record.attempt <= before]
         first = [event.step for record, event in run.of(Ready) if record.attempt == after]
         return max(max(done, default=0) - min(first, default=0), 0)
-
-    def _attempt_of(self, moment: float) -> int:
-        """The attempt that was at work at `moment`."""
-        run = read_run(self._directory.path)
-        return max(
-            (record.attempt for record in run.records if record.monotonic <= moment), default=1
-        )
 
     def _steps(self) -> list[tuple[Record, StepsDone]]:
         if not self._directory.exists():
@@ -341,7 +328,7 @@ class DrilledRun:
         return steps[-1][1].step if steps else 0
 
     def began(self) -> float | None:
-        """When the run's first step was done; None where it ends, or does not come so far."""
+        """Return the time of the run's first step; None where it ends, or does not come so far."""
         deadline = time.monotonic() + self._deadline_seconds
         while time.monotonic() < deadline and self.is_running:
             if steps := self._steps():
@@ -349,11 +336,11 @@ class DrilledRun:
             time.sleep(_LOOK_SECONDS)
         return None
 
-    def _page(self, rank: int, *, wait: bool = True) -> Reading | None:
+    def _page(self, rank: int, *, wait: bool = True) -> PhaseReading | None:
         """The page of `rank`'s living process; None where the run ends before there is one."""
         deadline = time.monotonic() + (self._deadline_seconds if wait else 0.0)
         while True:
-            for beacon in read_beacons(place(self._memory, self._directory)):
+            for beacon in read_pages(pages_folder(self._memory, self._directory)):
                 if beacon.rank == rank and (not wait or beacon.state != "dead"):
                     return beacon
             if time.monotonic() >= deadline or not self.is_running:

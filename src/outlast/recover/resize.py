@@ -23,10 +23,10 @@ RESIZE = "resize"
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for.
+    """A requested number of processes.
 
     Attributes:
-        processes: The number of processes to go on with.
+        processes: The number of processes to continue with.
         name: Tells one wish from the next.
     """
 
@@ -35,7 +35,7 @@ class Wish:
 
 
 def ask(directory: Path, processes: int) -> None:
-    """Ask the run in `directory` to go on with `processes` processes.
+    """Ask the run in `directory` to continue with `processes` processes.
 
     Raises:
         OSError: When the file cannot be written.
@@ -55,7 +55,7 @@ def wish(directory: Path) -> Wish | None:
 
 
 def is_wanted(directory: Path) -> bool:
-    """Whether there is a wish that is not met yet."""
+    """Return whether there is a wish that is not met yet."""
     return wish(directory) is not None
 
 

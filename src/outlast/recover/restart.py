@@ -18,28 +18,257 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
 
 from outlast.distributed.group import Group
 from outlast.errors import OutlastError, RecoverError
 from outlast.records.process import boot_identity
-from outlast.recover.memory.fetch import fill
-from outlast.recover.memory.find import generation_folder, generations, newest_whole, scan
-from outlast.recover.memory.keep import StateKeeper
-from outlast.recover.memory.room import Claim, clean, forget, run_folder
-from outlast.recover.memory.spread import Redundancy
+from outlast.recover.redundancy import Redundancy
+from outlast.recover.slot import (
+    Claim,
+    SlotEntry,
+    SlotReader,
+    SlotState,
+    generation_folder,
+    generations,
+    read_slot,
+    remove_old_runs,
+    remove_run,
+    run_folder,
+)
+from outlast.recover.snapshot import StateKeeper, digest_of
+from outlast.state.box import Box, covers
 from outlast.state.install import Saved, check_fit, find_targets, install
+from outlast.state.live import Filling
 
 if TYPE_CHECKING:
-    from outlast.recover.memory.find import Whole
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from outlast.state.install import Targets
     from outlast.state.live import State
 
 MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
+class StoredSlot:
+    """A slot that a process can read.
+
+    Attributes:
+        reader: Rank of the process that reads it for others.
+        node: Whose memory it lies in.
+        generation: Of the processes that have written it.
+        kept: What it holds.
+    """
+
+    reader: int
+    node: str
+    generation: int
+    kept: SlotState
+
+
+@dataclass(frozen=True)
+class CompleteState:
+    """A state of the run that the nodes' memories hold together.
+
+    Attributes:
+        step: Steps done.
+        generation: Of the processes that have kept it.
+        slots: In the order of their readers.
+    """
+
+    step: int
+    generation: int
+    slots: tuple[StoredSlot, ...]
+
+    def tensors(self) -> dict[str, SlotEntry]:
+        """Name to one of the entries of every tensor."""
+        return {entry.name: entry for slot in self.slots for entry in slot.kept.catalogue.entries}
+
+    def values(self) -> dict[str, Any]:
+        """Name to value; of several processes the first."""
+        found: dict[str, Any] = {}
+        for slot in self.slots:
+            for name, value in slot.kept.values.items():
+                found.setdefault(name, value)
+        return found
+
+
+def scan(folder: Path, identity: str, node: str, reader: int) -> list[StoredSlot]:
+    """All complete states of a run in this node's memory."""
+    found = []
+    for number in generations(folder):
+        for path in sorted(generation_folder(folder, number).glob("rank-*")):
+            kept = read_slot(path, identity)
+            if kept is not None:
+                found.append(StoredSlot(reader, node, number, kept))
+    return found
+
+
+def newest_whole(found: Iterable[StoredSlot]) -> CompleteState | None:
+    """The newest state of which no element is missing: of the newest generation, its last step."""
+    groups: dict[tuple[int, int, str, str], list[StoredSlot]] = {}
+    for found_item in found:
+        catalogue = found_item.kept.catalogue
+        key = (found_item.generation, found_item.kept.step, catalogue.everything, catalogue.lineage)
+        groups.setdefault(key, []).append(found_item)
+    for key in sorted(groups, reverse=True):
+        generation, step, everything, _ = key
+        slots = groups[key]
+        if _is_whole(slots, everything):
+            return CompleteState(step, generation, tuple(slots))
+    return None
+
+
+def _is_whole(slots: list[StoredSlot], everything: str) -> bool:
+    boxes: dict[str, list[SlotEntry]] = {}
+    values: set[str] = set()
+    for slot in slots:
+        values.update(slot.kept.values)
+        for entry in slot.kept.catalogue.entries:
+            boxes.setdefault(entry.name, []).append(entry)
+    if digest_of(boxes, values) != everything:
+        return False
+    return all(
+        covers(entries[0].shape, [entry.box for entry in entries]) for entries in boxes.values()
+    )
+
+
+class SlotPiece(NamedTuple):
+    """A box that lies in one slot and goes into one tensor.
+
+    Attributes:
+        slot: Its number among those of the state.
+        entry: Number of the entry in the slot.
+        box: The part of it that is wanted.
+    """
+
+    slot: int
+    entry: int
+    box: Box
+
+
+def fill(targets: Targets, state: CompleteState, peers: Group) -> int:
+    """Fill the live tensors of `targets`; all processes call it together.
+
+    Returns:
+        The bytes that have come from other nodes to this process.
+
+    Raises:
+        RecoverError: When a slot has gone meanwhile, here or elsewhere.
+    """
+    tensors = state.tensors()
+    fillings = []
+    seen: set[int] = set()
+    for name, tensor in targets.tensors.items():
+        # Tied tensors have several names and one memory.
+        if name in tensors and id(tensor) not in seen:
+            seen.add(id(tensor))
+            fillings.append(Filling(name, tensor, tensors[name]))
+    found: dict[str, list[tuple[int, int, StoredSlot, SlotEntry]]] = {}
+    for slot_number, item in enumerate(state.slots):
+        for number, entry in enumerate(item.kept.catalogue.entries):
+            found.setdefault(entry.name, []).append((slot_number, number, item, entry))
+    wanted = [
+        pieces_of(filling.box, found.get(filling.name, []), peers.node) for filling in fillings
+    ]
+    slots = {piece.slot for pieces in wanted for piece in pieces}
+    # Of the slots of this node, those that this process reads, for itself or for others.
+    readers = peers.raise_together(
+        lambda: {
+            number: SlotReader(slot.kept.path)
+            for number, slot in enumerate(state.slots)
+            if slot.node == peers.node and (number in slots or slot.reader == peers.rank)
+        }
+    )
+    far = [
+        (number, piece)
+        for number, pieces in enumerate(wanted)
+        for piece in pieces
+        if piece.slot not in readers
+    ]
+    for filling, pieces in zip(fillings, wanted, strict=True):
+        for piece in pieces:
+            if piece.slot in readers:
+                part = piece.box.within(filling.box)
+                filling.out[part] = _content(state, piece, readers[piece.slot])
+    moved = _exchange(state, far, fillings, peers, readers)
+    for filling in fillings:
+        filling.finish()
+    for reader in readers.values():
+        reader.close()
+    return moved
+
+
+def pieces_of(
+    wanted: Box, holders: list[tuple[int, int, StoredSlot, SlotEntry]], node: str
+) -> list[SlotPiece]:
+    """Sources of the elements of `wanted`, this node first, none twice over the network.
+
+    Args:
+        wanted: Box of a tensor.
+        holders: Slot, number of the entry in it, where it is, and the entry.
+        node: This one.
+    """
+    pieces: list[SlotPiece] = []
+    taken: list[Box] = []
+    for slot, number, _, entry in sorted(holders, key=lambda holder: holder[2].node != node):
+        box = entry.box.overlap(wanted)
+        # Equal boxes on several nodes are copies of each other.
+        if box is not None and box not in taken:
+            taken.append(box)
+            pieces.append(SlotPiece(slot, number, box))
+    return pieces
+
+
+def _content(state: CompleteState, piece: SlotPiece, reader: SlotReader) -> NDArray[Any]:
+    """The elements of a piece, as opaque ones."""
+    entry = state.slots[piece.slot].kept.catalogue.entries[piece.entry]
+    itemsize = entry.size // max(entry.box.elements, 1)
+    kind = "u" if itemsize in (1, 2, 4, 8) else "V"
+    array = np.frombuffer(reader.bytes_of(entry), f"{kind}{itemsize}").reshape(entry.box.shape)
+    return array[piece.box.within(entry.box)]
+
+
+def _exchange(
+    state: CompleteState,
+    far: list[tuple[int, SlotPiece]],
+    fillings: list[Filling],
+    peers: Group,
+    readers: dict[int, SlotReader],
+) -> int:
+    """Get the pieces `far` from their readers; everybody sends and receives in one order."""
+    moved = 0
+    for target, pieces in enumerate(peers.gather([piece for _, piece in far])):
+        mine = [number for number, _ in far] if target == peers.rank else [-1] * len(pieces)
+        for number, piece in zip(mine, pieces, strict=True):
+            source = state.slots[piece.slot].reader
+            if target == peers.rank:
+                filling = fillings[number]
+                content = np.empty(piece.box.shape, filling.out.dtype)
+                peers.receive(_tensor(content), source)
+                filling.out[piece.box.within(filling.box)] = content
+                moved += content.nbytes
+            elif source == peers.rank:
+                part = _content(state, piece, readers[piece.slot])
+                peers.send(_tensor(np.ascontiguousarray(part)), target)
+    return moved
+
+
+def _tensor(content: NDArray[Any]) -> torch.Tensor:
+    """The bytes of an array; shared with it where it can be written."""
+    flat = content.reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+
+
+@dataclass(frozen=True)
 class Recovered:
-    """What was restored from memory.
+    """Result of a restore from memory.
 
     Attributes:
         step: Steps done.
@@ -106,7 +335,7 @@ class Keeper:
         self._over = False
         self.problem = ""
 
-    def find(self) -> Whole | None:
+    def find(self) -> CompleteState | None:
         """The newest state in all nodes' memory that is complete, or made so; None without one.
 
         Raises:
@@ -114,7 +343,7 @@ class Keeper:
         """
         begun = time.perf_counter()
         # Loads a compiled kernel, which others need not wait for.
-        from outlast.recover.memory.parity import rebuild
+        from outlast.recover.slot_parity import rebuild
 
         whole = self._newest()
         if whole is None and rebuild(self._folder, self._identity, self._peers):
@@ -123,7 +352,7 @@ class Keeper:
         self._finding_seconds = time.perf_counter() - begun
         return whole
 
-    def _newest(self) -> Whole | None:
+    def _newest(self) -> CompleteState | None:
         """The newest state that is whole without parity."""
         peers = self._peers
         node = peers.node
@@ -131,7 +360,9 @@ class Keeper:
         mine = scan(self._folder, self._identity, node, peers.rank) if first == peers.rank else []
         return newest_whole(name for found in peers.gather(mine) for name in found)
 
-    def restore(self, whole: Whole | None = None, part: State | None = None) -> Recovered | None:
+    def restore(
+        self, whole: CompleteState | None = None, part: State | None = None
+    ) -> Recovered | None:
         """Fill the live state from memory; None where there is nothing to restore.
 
         Args:
@@ -161,7 +392,7 @@ class Keeper:
         return Recovered(whole.step, source, time.perf_counter() - begun, moved)
 
     def look(self, step: int) -> bool:
-        """Whether `keep` needs a new plan for the state after `step` steps.
+        """Return whether `keep` needs a new plan for the state after `step` steps.
 
         For callers that have a collective of their own between the optimizer step and `keep`: they
         tell all processes whether any needs one.
@@ -191,13 +422,17 @@ class Keeper:
         if plan is None:
             plan = self._peers.any(self.look(step))
         try:
-            if plan:
-                self._peers.raise_together(self._all_well)
+            if plan and (problem := self._peers.first_problem(self.problem)):
+                raise RecoverError(problem)
             assert self._keeper is not None
             self._keeper.keep(step, plan=plan)
             self._kept = step
         except OutlastError as error:
-            self._give_up(str(error))
+            self.problem = str(error)
+            self._over = True
+            self._let_go()
+            # What is there grows old: nobody must resume from it.
+            remove_run(self._folder)
 
     def settle(self) -> None:
         """Wait until the state under way is kept; before parameters or optimizer states change."""
@@ -210,7 +445,7 @@ class Keeper:
 
     @property
     def has_parity(self) -> bool:
-        """Whether parity of what is kept is kept, too."""
+        """True if there is parity of the kept state."""
         return self._keeper is not None and self._keeper.has_parity
 
     @property
@@ -223,14 +458,14 @@ class Keeper:
         self.settle()
         self._let_go()
         if forget_run:
-            forget(self._folder)
+            remove_run(self._folder)
 
     def _due(self, step: int) -> bool:
         return not self._over and step % self._every_steps == 0
 
     def _begun(self) -> StateKeeper:
         def claimed() -> tuple[Claim, list[int]]:
-            clean(self._memory, self._run)
+            remove_old_runs(self._memory, self._run)
             return Claim(self._folder), generations(self._folder)
 
         self._claim, own = self._peers.raise_together(claimed)
@@ -241,10 +476,6 @@ class Keeper:
         keeper.outdates([generation_folder(self._folder, number) for number in older])
         return keeper
 
-    def _all_well(self) -> None:
-        if self.problem:
-            raise RecoverError(self.problem)
-
     def _let_go(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
@@ -253,16 +484,9 @@ class Keeper:
             self._claim.close()
             self._claim = None
 
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        self._over = True
-        self._let_go()
-        # What is there grows old: nobody must go on from it.
-        forget(self._folder)
-
 
 def node_of(memory: str | Path) -> str:
-    """What processes have in common that see the same memory: machine, boot, and mount."""
+    """Identity of the memory that processes share: machine, boot, and mount."""
     place = Path(memory)
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from outlast.data import (
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.job import fingerprint
 from outlast.records import Warned
-from outlast.recover.beacon import Mark, no_mark
+from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.train.agreement import Agreement
 from outlast.train.engine import Engine, ReplicaEngine
 from outlast.train.engines import coded_engine, is_coded, pipeline_engine, replica_engine
@@ -81,7 +81,7 @@ class SetUp:
     parts: dict[str, float] = field(default_factory=dict)
     turns: Turns | None = None
     transfers: Transfers | None = None
-    mark: Mark = no_mark
+    mark: EnterPhase = ignore_phase
     restores: bool = False
     steps_before: int = 0
 

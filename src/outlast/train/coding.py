@@ -2,7 +2,7 @@
 
 Both wrap a `ReplicaEngine`, which knows how to run a micro-batch. `CoverageEngine` hands out
 micro-batches dynamically (`outlast.coding.protocol.coverage`); `CodedEngine` gives every replica a
-fixed, larger load (`outlast.coding.protocol.coded`).
+fixed, larger load (`outlast.coding.protocol.all_reduce`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from outlast.coding import (
     GradientCode,
     GraphCode,
 )
-from outlast.coding.protocol import CodedAllReduce, Coverage, Covered, Outcome
+from outlast.coding.protocol import (
+    CodedAllReduce,
+    Coverage,
+    CoverageOutcome,
+    ReduceOutcome,
+)
 from outlast.distributed.group import gather_on_first
 from outlast.errors import CodingError, JobError
 from outlast.records import GradientsCoded, WrongNumbers
@@ -102,7 +107,7 @@ class CodingNotes:
     _steps: dict[int, _Step] = field(default_factory=dict)
     _wrong: list[WrongNumbers] = field(default_factory=list)
 
-    def covered(self, step: int, outcome: Covered) -> None:
+    def covered(self, step: int, outcome: CoverageOutcome) -> None:
         """Note a step of coverage; of one that the guard repeats, the last time counts."""
         self._steps[step] = _Step(
             claims=outcome.taken_over,
@@ -127,7 +132,7 @@ class CodingNotes:
                 )
             )
 
-    def decoded(self, outcome: Outcome, seconds: float, own_seconds: float) -> None:
+    def decoded(self, outcome: ReduceOutcome, seconds: float, own_seconds: float) -> None:
         """Note a step of a fixed code; of one that the guard repeats, the last time counts.
 
         Args:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.data import MicroBatch
-from outlast.recover.beacon import Mark, no_mark
+from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.train.gradients import average_over
 from outlast.train.model import logits_of
 
@@ -84,7 +84,7 @@ class ReplicaEngine:
     waits: CommunicationWait
     data_ranks: int
     bf16_autocast: bool
-    mark: Mark = no_mark
+    mark: EnterPhase = ignore_phase
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -146,7 +146,7 @@ class PipelineEngine:
     device: torch.device
     replicas: ProcessGroup
     loss_scale: list[float]
-    mark: Mark = no_mark
+    mark: EnterPhase = ignore_phase
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int

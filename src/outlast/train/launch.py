@@ -31,8 +31,8 @@ from outlast.errors import (
     WrongNumbersError,
 )
 from outlast.records import AttemptEnded, read_run
-from outlast.recover.memory.room import forget, run_folder
 from outlast.recover.resize import RESIZE, met, wish
+from outlast.recover.slot import remove_run, run_folder
 from outlast.train.model import load_code
 from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
@@ -95,7 +95,7 @@ def _launch(start: Start) -> int:
         # Some 2 s of imports, at every restart, too.
         load_code(start.job.model)
         if start.job.recover.mode == "restart":
-            importlib.import_module("outlast.recover.memory.parity")
+            importlib.import_module("outlast.recover.slot_parity")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -122,7 +122,7 @@ def _launch(start: Start) -> int:
 
 def _forget(job: Job, directory: RunDirectory) -> None:
     with contextlib.suppress(RunError):
-        forget(run_folder(Path(job.recover.memory), kept_run(directory)))
+        remove_run(run_folder(Path(job.recover.memory), kept_run(directory)))
 
 
 def _is_resizing(directory: RunDirectory) -> bool:

@@ -19,7 +19,7 @@ from outlast.distributed.ranks import Ranks, device_of
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.job import fingerprint
 from outlast.records import StateRecovered, Warned
-from outlast.recover.live import LiveGroups, Refuge
+from outlast.recover.live import LiveGroups, SavedElsewhere
 from outlast.train.agreement import Agreement
 from outlast.train.boundary import StateMovedError
 from outlast.train.build import SetUp, build, configure_torch, load_data
@@ -195,7 +195,7 @@ class LiveEngine:
             lighthouse=post.lighthouse,
             identity=fingerprint(job),
             step=step,
-            refuge=Refuge(newest, lambda: from_disk(trainer.store, state)[0]),
+            refuge=SavedElsewhere(newest, lambda: from_disk(trainer.store, state)[0]),
             known=post.known,
             returning=post.returning,
             awaits=1 if post.returning else post.groups,

@@ -29,8 +29,8 @@ from outlast.errors import (
     WrongNumbersError,
 )
 from outlast.records import MemberLost, RecordWriter
-from outlast.recover.beacon import place, tidy
 from outlast.recover.live import Lighthouse, require_torchft
+from outlast.recover.phase_page import pages_folder, remove_dead_pages
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
 from outlast.train.live import fixed_parts, job_of_group, train_group
@@ -128,7 +128,7 @@ def launch_live(start: Start) -> int:
         # Whatever has gone wrong, no process stays behind.
         crew.end()
         with contextlib.suppress(OutlastError):
-            tidy(place(start.job.recover.memory, run_directory(start.job)))
+            remove_dead_pages(pages_folder(start.job.recover.memory, run_directory(start.job)))
         for number, handler in forwarding.items():
             signal.signal(number, handler)
         lock.release()

@@ -11,7 +11,7 @@ import torch
 
 from outlast.errors import WrongNumbersError
 from outlast.records import Ready, StopRequested, Stopwatch, Warned
-from outlast.recover.beacon import Mark, no_mark
+from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.recover.resize import RESIZE
 from outlast.train.boundary import Agreed, Interval, Outcome, StateMovedError
 from outlast.train.gradients import clip, global_norm
@@ -86,7 +86,7 @@ class Trainer:
     writes: Callable[[], bool] = _always
     recovery: RunMemory | None = None
     resize_wanted: Callable[[], bool] | None = None
-    mark: Mark = no_mark
+    mark: EnterPhase = ignore_phase
     slowness: SlownessWatch | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
     _resizing: bool = False

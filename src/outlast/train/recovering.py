@@ -16,9 +16,9 @@ from outlast.records import (
     Warned,
     read_run,
 )
-from outlast.recover.memory.spread import Redundancy
+from outlast.recover.cost import RestoreSource, cheapest_source
+from outlast.recover.redundancy import Redundancy
 from outlast.recover.restart import Keeper, node_of
-from outlast.recover.sources import Candidate, cheapest
 from outlast.version import __version__
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from outlast.distributed.ranks import Ranks
     from outlast.job.recover import RecoverSection
     from outlast.records import Event, Run, RunDirectory
-    from outlast.recover.beacon import Mark
-    from outlast.recover.memory.find import Whole
+    from outlast.recover.phase_page import EnterPhase
+    from outlast.recover.restart import CompleteState
     from outlast.state.live import State
 
 _RECENT_STEPS = 20
@@ -179,7 +179,7 @@ class RunMemory:
         step, events = from_disk(self._store, self._state, passed_over)
         return step, [*events, *self._changed(history, step)]
 
-    def find(self, history: Run | None = None) -> Whole | None:
+    def find(self, history: Run | None = None) -> CompleteState | None:
         """The state in memory from which the run is sooner back than from its newest checkpoint.
 
         Args:
@@ -194,7 +194,7 @@ class RunMemory:
             return None
         return whole
 
-    def read(self, whole: Whole, entries: State) -> None:
+    def read(self, whole: CompleteState, entries: State) -> None:
         """Restore a part of what `find` has found, before the rest has a place.
 
         Raises:
@@ -202,7 +202,7 @@ class RunMemory:
         """
         self._keeper.restore(whole, entries)
 
-    def take(self, whole: Whole, history: Run | None = None) -> StateRecovered:
+    def take(self, whole: CompleteState, history: Run | None = None) -> StateRecovered:
         """Restore what `find` has found.
 
         Args:
@@ -238,7 +238,7 @@ class RunMemory:
             )
         return None
 
-    def settle(self, mark: Mark) -> None:
+    def settle(self, mark: EnterPhase) -> None:
         """As `Keeper.settle`; `mark` is told when it is parity that is waited for."""
         if self._keeper.has_parity:
             mark("parity")
@@ -256,13 +256,13 @@ class RunMemory:
     def _history(self) -> Run | None:
         return None if self._directory is None else read_run(self._directory)
 
-    def _choice(self, whole: Whole, history: Run | None) -> str:
+    def _choice(self, whole: CompleteState, history: Run | None) -> str:
         """``memory`` or ``disk``; all ranks do as rank 0 says, who knows the run's step times."""
         size = sum(entry.size for entry in whole.tensors().values())
-        candidates = [Candidate("memory", whole.step, size)]
+        candidates = [RestoreSource("memory", whole.step, size)]
         if self.saved >= 0:
-            candidates.append(Candidate("disk", self.saved, size))
-        chosen = cheapest(candidates, _step_seconds(history))
+            candidates.append(RestoreSource("disk", self.saved, size))
+        chosen = cheapest_source(candidates, _step_seconds(history))
         assert chosen is not None
         return self._peers.gather(chosen.source)[0]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import CheckpointStore, SaveHandle
     from outlast.records import Event, RecordWriter, Stopwatch
-    from outlast.recover.beacon import Mark
+    from outlast.recover.phase_page import EnterPhase
     from outlast.state.live import State
     from outlast.train.recovering import RunMemory
     from outlast.train.saving import SaveCadence
@@ -84,7 +84,7 @@ class Saves:
     records: RecordWriter | None
     watch: Stopwatch
     waits: CommunicationWait
-    mark: Mark
+    mark: EnterPhase
     begins: Callable[[int], None]
     metrics: dict[str, float] = field(default_factory=dict)
     _pending: SaveHandle | None = None

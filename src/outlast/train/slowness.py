@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from outlast.records import Warned
-from outlast.recover.detect import WINDOW_SECONDS, WINDOWS, SlowRanks
+from outlast.recover.hang import (
+    WINDOW_SECONDS,
+    WINDOWS,
+    SlowRanks,
+)
 
 
 class SlownessWatch:

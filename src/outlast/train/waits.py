@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from outlast.recover.beacon import Mark, no_mark
+from outlast.recover.phase_page import EnterPhase, ignore_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class CommunicationWait:
         mark: Told when a backward pass has only the reduction of its gradients left.
     """
 
-    def __init__(self, mark: Mark = no_mark) -> None:
+    def __init__(self, mark: EnterPhase = ignore_phase) -> None:
         self._mark = mark
         self._watched = self._missing = 0
         self._reducing = True

@@ -15,9 +15,21 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import OutlastError
 from outlast.records import MemberLost, RecordWriter
-from outlast.recover.beacon import INSIDE, Beacon, clean, place, read_beacons, tidy
-from outlast.recover.detect import LEAST_SECONDS, StepDeadline
-from outlast.recover.hang import HangMonitor, end_helpless, tell_of_hang
+from outlast.recover.hang import (
+    LEAST_SECONDS,
+    HangMonitor,
+    StepDeadline,
+    end_helpless,
+    tell_of_hang,
+)
+from outlast.recover.phase_page import (
+    INSIDE,
+    PhasePage,
+    pages_folder,
+    read_pages,
+    remove_dead_pages,
+    remove_old_pages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,21 +38,21 @@ if TYPE_CHECKING:
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RunDirectory
-    from outlast.recover.beacon import Mark, Reading
+    from outlast.recover.phase_page import EnterPhase, PhaseReading
 
 _LOOK_SECONDS = 0.2
 
 
 @contextlib.contextmanager
-def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Mark]:
+def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[EnterPhase]:
     """Keep this process's page while the context is open, and end it when a step hangs.
 
     Raises:
         RecoverError: When the page cannot be made.
     """
     if ranks.local_rank == 0:
-        clean(job.recover.memory)
-    beacon = Beacon(place(job.recover.memory, directory), ranks.rank)
+        remove_old_pages(job.recover.memory)
+    beacon = PhasePage(pages_folder(job.recover.memory, directory), ranks.rank)
     # Live groups wait for each other, each time for a limited time; who hangs is another one.
     excused = ("reduce",) if job.recover.mode == "live" else ()
     monitor = HangMonitor(beacon, _deadline(job), directory, ranks.rank, excused=excused)
@@ -57,7 +69,7 @@ def steps_before(job: Job, ranks: Ranks, directory: RunDirectory) -> int:
 
     Asked before `under_watch`, which takes the page over.
     """
-    pages = read_beacons(place(job.recover.memory, directory))
+    pages = read_pages(pages_folder(job.recover.memory, directory))
     return next((page.done for page in pages if page.rank == ranks.rank), 0)
 
 
@@ -108,7 +120,7 @@ class Watcher:
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(OutlastError):
-            tidy(place(self._memory, self._directory))
+            remove_dead_pages(pages_folder(self._memory, self._directory))
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
@@ -117,8 +129,8 @@ class Watcher:
 
     def look(self) -> None:
         """Judge all pages once."""
-        pages = place(self._memory, self._directory)
-        found = [(beacon, beacon.state) for beacon in read_beacons(pages)]
+        pages = pages_folder(self._memory, self._directory)
+        found = [(beacon, beacon.state) for beacon in read_pages(pages)]
         fallen = []
         for item, state in found:
             key = (item.pid, item.started)
@@ -137,14 +149,14 @@ class Watcher:
             tell_of_hang(self._directory, pages, 0, helpless[0].step, limit)
             end_helpless(pages, found, time.monotonic(), limit)
 
-    def _look_at(self, each: Reading, state: str) -> None:
+    def _look_at(self, each: PhaseReading, state: str) -> None:
         key = (each.pid, each.started)
         if state == "stopped":
             self._stopped.setdefault(key, time.monotonic())
         else:
             self._stopped.pop(key, None)
 
-    def _is_helpless(self, each: Reading, state: str) -> bool:
+    def _is_helpless(self, each: PhaseReading, state: str) -> bool:
         """Whether `each` is stopped, or holds Python's lock, for longer than a step may take."""
         limit, now = each.deadline_seconds, time.monotonic()
         if not limit:
@@ -154,7 +166,7 @@ class Watcher:
         silent = 0.0 < each.alive < now - limit
         return state == "running" and silent and each.phase in INSIDE
 
-    def _note(self, fallen: list[Reading]) -> None:
+    def _note(self, fallen: list[PhaseReading]) -> None:
         records = RecordWriter(self._directory.path, 0, max(self._directory.attempts, 1))
         now = time.monotonic()
         for reading in fallen:

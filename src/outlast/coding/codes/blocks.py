@@ -1,4 +1,4 @@
-"""What every code with short messages has: blocks of a gradient, coefficients, decoders.
+"""Block codes, whose messages are shorter than a gradient: coefficients, decoders, certificates.
 
 A gradient of p numbers is padded with zeros and cut into m = `parts` blocks of ceil(p / m)
 numbers. Worker w sends one vector as long as a block,
@@ -7,22 +7,29 @@ numbers. Worker w sends one vector as long as a block,
 
 and a decoder makes every block of g = g_1 + ... + g_k from the survivors' messages:
 block_b(g) = sum_w A[b, w] y_w. A scalar code (`outlast.coding.code.GradientCode`) is the case of
-one block; `as_blocks` makes it one, so that a protocol takes either.
+one block.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from scipy.sparse import csr_array
 
-from outlast.coding.certificate import roundoff
-from outlast.coding.code import GradientCode, Survivors, survivor_numbers
-from outlast.coding.codes.block_certificate import DecodedBlocks, certify_blocks
-from outlast.coding.conditioning import PATTERNS, Conditioning, straggler_patterns
+from outlast.coding.certificate import Certificate, Decoded, exact_up_to_rounding, roundoff
+from outlast.coding.code import (
+    PATTERNS,
+    Conditioning,
+    Survivors,
+    condition_number,
+    straggler_patterns,
+    survivor_numbers,
+)
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -30,7 +37,103 @@ if TYPE_CHECKING:
 
     from outlast.coding.assignment import Assignment
 
+
+_SAME = 1e-9
 _DENSE_ENTRIES = 2_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedBlocks(Decoded):
+    """The outcome of decoding for one set of survivors; unpacks into ``weights, error``.
+
+    Attributes:
+        weights: (parts, workers) numbers A that messages are multiplied by; 0 for workers that are
+            gone.
+        coefficients: (parts, chunks, parts): block b of the decoded gradient contains block b' of
+            g_c this often, at [b, c, b']; 1 is right where b = b', else 0.
+        certificate: What follows for the gradient; see `certify_blocks`.
+    """
+
+    @property
+    def mean_error(self) -> float:
+        """Expected ``|decoded - g|^2`` over uncorrelated chunk gradients of norm 1.
+
+        Their blocks are uncorrelated, too, and of equal size: |coefficients - identity|_F^2 /
+        parts. `Certificate.error` bounds the worst case instead.
+        """
+        if self.certificate.exact:
+            return 0.0
+        missing = _missing(self.coefficients)
+        return float(np.sum(np.abs(missing) ** 2)) / len(self.weights)
+
+
+def certify_blocks(
+    coefficients: npt.NDArray[Any],
+    weights: npt.NDArray[Any],
+    message_norms: npt.NDArray[np.float64],
+    dtype: str = "float32",
+) -> Certificate:
+    """The certificate of a block decoding; `outlast.coding.certificate.certify` for blocks.
+
+    Let E_c be the parts x parts matrix coefficients[:, c, :] - I, so that the decoded gradient is
+    off by sum_c (E_c x I) g_c, and G the matrix with columns g_c, ``|.|`` its largest singular
+    value. Then ``|decoded - g| <= sqrt(error) |G|`` with the smaller of two errors:
+
+    - ``parts sum_c |E_c|_F^2``, since the chunks' blocks side by side have at most sqrt(parts)
+      times the largest singular value of G;
+    - ``(sum_i s_i |P_i|)^2`` where E = sum_i s_i P_i v_i^T is the singular value decomposition of E
+      as a (parts^2, chunks) matrix, P_i its left vectors as matrices: the error is
+      sum_i s_i (P_i x I) G v_i and v_i has norm 1. It is the number of lost chunks where whole
+      chunks are lost.
+
+    ``centred`` bounds ``|scale decoded - g|`` by G with its mean removed, as for scalar codes; it
+    is infinite where no factor makes the mean's coefficients sum to the identity. ``rounding`` is
+    the largest error of rounding all messages to `dtype` as a share of ``|g|`` where the blocks of
+    all chunks are orthogonal and of equal norm: unit roundoff x
+    sqrt(sum_b (sum_w |A[b, w]| |C_w|_F)^2 / (parts chunks)). ``amplification`` is the largest sum
+    of absolute weights of a block.
+
+    Args:
+        coefficients: (parts, chunks, parts), as in `DecodedBlocks`.
+        weights: (parts, workers).
+        message_norms: (workers,) 2-norms of the coefficients of each message.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: For a type that messages cannot have.
+    """
+    parts, chunks = coefficients.shape[:2]
+    error = _worst_error(_missing(coefficients))
+    totals = coefficients.sum(axis=1)
+    total = float(np.trace(totals).real) / parts
+    scale = chunks / total if total > 0 else math.inf
+    centred = math.inf
+    if total > 0 and np.abs(scale * totals - chunks * np.eye(parts)).max() <= _SAME * chunks:
+        centred = _worst_error(_missing(scale * coefficients))
+    magnitude = np.abs(weights)
+    amplification = float(magnitude.sum(axis=1).max(initial=0.0))
+    rounded = float(np.linalg.norm(magnitude @ message_norms)) / math.sqrt(parts * chunks)
+    exact = exact_up_to_rounding(error, chunks, amplification)
+    return Certificate(
+        error, centred, scale, exact, amplification, roundoff(dtype) * rounded, dtype
+    )
+
+
+def _missing(coefficients: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(parts, chunks, parts) coefficients minus what they should be."""
+    return np.asarray(coefficients - np.eye(len(coefficients))[:, None, :])
+
+
+def _worst_error(missing: npt.NDArray[Any]) -> float:
+    """The smaller of the two errors of `certify_blocks`."""
+    parts, chunks = missing.shape[:2]
+    frobenius = float(np.sum(np.abs(missing) ** 2))
+    if parts == 1:
+        return frobenius
+    tall = missing.transpose(0, 2, 1).reshape(parts**2, chunks)
+    left, values, _ = np.linalg.svd(tall, full_matrices=False)
+    norms = np.linalg.norm(left.T.reshape(-1, parts, parts), ord=2, axis=(1, 2))
+    return float(min(parts * frobenius, np.square(values @ norms)))
 
 
 class BlockCode(ABC):
@@ -215,40 +318,12 @@ class BlockCode(ABC):
         )
 
 
-class ScalarBlocks(BlockCode):
-    """A scalar gradient code seen as a block code with one block.
-
-    Args:
-        code: The scalar code; its optimal decoder and its certificates are used.
-    """
-
-    def __init__(self, code: GradientCode) -> None:
-        self.code = code
-        self.name, self.source = code.name, code.source  # type: ignore[misc]
-        self.assignment = code.assignment
-        self.entries = code.matrix.data[:, None]
-        self.parts = 1
-        self.tolerance = code.tolerance
-        self.dtype = code.dtype
-
-    def decode(self, survivors: Survivors) -> DecodedBlocks:
-        """As `GradientCode.decode`, with the weights as one row."""
-        decoded = self.code.decode(survivors)
-        coefficients = decoded.coefficients[None, :, None]
-        return DecodedBlocks(decoded.weights[None], coefficients, decoded.certificate)
-
-
-def as_blocks(code: GradientCode | BlockCode) -> BlockCode:
-    """The code as a block code: itself, or a scalar code as the case of one block."""
-    return code if isinstance(code, BlockCode) else ScalarBlocks(code)
-
-
 def block_conditioning(
     code: BlockCode, stragglers: int | None = None, *, patterns: int = PATTERNS, seed: int = 0
 ) -> Conditioning:
     """Examine a block code with `stragglers` workers gone (as many as it tolerates if None).
 
-    As `outlast.coding.conditioning.conditioning`, with `message_matrix` for the encoding matrix.
+    As `outlast.coding.code.conditioning`, with `message_matrix` for the encoding matrix.
     """
     gone = code.tolerance if stragglers is None else stragglers
     sets, every = straggler_patterns(code.workers, gone, patterns, seed)
@@ -259,9 +334,7 @@ def block_conditioning(
         alive = np.ones(code.workers, dtype=bool)
         alive[members] = False
         decoded = code.decode(alive)
-        values = np.linalg.svd(rows[alive], compute_uv=False)
-        kept = values[values > values[0] * 1e-13] if len(values) else np.ones(1)
-        condition = max(condition, float(kept[0] / kept[-1]))
+        condition = max(condition, condition_number(rows[alive]))
         amplification = max(amplification, decoded.certificate.amplification)
         largest = max(largest, float(np.abs(decoded.weights).max(initial=0.0)))
         rounding = max(rounding, decoded.certificate.rounding)

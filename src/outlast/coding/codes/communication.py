@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import Survivors
+from outlast.coding.code import TOLERANCE, Survivors, check_positive, check_workers
 from outlast.coding.codes.blocks import BlockCode, refuse_ill_conditioned_blocks
-from outlast.coding.codes.checks import check_positive, check_workers
-from outlast.coding.codes.ordering import assignment_of, cyclic_orders
-from outlast.coding.codes.partial import PartialCode, PartialDecoding
-from outlast.coding.conditioning import TOLERANCE
+from outlast.coding.codes.partial import PartialCode, PartialDecoding, assignment_of, cyclic_orders
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from outlast.coding.codes.recombination import Recombination
+    from outlast.coding.codes.partial import Recombination
 
 _MOST_WORKERS = 500
 """The encoding takes a system of n - s equations for every chunk: ten seconds for so many."""
@@ -155,7 +152,7 @@ class StableBlocks:
         stragglers: Workers whose messages may be missing, s.
         parts: Blocks of a gradient, m.
         seed: Of random matrices.
-        kind: How the matrix is made; see `outlast.coding.codes.recombination`.
+        kind: How the matrix is made; see `outlast.coding.codes.partial`.
         dtype: Type of the messages.
         tolerance: Largest rounding error of a chunk's blocks, as a share of them.
 

@@ -13,11 +13,25 @@ from scipy.sparse.csgraph import breadth_first_order
 
 from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import Bound, GradientCode, survivors_of
-from outlast.coding.codes.checks import check_positive, check_workers
-from outlast.coding.codes.circle import angles_of, best_phase, exchanged, trigonometric_rows
-from outlast.coding.codes.nullspace import NullspaceCode, affine, encoding
-from outlast.coding.conditioning import TOLERANCE
+from outlast.coding.code import (
+    TOLERANCE,
+    Bound,
+    GradientCode,
+    check_positive,
+    check_workers,
+    survivors_of,
+)
+from outlast.coding.codes.cyclic import (
+    NullspaceCode,
+    affine,
+    encoding,
+)
+from outlast.coding.codes.reed_solomon import (
+    angles_of,
+    best_phase,
+    exchanged,
+    trigonometric_rows,
+)
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -34,9 +48,10 @@ class HeterogeneityAware(NullspaceCode):
 
     Workers take chunks one after the other around the circle of chunks until each has s + 1
     holders, one per lap. Column c of B solves C_holders b = z for a matrix C (s + 1, workers), so
-    that every combination of the rows of C with z as in `outlast.coding.codes.circle` decodes; the
-    one that vanishes at the stragglers is taken. The paper draws C at random, which leaves some
-    sets of stragglers nearly singular; here C and the exchanges of holders are that module's.
+    that every combination of the rows of C with z as in `outlast.coding.codes.reed_solomon`
+    decodes; the one that vanishes at the stragglers is taken. The paper draws C at random, which
+    leaves some sets of stragglers nearly singular; here C and the exchanges of holders are of
+    that module.
 
     Args:
         speeds: (workers,) chunks per second of each worker, in any unit.
@@ -137,7 +152,7 @@ class GroupedBySpeed(GradientCode):
         self.matrix = Assignment.of([range(start, stop) for start, stop in runs], parts).incidence
 
     def decodable(self, alive: npt.NDArray[np.bool_]) -> bool:
-        """Whether the survivors' messages give the gradient exactly.
+        """Return whether the survivors' messages give the gradient exactly.
 
         Args:
             alive: (workers,) mask.

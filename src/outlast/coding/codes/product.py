@@ -9,8 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array, kron
 
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import GradientCode
-from outlast.coding.conditioning import TOLERANCE
+from outlast.coding.code import TOLERANCE, GradientCode
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -57,17 +56,15 @@ class Kronecker(GradientCode):
         self.dtype = first.dtype
         tolerances = (first.tolerance, second.tolerance)
         self.tolerance = (tolerances[0] + 1) * (tolerances[1] + 1) - 1
-        if not (first.binary and second.binary):
-            self._refuse_rounding(tolerance)
-
-    def _refuse_rounding(self, tolerance: float) -> None:
-        """Sets of stragglers that are products have products of weights, and so of rounding."""
-        factors = (self.first.conditioning.rounding, self.second.conditioning.rounding)
+        if first.binary and second.binary:
+            return
+        # Sets of stragglers that are products have products of weights, and so of rounding.
+        factors = (first.conditioning.rounding, second.conditioning.rounding)
         rounding = factors[0] * factors[1] / roundoff(self.dtype)
         if not rounding <= tolerance:
             raise CodingError(
                 f"rounding in {self.dtype} could be {rounding:.2g} of the gradient, the product of "
-                f"{self.first.name} and {self.second.name}, above tolerance = {tolerance:g}; take "
+                f"{first.name} and {second.name}, above tolerance = {tolerance:g}; take "
                 "FractionalRepetition for one of them, or a wider dtype"
             )
 

@@ -9,8 +9,14 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import Bound, Decoder, GradientCode, check_decoder, survivors_of
-from outlast.coding.codes.checks import check_workers
+from outlast.coding.code import (
+    Bound,
+    Decoder,
+    GradientCode,
+    check_decoder,
+    check_workers,
+    survivors_of,
+)
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -58,7 +64,7 @@ class FractionalRepetition(GradientCode):
         return self.tolerance + 1
 
     def decodable(self, alive: npt.NDArray[np.bool_]) -> bool:
-        """Whether each group has a survivor, which is when the gradient is exact.
+        """Return whether each group has a survivor, so that the gradient is exact.
 
         Args:
             alive: (workers,) mask.

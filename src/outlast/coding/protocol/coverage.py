@@ -6,6 +6,15 @@ and only its gradient counts. When every chunk is claimed, the sums of all proce
 Redundancy costs nothing while nobody is slow, and the weights are 0 and 1, so nothing is amplified.
 It is the case of whole messages (l = 1) of Ramamoorthy, Meng and Girimaji (NeurIPS 2024), with
 claims in place of a server.
+
+So it is work stealing with redundant micro-batches. Claims are keys of one round (a step, or its
+repetition) in the key-value store, under the round's prefix:
+
+- ``c<chunk>``: the first who has finished the chunk, with the gradient's fingerprint;
+- ``b<chunk>``: how many helpers have begun it;
+- ``o<owner>``: how many of an owner's chunks are finished;
+- ``n``: how many owners have all theirs finished;
+- ``done``: written once when every chunk is covered, or when the round cannot be completed.
 """
 
 from __future__ import annotations
@@ -16,34 +25,314 @@ import itertools
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
-from outlast.coding.protocol.board import Board, StoreLostError, board_name
-from outlast.coding.protocol.claims import BROKEN, COVERED, NOBODY, Claims
-from outlast.coding.protocol.covered import Covered, Disagreement, Progress
-from outlast.coding.protocol.fingerprint import Fingerprint
-from outlast.coding.protocol.gradients import ChunkGradients
-from outlast.coding.protocol.interrupt import Abandoned
-from outlast.coding.protocol.members import Members, PeerLostError
-from outlast.coding.protocol.reunion import Reunion
-from outlast.coding.protocol.team import Team
-from outlast.coding.protocol.watcher import Watcher
-from outlast.coding.spread import spread
+from outlast.coding.assignment import spread
+from outlast.coding.certificate import certify
+from outlast.coding.protocol.gradients import (
+    Abandoned,
+    ChunkGradients,
+    Fingerprint,
+    ReplicaGroup,
+)
+from outlast.coding.protocol.key_value_store import (
+    KeyValueStore,
+    KeyWatcher,
+    StoreLostError,
+    store_name,
+)
+from outlast.coding.protocol.membership import (
+    Members,
+    PeerLostError,
+    Rendezvous,
+)
 from outlast.errors import CodingError, LostChunksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import nn
     from torch.distributed import ProcessGroup, Store
 
+    from outlast.coding.assignment import Spread
+    from outlast.coding.certificate import Certificate
 
+COVERED = "covered"
+BROKEN = "broken"
+NOBODY = -1
 _COMMITTED = "committed"
 _REMEMBERED_CHUNKS = 32
 _LOOK_UP_SECONDS, _LOOK_UP_CHUNK_SECONDS = 1.0, 1e-3
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Two processes have computed one chunk and got different gradients.
+
+    Attributes:
+        chunk: The chunk.
+        ranks: The process whose gradient counts, and the one that found the difference.
+        difference: Estimate of the difference's 2-norm as a share of the gradient's.
+    """
+
+    chunk: int
+    ranks: tuple[int, int]
+    difference: float
+
+
+@dataclass(frozen=True)
+class CoverageOutcome:
+    """Result of one step.
+
+    Attributes:
+        loss: Sum of the losses of the chunks whose gradients this process has given, a scalar.
+        certificate: Exact, or the error that lost chunks leave.
+        lost: Chunks whose gradients are not in the result.
+        taken_over: Chunks of others whose gradients this process has given.
+        yielded: Chunks of this process that others have done.
+        duplicates: Chunks that this process computed although another was first.
+        disagreements: Chunks that two processes have computed with different results.
+        ranks: Processes that take part after this step.
+        seconds: Time from the begin of the step to its end.
+        own_seconds: Time that this process would have needed at least for all its own chunks, from
+            the chunks that it has computed or begun.
+        waited_seconds: Of `seconds`: waiting for others, and summing.
+    """
+
+    loss: torch.Tensor
+    certificate: Certificate
+    lost: tuple[int, ...]
+    taken_over: int
+    yielded: int
+    duplicates: int
+    disagreements: tuple[Disagreement, ...]
+    ranks: tuple[int, ...]
+    seconds: float
+    own_seconds: float
+    waited_seconds: float
+
+
+@dataclass
+class Progress:
+    """This process's work in the step so far."""
+
+    loss: torch.Tensor
+    begun: float
+    won: list[int] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    duplicates: int = 0
+    waited_seconds: float = 0.0
+    chunk_seconds: list[float] = field(default_factory=list)
+    slow_seconds: float = 0.0
+    disagreements: list[Disagreement] = field(default_factory=list)
+
+    def outcome(
+        self, held: Spread, worker: int, *, ranks: tuple[int, ...], dtype: str, scale: float
+    ) -> CoverageOutcome:
+        """The outcome of the step for one process.
+
+        Args:
+            held: Who owns which chunks.
+            worker: This process's place among the owners.
+            ranks: Processes that take part after the step.
+            dtype: Type of the gradients.
+            scale: What the sum was multiplied by.
+        """
+        coefficients = np.full(held.chunks, scale)
+        coefficients[sorted(self.lost)] = 0.0
+        norms = np.full(held.workers, np.sqrt(held.chunks_per_worker))
+        kept = sum(chunk in held.own(worker) for chunk in self.won)
+        # Of this step alone: a process that was slow once has not stayed so. A chunk that was given
+        # up would have taken longer than it had when it was.
+        typical = min(self.chunk_seconds, default=self.slow_seconds)
+        return CoverageOutcome(
+            loss=self.loss,
+            certificate=certify(coefficients, np.ones(held.workers), norms, dtype),
+            lost=tuple(sorted(self.lost)),
+            taken_over=len(self.won) - kept,
+            yielded=held.chunks_per_worker - kept,
+            duplicates=self.duplicates,
+            disagreements=tuple(self.disagreements),
+            ranks=ranks,
+            seconds=time.monotonic() - self.begun,
+            own_seconds=typical * held.chunks_per_worker,
+            waited_seconds=self.waited_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The answer to a claim.
+
+    Attributes:
+        won: Whether this process was the first, so that its gradient counts.
+        by: Who was.
+        fingerprint: Text of the first's fingerprint, or empty.
+    """
+
+    won: bool
+    by: int
+    fingerprint: str
+
+
+class Claims:
+    """The claims of one round.
+
+    Args:
+        key_values: Where they are written.
+        prefix: The round, different for every one.
+        worker: This process's place in the spread.
+        spread: Owners and holders.
+        wanted: Chunks that are to be covered in this round.
+
+    Attributes:
+        helped: Whether others are known to have finished chunks of this worker.
+        made: Keys that this process may have brought into being, to be removed after the round.
+    """
+
+    def __init__(
+        self,
+        key_values: KeyValueStore,
+        prefix: str,
+        worker: int,
+        spread: Spread,
+        wanted: Collection[int],
+    ) -> None:
+        self._key_values = key_values
+        self._prefix = prefix
+        self.worker = worker
+        self.wanted = frozenset(wanted)
+        self._per_owner = Counter(chunk // spread.chunks_per_worker for chunk in self.wanted)
+        self._size = spread.chunks_per_worker
+        self._spread = spread
+        self.made: set[str] = set()
+        self.helped = False
+        self._own_claims = 0
+
+    def key(self, name: str) -> str:
+        """A key of this round."""
+        return f"{self._prefix}/{name}"
+
+    @property
+    def own(self) -> list[int]:
+        """This worker's own wanted chunks, in order."""
+        return [number for number in self._spread.own(self.worker) if number in self.wanted]
+
+    @property
+    def backups(self) -> list[int]:
+        """Wanted chunks of others that this worker may compute."""
+        held = self._spread.backups(self.worker).tolist()
+        return [row for row in held if row in self.wanted]
+
+    def finished(self, *chunks: int) -> bool:
+        """Return whether all of these chunks are finished."""
+        return not chunks or self._key_values.has(*(self.key(f"c{chunk}") for chunk in chunks))
+
+    def begin(self, chunk: int) -> int:
+        """Announce that this worker begins another's chunk; returns how many have, with it."""
+        self.made.add(self.key(f"b{chunk}"))
+        return self._key_values.add(self.key(f"b{chunk}"))
+
+    def claim(self, chunk: int, fingerprint: str = "", *, by: int | None = None) -> Claim:
+        """Say that a chunk is finished; the first to say so owns the result.
+
+        Args:
+            chunk: The chunk.
+            fingerprint: Text of its gradient's fingerprint.
+            by: Who has finished it: this worker if None, `NOBODY` to close it without a result.
+        """
+        key = self.key(f"c{chunk}")
+        claimant = self.worker if by is None else by
+        # Who closes a chunk signs as well: the counts must be those of one process.
+        mine = f"{claimant}:{fingerprint if by is None else self.worker}"
+        there = self._key_values.publish(key, mine)
+        winner, _, found = there.partition(":")
+        if there != mine:
+            return Claim(False, int(winner), found)
+        self.made.add(key)
+        self._count(chunk)
+        return Claim(True, int(winner), found)
+
+    def _count(self, chunk: int) -> None:
+        owner = chunk // self._size
+        finished = self._key_values.add(self.key(f"o{owner}"))
+        if owner == self.worker:
+            self._own_claims += 1
+            self.helped = finished > self._own_claims
+        if finished == self._per_owner[owner]:
+            self.made.add(self.key(f"o{owner}"))
+            if self._key_values.add(self.key("n")) == len(self._per_owner):
+                self.made |= {self.key("n"), self.key("done")}
+                self.close(COVERED)
+
+    def ended(self) -> str | None:
+        """End of the round, which is closed here if all is claimed; None while it is open.
+
+        A process that dies between a claim and its count leaves that to the others.
+        """
+        if self._key_values.has(self.key("done")) or self.finished(*self.wanted):
+            return self.close(COVERED)
+        return None
+
+    def close(self, how: str) -> str:
+        """End the round; returns how it has ended, which the first to end it decides."""
+        return self._key_values.publish(self.key("done"), how)
+
+    def closed(self) -> set[int]:
+        """Chunks that were closed without a result; only after all are claimed."""
+        chunks = sorted(self.wanted)
+        texts = self._key_values.read_all([self.key(f"c{chunk}") for chunk in chunks])
+        return {
+            chunk
+            for chunk, text in zip(chunks, texts, strict=True)
+            if text.startswith(f"{NOBODY}:")
+        }
+
+    def choose(self, *, patient: bool) -> int | None:
+        """Take on a chunk of another worker, or None where nothing is to be taken.
+
+        Chunks that nobody works on come first, of the owner that is furthest behind; chunks that
+        somebody works on only without patience. What is chosen is announced.
+        """
+        behind: list[tuple[int, int, int]] = []
+        progress: dict[int, int] = {}
+        for chunk in self._unfinished(self.backups):
+            owner = chunk // self._size
+            if owner not in progress:
+                progress[owner] = self._count_at(self.key(f"o{owner}"))
+            begun = self._count_at(self.key(f"b{chunk}")) + self._owner_is_at(chunk)
+            if begun == 0 or not patient:
+                behind.append((begun, progress[owner], chunk))
+        # Chunks of one owner stay in their order: its last ones, which it comes to last, first.
+        for begun, _, chunk in sorted(behind, key=lambda row: row[:2]):
+            before = self.begin(chunk) - 1 + self._owner_is_at(chunk)
+            if before <= begun or not patient:
+                return chunk
+        return None
+
+    def _unfinished(self, chunks: list[int]) -> list[int]:
+        """Those of `chunks` that are not finished: few questions where they are few."""
+        if self.finished(*chunks):
+            return []
+        if len(chunks) == 1:
+            return chunks
+        half = len(chunks) // 2
+        return self._unfinished(chunks[:half]) + self._unfinished(chunks[half:])
+
+    def _count_at(self, key: str) -> int:
+        # Reading a counter writes it where it was not there.
+        self.made.add(key)
+        return self._key_values.add(key, 0)
+
+    def _owner_is_at(self, chunk: int) -> int:
+        """1 where the owner works on this chunk now: all its earlier ones are finished."""
+        first = chunk - chunk % self._size
+        return int(self.finished(*(index for index in range(first, chunk) if index in self.wanted)))
 
 
 class Coverage:
@@ -126,17 +415,22 @@ class Coverage:
         self.seed, self.patience = seed, patience
         self.timeout_seconds = timeout_seconds
         self._model = model
-        self._team = Team(team)
+        self._team = ReplicaGroup(team)
         self._worker = self.members.index
         self._origin = self.members.ranks
-        self._gradients = ChunkGradients(model, self._team, seed=seed, unwanted=self._unwanted)
+        self._gradients = ChunkGradients(
+            model,
+            self._team,
+            seed=seed,
+            unwanted=lambda: self._decided() or time.monotonic() > self._ends,
+        )
         usual = 3e-2 if self._gradients.dtype in {"bfloat16", "float16"} else 1e-3
         self.tolerance = usual if tolerance is None else tolerance
         self._chunk_seconds: deque[float] = deque(maxlen=_REMEMBERED_CHUNKS)
-        name = board_name("coverage", group)
-        board = Board(self._team.told(lambda: name), store)
-        self._board, self._watcher = board, Watcher(board)
-        self._reunion = Reunion(board, self.members, timeout_seconds, grace_seconds)
+        name = store_name("coverage", group)
+        key_values = KeyValueStore(self._team.told(lambda: name), store)
+        self._key_values, self._watcher = key_values, KeyWatcher(key_values)
+        self._rendezvous = Rendezvous(key_values, self.members, timeout_seconds, grace_seconds)
         self._alone = len(self.members) == 1
         self._round = 0
         self._made: list[set[str]] = []
@@ -149,7 +443,7 @@ class Coverage:
         """Chunks of a step."""
         return self.spread.workers * self.spread.chunks_per_worker
 
-    def step(self, step: int, compute: Callable[[int], torch.Tensor]) -> Covered:
+    def step(self, step: int, compute: Callable[[int], torch.Tensor]) -> CoverageOutcome:
         """Make the parameters' gradients the sum over all chunks; all processes call it together.
 
         Args:
@@ -184,10 +478,10 @@ class Coverage:
     def _committed_meanwhile(self) -> bool:
         """Go on at a restarted store; whether the others have committed this step already."""
         self._watcher.stop()
-        self._watcher = Watcher(self._board)
+        self._watcher = KeyWatcher(self._key_values)
         while True:
             try:
-                meeting = self._reunion.after_store_loss(self._round)
+                meeting = self._rendezvous.after_store_loss(self._round)
                 break
             except StoreLostError:
                 continue
@@ -206,8 +500,8 @@ class Coverage:
         for attempt in itertools.count():
             # If nobody was lost, somebody may only be slower than was thought.
             self._idle_seconds = self.timeout_seconds * 2.0**attempt
-            prefix = f"{self._reunion.life}/{self._round}/{attempt}"
-            claims = Claims(self._board, prefix, self._worker, self.spread, wanted)
+            prefix = f"{self._rendezvous.life}/{self._round}/{attempt}"
+            claims = Claims(self._key_values, prefix, self._worker, self.spread, wanted)
             how = self._cover(claims, step, compute, progress) if wanted else COVERED
             if not self._alone:
                 self._made.append(claims.made)
@@ -216,7 +510,7 @@ class Coverage:
             progress.waited_seconds += time.monotonic() - summing
             if summed:
                 return
-            won = self._reunion.after_loss(prefix, progress.won)
+            won = self._rendezvous.after_loss(prefix, progress.won)
             wanted = set(range(self.chunks)) - won - progress.lost
             again = self._orphaned(wanted) if self.lost == "recompute" else wanted
             wanted -= self._given_up(again, progress)
@@ -268,12 +562,15 @@ class Coverage:
                 idle_since = time.monotonic()
         how = self._team.told(lambda: self._watcher.value)
         if self.deadline_seconds is not None and how == COVERED:
-            progress.lost |= self._team.told(lambda: self._frozen(claims))
+            freezer = claims.key("freezer")
+            progress.lost |= self._team.told(
+                lambda: claims.closed() if self._key_values.has(freezer) else set()
+            )
         return str(how)
 
     @staticmethod
     def _helped_with(claims: Claims, chunk: int) -> bool:
-        """Whether another has finished an own chunk; asked only where others help at all."""
+        """Return whether another has finished an own chunk; asked only where others help at all."""
         return claims.helped and claims.finished(chunk)
 
     def _next(self, claims: Claims, idle_since: float, progress: Progress) -> int | None:
@@ -300,12 +597,12 @@ class Coverage:
         if now - self._looked_up < max(_LOOK_UP_SECONDS, self.chunks * _LOOK_UP_CHUNK_SECONDS):
             return
         self._looked_up = now
-        self._reunion.check_left_behind()
+        self._rendezvous.check_left_behind()
         if (ended := claims.ended()) is not None:
             self._watcher.tell(ended)
 
     def _over(self, claims: Claims) -> bool:
-        """Whether the round has ended, which it does soon after the deadline."""
+        """Return whether the round has ended, which it does soon after the deadline."""
         if not self._decided() and time.monotonic() > self._ends:
             self._freeze(claims)
         return self._decided()
@@ -313,16 +610,13 @@ class Coverage:
     def _freeze(self, claims: Claims) -> None:
         """Close all unfinished chunks; one process does it for all, if it lives."""
         mine = str(self._worker)
-        first = self._board.publish(claims.key("freezer"), mine) == mine
+        first = self._key_values.publish(claims.key("freezer"), mine) == mine
         if not first and time.monotonic() < self._ends + _LOOK_UP_SECONDS:
             return
         claims.made.add(claims.key("freezer"))
         for chunk in sorted(claims.wanted):
             if not claims.finished(chunk):
                 claims.claim(chunk, by=NOBODY)
-
-    def _frozen(self, claims: Claims) -> set[int]:
-        return claims.closed() if self._board.has(claims.key("freezer")) else set()
 
     def _try_alone(
         self,
@@ -376,10 +670,6 @@ class Coverage:
     def _decided(self) -> bool:
         return bool(self._watcher.value)
 
-    def _unwanted(self) -> bool:
-        """Whether a chunk that is being computed would come too late."""
-        return self._decided() or time.monotonic() > self._ends
-
     def _summed(self, claims: Claims, progress: Progress) -> bool:
         """Add up all members' sums; whether all of them have the result."""
         buffers = self._gradients.buffers(empty=not progress.won)
@@ -387,30 +677,30 @@ class Coverage:
             return True
         verdict = claims.key("verdict")
         try:
-            self.members.sum_(buffers, broken=lambda: self._board.has(verdict))
+            self.members.sum_(buffers, broken=lambda: self._key_values.has(verdict))
         except (PeerLostError, StoreLostError) as error:
             self._gradients.give_up()
             if isinstance(error, StoreLostError):
                 raise
-            self._board.publish(verdict, BROKEN)
+            self._key_values.publish(verdict, BROKEN)
             if self._team.size > 1:
                 raise
             return self._verdict(verdict)
-        if self._board.add(claims.key("summed")) == len(self.members) * self._team.size:
+        if self._key_values.add(claims.key("summed")) == len(self.members) * self._team.size:
             claims.made |= {claims.key("summed"), verdict}
-            self._board.publish(verdict, _COMMITTED)
+            self._key_values.publish(verdict, _COMMITTED)
         return self._verdict(verdict)
 
     def _verdict(self, key: str) -> bool:
         try:
-            found = self._board.read(key, self.timeout_seconds, "the other processes' sums")
+            found = self._key_values.read(key, self.timeout_seconds, "the other processes' sums")
         except StoreLostError:
             raise
         except CodingError:
-            found = self._board.publish(key, BROKEN)
+            found = self._key_values.publish(key, BROKEN)
         return found == _COMMITTED
 
-    def _finish(self, progress: Progress) -> Covered:
+    def _finish(self, progress: Progress) -> CoverageOutcome:
         lost = len(progress.lost)
         if lost == self.chunks:
             raise LostChunksError(

@@ -1,38 +1,278 @@
-"""Steps that several replica groups do together while some of them die, stop and return."""
+"""Steps that several replica groups do together while some of them die, stop and return.
+
+A group that is behind takes over the whole state of a peer (it heals), while the others continue
+with their step. The peer serves its live tensors; it changes them at its next optimizer step,
+before which `Transfer.close` waits for those that still read. What was fetched is put in place only
+when all of it is there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
-from typing import TYPE_CHECKING
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from outlast.errors import RecoverError, WrongNumbersError
 from outlast.records import StateRecovered
-from outlast.recover.live.heal import Transfer, state_digest
 from outlast.recover.live.lighthouse import require_torchft
-from outlast.recover.live.membership import Seat, SeatSettings, Standing
-from outlast.recover.live.reduce import Buckets, Connections, RoundFailedError
-from outlast.recover.live.rules import begun, changed, committed_in, membership, must_restore
-from outlast.recover.live.step import LiveStep
-from outlast.recover.live.tree import PartSums
+from outlast.recover.live.quorum import (
+    QuorumClient,
+    committed_lineage,
+    initial_lineage,
+    membership,
+    membership_events,
+    must_restore,
+)
+from outlast.recover.live.reduce import Buckets, Connections, PartSums, RoundFailedError
+from outlast.state.install import Saved, check_fit, find_targets, install
+from outlast.state.live import State, collect, local_box
+from outlast.state.tensors import dtype_name, opaque_array
 from outlast.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from outlast.records.events import Event
-    from outlast.recover.live.rules import Membership
-    from outlast.recover.live.step import Refuge
-    from outlast.state.live import State
+    from outlast.recover.live.quorum import Member, Membership
 
+_PATIENCE_SECONDS = 5.0
 _GOOD, _LOSS = 0, 1
 _LOOK_SECONDS = 0.01
 _REFUSALS = 10
+
+
+@dataclass(frozen=True)
+class SavedElsewhere:
+    """A state that outlives all groups, e.g. in a run's checkpoints.
+
+    Attributes:
+        newest: Step of the newest state there; 0 where there is none.
+        restore: Loads it into the live objects and returns its step.
+    """
+
+    newest: Callable[[], int]
+    restore: Callable[[], int]
+
+
+@dataclass
+class LiveStep:
+    """One step, or one more attempt at it, of this group.
+
+    Attributes:
+        number: Steps committed before it.
+        share: This group's index and the number of groups among which the global batch is divided.
+        idle: Whether the others do this step's whole batch, because this group has only just taken
+            their state. A loop may then leave out both passes, which spares the others a wait;
+            what it computes does not count.
+        committed: Whether it has been committed; None before `commit`.
+        loss: Sum of the groups' losses, once committed.
+        sums: Sums over the groups of what was given to `commit`, once committed.
+    """
+
+    number: int
+    share: tuple[int, int]
+    idle: bool
+    _commit: Callable[[LiveStep, torch.Tensor | float, bool, Sequence[float]], bool]
+    _parts: PartSums | None = None
+    committed: bool | None = None
+    loss: float = float("nan")
+    sums: list[float] = field(default_factory=list)
+
+    @property
+    def parts(self) -> range:
+        """Numbers of the batch's parts that this group computes, where it was cut into parts."""
+        return self._sums.own
+
+    def add(self, part: int, loss: torch.Tensor | float = 0.0) -> None:
+        """Take the gradients as those of one part of the batch, and drop them from the parameters.
+
+        Args:
+            part: One of `parts`, each once.
+            loss: The part's share of the loss.
+
+        Raises:
+            RecoverError: Without `LiveGroups(parts=...)`, or for another part.
+        """
+        self._sums.add(part, float(loss))
+
+    def clear(self) -> None:
+        """Forget what was added, to compute all of `parts` again."""
+        self._sums.clear()
+
+    @property
+    def _sums(self) -> PartSums:
+        if self._parts is None:
+            raise RecoverError(
+                "the batch is not cut into parts: give LiveGroups(parts=...), or only commit"
+            )
+        return self._parts
+
+    def commit(
+        self, loss: torch.Tensor | float = 0.0, *, good: bool = True, values: Sequence[float] = ()
+    ) -> bool:
+        """Sum the gradients over the groups in place, and vote.
+
+        Args:
+            loss: This group's part of the loss; of a batch in parts, those given to `add` count.
+            good: Whether this group trusts its gradients. If one group does not, none commits.
+            values: Further numbers to be summed, as many in every group.
+
+        Returns:
+            Whether every group has all sums: step the optimizer then. If not, the gradients are
+            gone, and the next attempt at this step follows.
+        """
+        return self._commit(self, loss, good, values)
+
+
+class TensorKind(NamedTuple):
+    """Element type, without ``torch.``, and shape of a global tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Transfer:
+    """Serves this process's state to peers, and fetches theirs (torchft's HTTP transport).
+
+    Args:
+        state: What a training state consists of; see `outlast.state`.
+        host: Under which peers reach this machine.
+        timeout_seconds: Longest wait for a peer.
+
+    Attributes:
+        address: Where it is served.
+    """
+
+    def __init__(self, state: State, host: str, timeout_seconds: float) -> None:
+        self._state = state
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._limit = timedelta(seconds=timeout_seconds)
+        self._patience = timedelta(seconds=min(timeout_seconds, _PATIENCE_SECONDS))
+        self._listen()
+
+    def _listen(self) -> None:
+        from torchft.checkpointing import HTTPTransport
+
+        try:
+            # How long the server waits for a peer that takes nothing, and we for the server.
+            self._server: Any = HTTPTransport(self._patience, num_chunks=0)
+        except OSError as error:
+            raise RecoverError(
+                f"the server from which other groups would heal cannot listen: {error}; "
+                "torchft needs IPv6 to be there"
+            ) from None
+        # Each request would be a line on the terminal.
+        self._server._server.RequestHandlerClass.log_message = lambda *_: None
+        port = self._server.address().rpartition(":")[2].partition("/")[0]
+        self.address = f"http://{self._host}:{port}/checkpoint/"
+
+    def serve(self, step: int, peers: list[int]) -> None:
+        """Let `peers` read the state of `step` until `close` is called."""
+        live = collect(self._state)
+        modules = [item for item in self._state.values() if isinstance(item, nn.Module)]
+        buffers = {id(buffer) for module in modules for buffer in module.buffers()}
+        tensors, kinds = {}, {}
+        for name, tensor in live.tensors.items():
+            _, local = local_box(tensor)
+            # A forward pass changes buffers, an optimizer step the rest.
+            tensors[name] = local.clone() if id(tensor) in buffers else local
+            kinds[name] = (dtype_name(tensor), tuple(tensor.shape))
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        content = {"tensors": tensors, "kinds": kinds, "values": live.values, "random": random}
+        self._server.send_checkpoint(peers, step, content, self._limit)
+
+    def close(self) -> None:
+        """Wait for those who still read, and serve no more.
+
+        Who still reads when a round has failed may be stopped. Then another server takes over: what
+        that peer gets is of a step that is over, so that it has to heal again.
+        """
+        try:
+            self._server.disallow_checkpoint()
+        except TimeoutError:
+            self._listen()
+
+    def fetch(self, step: int, source: Member, client: QuorumClient) -> dict[str, Any]:
+        """Read the state of `step` from a peer; nothing is put in place yet.
+
+        Raises:
+            RoundFailedError: When the peer is gone, or has another step by now.
+        """
+        done = threading.Event()
+        found: list[Any] = []
+        problem: list[Exception] = []
+
+        def read() -> None:
+            try:
+                found.append(self._server.recv_checkpoint(0, source.serves, step, self._limit))
+            except Exception as error:
+                problem.append(error)
+            done.set()
+
+        # What arrives is only ever copied from.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        threading.Thread(target=read, daemon=True).start()
+        why = client.wait(done, [source], self._timeout_seconds)
+        if why or problem:
+            raise RoundFailedError(why or f"group {source.number} gave no state: {problem[0]}")
+        content: dict[str, Any] = found[0]
+        return content
+
+    def install(self, content: Mapping[str, Any]) -> None:
+        """Put what was fetched in place.
+
+        Raises:
+            RecoverError: When it does not fit the live objects, which are then untouched.
+        """
+        saved = Saved(
+            {name: TensorKind(*kind) for name, kind in content["kinds"].items()},
+            content["values"],
+            content["values"],
+        )
+        targets = find_targets(self._state, saved)
+        taken = {*targets.tensors, *targets.values}
+        if misfit := check_fit(targets, saved, taken, ()):
+            raise RecoverError(f"the state of another group does not fit this one's: {misfit}")
+        with torch.no_grad():
+            for name, tensor in targets.tensors.items():
+                if name in content["tensors"]:
+                    local_box(tensor)[1].copy_(content["tensors"][name])
+        install(self._state, targets, saved)
+        torch.set_rng_state(content["random"]["cpu"])
+        if "cuda" in content["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(content["random"]["cuda"])
+
+    def shutdown(self) -> None:
+        """End the server."""
+        self._server.allow_checkpoint(-1)
+        self._server.shutdown()
+
+
+def state_digest(state: State) -> str:
+    """A hash of all bits of this process's part of a state: equal where the states are equal."""
+    live = collect(state)
+    total = xxhash.xxh3_128()
+    for name in sorted(live.tensors):
+        box, local = local_box(live.tensors[name])
+        host = local.detach().cpu().contiguous()
+        total.update(f"{name} {dtype_name(host)} {box}".encode())
+        total.update(opaque_array(host, box).reshape(-1).view("u1").data)
+    total.update(repr(sorted(live.values.items())).encode())
+    return total.hexdigest()
 
 
 class LiveGroups:
@@ -65,7 +305,7 @@ class LiveGroups:
         host: Under which the other groups reach this machine.
         parts: Into how many parts each global batch is cut, whose gradients are summed in one order
             however many groups there are, so that weights do not depend on deaths to the last bit;
-            see `outlast.recover.live.tree`. Then each of `LiveStep.parts` is given to
+            see `outlast.recover.live.reduce`. Then each of `LiveStep.parts` is given to
             `LiveStep.add` before `commit`. 0: gradients are summed as they come.
 
     Raises:
@@ -81,7 +321,7 @@ class LiveGroups:
         lighthouse: str,
         identity: str = "",
         step: int = 0,
-        refuge: Refuge | None = None,
+        refuge: SavedElsewhere | None = None,
         known: int = 0,
         returning: bool = False,
         awaits: int = 1,
@@ -106,8 +346,9 @@ class LiveGroups:
             _refuse_running_statistics(models)
         self._device = self._parameters[0].device
         self._transfer = Transfer(state, host, timeout_seconds)
-        self._lineage = begun(state_digest(state))
-        self._settings = SeatSettings(
+        self._lineage = initial_lineage(state_digest(state))
+        self._client = functools.partial(
+            QuorumClient,
             lighthouse=lighthouse,
             number=group,
             identity=f"{identity or 'unnamed job'}, outlast {__version__}, "
@@ -116,7 +357,7 @@ class LiveGroups:
             heartbeat_seconds=heartbeat_seconds,
             timeout_seconds=timeout_seconds,
         )
-        self._links: tuple[Seat, Connections] | None = None
+        self._links: tuple[QuorumClient, Connections] | None = None
         self._awaits = awaits
         self._since = ""
         self._serving = False
@@ -133,12 +374,12 @@ class LiveGroups:
 
     @property
     def met(self) -> bool:
-        """Whether this group has done a round with the others yet."""
+        """True if this group has done a round with the others."""
         return self._found is not None
 
     @property
     def writes(self) -> bool:
-        """Whether this group writes what is written once, by its last round."""
+        """True if this group writes what is written once, by its last round."""
         if self._found is None:
             return False
         return self._found.writer == self._found.members[self._found.index].life
@@ -147,7 +388,7 @@ class LiveGroups:
         """Every attempt at every step up to `until`, this group's share of it each time.
 
         Raises:
-            RecoverError: When there is no quorum in time, or this group may not go on.
+            RecoverError: When there is no quorum in time, or this group may not continue.
         """
         while self._step < until:
             step = self.begin()
@@ -175,7 +416,16 @@ class LiveGroups:
             return self._open
         deadline = time.monotonic() + self._timeout_seconds
         while True:
-            found = self._join()
+            client, connections = self._linked()
+            name, members = client.join(
+                step=self._step,
+                lineage=self._lineage,
+                serves=self._transfer.address,
+                connected=connections.round,
+                since=self._since,
+                awaits=self._awaits,
+            )
+            found = membership(name, members, client.life)
             why = "could be connected"
             if not found.complete:
                 why = f"were there, of {self._awaits} that are awaited"
@@ -187,10 +437,13 @@ class LiveGroups:
             if time.monotonic() > deadline:
                 raise RecoverError(
                     f"group {self.group} found no round in {self._timeout_seconds:g} s: only "
-                    f"{_named(found)} {why}; look at the other groups and the network between them"
+                    f"the groups {', '.join(str(member.number) for member in found.members)} {why};"
+                    " look at the other groups and the network between them"
                 )
-        self._note(found)
-        self._found = found
+        before, self._found = self._found, found
+        if before is not None and before.lives != found.lives:
+            since = time.perf_counter() - self._last_commit
+            self._events += membership_events(before, found, self._step, since)
         self._since = self._since or found.round
         idle = found.source is not None
         if self._parts is not None:
@@ -205,7 +458,7 @@ class LiveGroups:
             assert self._found is not None
             self._step += 1
             self._awaits = 0
-            self._lineage = committed_in(self._found.round)
+            self._lineage = committed_lineage(self._found.round)
             self._last_commit = time.perf_counter()
 
     def news(self) -> list[Event]:
@@ -214,12 +467,12 @@ class LiveGroups:
         return events
 
     def close(self) -> None:
-        """Leave: close connections and give up the seat."""
+        """Leave: close connections and the registration."""
         self._close_serving()
         if self._links is not None:
-            seat, connections = self._links
+            client, connections = self._links
             connections.drop()
-            seat.close()
+            client.close()
         self._transfer.shutdown()
 
     def __enter__(self) -> LiveGroups:
@@ -233,30 +486,17 @@ class LiveGroups:
     ) -> None:
         self.close()
 
-    def _linked(self) -> tuple[Seat, Connections]:
-        """The seat and the connections, from the first step on: who has a seat is waited for."""
+    def _linked(self) -> tuple[QuorumClient, Connections]:
+        """The client and the connections, from the first step on: who is registered is awaited."""
         if self._links is None:
             store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-            seat = Seat(self._settings, f"{self._host}:{store.port}")
+            client = self._client(store=f"{self._host}:{store.port}")
             self._store = store
-            self._links = (seat, Connections(seat, self._device, self._timeout_seconds))
+            self._links = (client, Connections(client, self._device, self._timeout_seconds))
         return self._links
 
-    def _join(self) -> Membership:
-        seat, connections = self._linked()
-        mine = Standing(
-            step=self._step,
-            lineage=self._lineage,
-            serves=self._transfer.address,
-            connected=connections.round,
-            since=self._since,
-            awaits=self._awaits,
-        )
-        answer = seat.join(mine)
-        return membership(answer.name, answer.members, seat.life)
-
     def _restored(self, found: Membership) -> bool:
-        """Load a state from the refuge if the groups may not go on without; whether it did."""
+        """Load a saved state if the groups may not continue without; whether it did."""
         if self._found is not None and found.lives == self._found.lives:
             return False
         newest = None if self._refuge is None else self._refuge.newest()
@@ -276,7 +516,7 @@ class LiveGroups:
                 f"group {self.group} does not train on: {why}; start the group that has the newer "
                 "state, or restore a checkpoint"
             )
-        self._step, self._lineage = step, begun(state_digest(self._state))
+        self._step, self._lineage = step, initial_lineage(state_digest(self._state))
         lost = max(self._known - step, 0)
         self._known = step
         self._events.append(
@@ -286,34 +526,27 @@ class LiveGroups:
 
     def _met(self, found: Membership) -> bool:
         """Connect to the members, and heal from or serve those that need it; whether it worked."""
-        _, connections = self._linked()
+        client, connections = self._linked()
         try:
             connections.connect(found)
             if found.source is not None:
-                self._heal(found)
+                begun_at = time.perf_counter()
+                content = self._transfer.fetch(found.step, found.source, client)
+                self._transfer.install(content)
+                # Whoever has missed a step does not write on from where it was.
+                self._since = found.round
+                self._step, self._lineage = found.step, found.lineage
+                seconds = time.perf_counter() - begun_at
+                size = sum(tensor.nbytes for tensor in content["tensors"].values())
+                self._events.append(StateRecovered(found.step, "peer", seconds, 0, size))
             elif found.heals:
                 self._transfer.serve(self._step, list(found.heals))
                 self._serving = True
         except RoundFailedError:
-            self._give_up()
+            self._close_serving()
+            connections.drop()
             return False
         return True
-
-    def _heal(self, found: Membership) -> None:
-        assert found.source is not None
-        begun_at = time.perf_counter()
-        seat, _ = self._linked()
-        fetched = self._transfer.fetch(found.step, found.source, seat)
-        self._transfer.install(fetched)
-        # Whoever has missed a step does not write on from where it was.
-        self._since = found.round
-        self._step, self._lineage = found.step, found.lineage
-        seconds = time.perf_counter() - begun_at
-        self._events.append(StateRecovered(found.step, "peer", seconds, 0, fetched.bytes))
-
-    def _give_up(self) -> None:
-        self._close_serving()
-        self._linked()[1].drop()
 
     def _close_serving(self) -> None:
         if self._serving:
@@ -373,13 +606,6 @@ class LiveGroups:
         step.loss, step.sums = sum(each, numbers[_LOSS]), numbers[2 : 2 + len(values)]
         return True
 
-    def _note(self, found: Membership) -> None:
-        """Events of a membership that differs from that of the last step."""
-        before = self._found
-        if before is None or before.lives == found.lives:
-            return
-        self._events += changed(before, found, self._step, time.perf_counter() - self._last_commit)
-
 
 def _refuse_running_statistics(models: list[nn.Module]) -> None:
     for model in models:
@@ -390,8 +616,3 @@ def _refuse_running_statistics(models: list[nn.Module]) -> None:
                     "its own group has seen, which depend on deaths; leave parts out, or use "
                     "another normalisation"
                 )
-
-
-def _named(found: Membership) -> str:
-    numbers = ", ".join(str(member.number) for member in found.members)
-    return f"the groups {numbers}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
@@ -103,9 +103,9 @@ class Lighthouse:
         self.close()
 
     def _start(self, port: int) -> tuple[subprocess.Popen[bytes], int]:
-        program = Path(__file__).with_name("serve.py")
+        arguments = ", ".join([str(port), *self._settings])
         process = subprocess.Popen(
-            [sys.executable, str(program), str(port), *self._settings],
+            [sys.executable, "-P", "-c", f"{inspect.getsource(_serve)}\n_serve({arguments})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # torchft logs several lines for each quorum, and cannot be asked for fewer.
@@ -126,3 +126,40 @@ class Lighthouse:
                 f"{_START_SECONDS:g} s: {problem}"
             )
         return process, int(line)
+
+
+def _serve(port: int, groups: int, silence_ms: int, tick_ms: int, join_ms: int) -> None:
+    """Serve on `port` (0: a free one, printed as a line) until the standard input ends.
+
+    Runs as a program of its own, which loads the lighthouse's library alone: importing torch would
+    take a second at every start.
+    """
+    import importlib.machinery
+    import importlib.util
+    import sys
+    from pathlib import Path
+
+    package = importlib.util.find_spec("torchft")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("torchft is not installed")
+    (file,) = Path(package.submodule_search_locations[0]).glob("_torchft.*.so")
+    name = "torchft._torchft"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    library = importlib.util.module_from_spec(spec)
+    loader.exec_module(library)
+    try:
+        server = library.LighthouseServer(
+            bind=f"0.0.0.0:{port}",
+            min_replicas=groups,
+            join_timeout_ms=join_ms,
+            quorum_tick_ms=tick_ms,
+            heartbeat_timeout_ms=silence_ms,
+        )
+    except Exception as error:
+        print(error, flush=True)
+        sys.exit(1)
+    print(server.address().rpartition(":")[2], flush=True)
+    sys.stdin.buffer.read()
+    server.shutdown()

@@ -1,17 +1,213 @@
-"""How a lost stripe of a row follows from those that are left.
+"""Erasure code of parity groups: GF(2^8), placement of stripes, rebuilding, their sums.
 
 P is the sum of a row's data stripes, Q the sum of 2^i times the stripe of member i, over GF(2^8)
 (Anvin, "The mathematics of RAID-6", 2004, equations 1 to 10). Any two lost stripes of a row,
 data or parity, are linear combinations of the others.
+
+The field is that of bytes modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11D), with generator 2; addition is
+XOR. Sums run in compiled code, or in NumPy where there is no compiler, and release the
+interpreter's lock, so that training goes on meanwhile.
+
+The placement is RAID-6's. Every member's bytes are cut into stripes. A row takes at most one stripe
+of each member: of ``losses`` members, which rotate from row to row, a stripe of parity, and of all
+others their next stripe of data. So no member keeps parity of its own data, whoever is lost takes
+at most one stripe of every row with it, and the parity of B bytes of data takes
+B losses / (members - losses) bytes at each member. A stripe's place depends neither on the length
+of the data nor on that of other members' data: data that grow add rows. Behind a member's end its
+data count as zeros.
+
+Digests tell apart steps, histories and members, and find a state that was overwritten in part. One
+page of every four is looked at: reading all of them once more would add a seventh to the time of
+an update. What is rebuilt is exact by the code, not by the digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+import ctypes
+import functools
+import mmap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, NamedTuple
 
-from outlast.recover.parity.gf256 import invert, multiply, power
-from outlast.recover.parity.layout import Layout
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from outlast.errors import RecoverError
+from outlast.hardware.native import load
+
+POLYNOMIAL = 0x11D
+ORDER = 255
+MOST_MEMBERS = 255
+STRIPE_BYTES = 1 << 21
+Bytes = NDArray[np.uint8]
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=256")
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_PAGE = 4096
+_EVERY = 4 * _PAGE
+Buffer = torch.Tensor | NDArray[Any] | mmap.mmap | memoryview | bytearray
+
+
+@functools.cache
+def _tables() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Powers of the generator, twice over as sums of two logarithms need it; logarithms."""
+    powers, logarithms, value = [0] * (2 * ORDER), [0] * (ORDER + 1), 1
+    for exponent in range(ORDER):
+        powers[exponent] = powers[exponent + ORDER] = value
+        logarithms[value] = exponent
+        value <<= 1
+        if value > ORDER:
+            value ^= POLYNOMIAL
+    return tuple(powers), tuple(logarithms)
+
+
+def power(exponent: int) -> int:
+    """2 to the `exponent`; distinct for exponents 0 to 254."""
+    return _tables()[0][exponent % ORDER]
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two bytes."""
+    powers, logarithms = _tables()
+    return powers[logarithms[a] + logarithms[b]] if a and b else 0
+
+
+def inverse(a: int) -> int:
+    """The byte whose product with `a` is 1.
+
+    Raises:
+        ZeroDivisionError: For 0.
+    """
+    if a == 0:
+        raise ZeroDivisionError("0 has no inverse in GF(256)")
+    powers, logarithms = _tables()
+    return powers[ORDER - logarithms[a]]
+
+
+@functools.lru_cache(maxsize=ORDER + 1)
+def products(constant: int) -> NDArray[np.uint8]:
+    """(256,): the product of `constant` with every byte."""
+    return np.array([multiply(constant, byte) for byte in range(256)], np.uint8)
+
+
+def invert(matrix: list[list[int]]) -> list[list[int]]:
+    """The inverse of a 1 x 1 or 2 x 2 matrix over the field.
+
+    Raises:
+        ZeroDivisionError: Where the matrix has none.
+    """
+    if len(matrix) == 1:
+        return [[inverse(matrix[0][0])]]
+    (a, b), (c, d) = matrix
+    scale = inverse(multiply(a, d) ^ multiply(b, c))
+    return [[multiply(scale, item) for item in row] for row in ((d, b), (c, a))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placement of one group.
+
+    Args:
+        members: Who share parity, numbered from 0.
+        losses: How many of them may be lost together: 1 (P) or 2 (P and Q).
+        stripe_bytes: Bytes of a stripe, a multiple of 64.
+
+    Raises:
+        RecoverError: Where no such group can be.
+    """
+
+    members: int
+    losses: int = 1
+    stripe_bytes: int = STRIPE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.losses not in (1, 2):
+            raise RecoverError(f"losses = {self.losses} is not 1 or 2: parity survives no others")
+        if not self.losses < self.members <= MOST_MEMBERS:
+            raise RecoverError(
+                f"{self.members} members cannot share parity for {self.losses} losses: it takes "
+                f"{self.losses + 1} to {MOST_MEMBERS}"
+            )
+        if self.stripe_bytes <= 0 or self.stripe_bytes % 64:
+            raise RecoverError(
+                f"stripe_bytes = {self.stripe_bytes} is not a positive multiple of 64"
+            )
+
+    @property
+    def data_per_cycle(self) -> int:
+        """Stripes of data that a member has in as many rows as there are members."""
+        return self.members - self.losses
+
+    def holders(self, row: int) -> tuple[int, ...]:
+        """Members that keep P (and Q) of a row."""
+        first = self.members - 1 - row % self.members
+        return tuple((first - which) % self.members for which in range(self.losses))
+
+    def contributors(self, row: int) -> tuple[int, ...]:
+        """Whose data are in a row, whether or not they reach that far; ascending."""
+        holders = self.holders(row)
+        return tuple(member for member in range(self.members) if member not in holders)
+
+    def row_of_data(self, member: int, stripe: int) -> int:
+        """The row of a member's data stripe."""
+        cycle, place = divmod(stripe, self.data_per_cycle)
+        for held in self._places(member):
+            place += place >= held
+        return cycle * self.members + place
+
+    def data_stripe(self, member: int, row: int) -> int:
+        """The number among a contributor's stripes of the one in a row."""
+        cycle, place = divmod(row, self.members)
+        return cycle * self.data_per_cycle + place - self._held_before(member, place)
+
+    def parity_stripe(self, member: int, row: int) -> int:
+        """The number among a holder's parity stripes of the one in a row."""
+        cycle, place = divmod(row, self.members)
+        return cycle * self.losses + self._held_before(member, place)
+
+    def stripes(self, nbytes: int) -> int:
+        """Into how many stripes data are cut, the last one perhaps short."""
+        return -(-nbytes // self.stripe_bytes)
+
+    def rows(self, lengths: Collection[int]) -> int:
+        """Number of rows that the members' data of `lengths` bytes reach, in order of members."""
+        return max(
+            (
+                self.row_of_data(member, self.stripes(nbytes) - 1) + 1
+                for member, nbytes in enumerate(lengths)
+                if nbytes
+            ),
+            default=0,
+        )
+
+    def parity_stripes(self, member: int, rows: int) -> int:
+        """Number of stripes of parity that a member keeps for so many rows."""
+        return self.parity_stripe(member, rows)
+
+    def span(self, nbytes: int, stripe: int) -> tuple[int, int]:
+        """Begin and end of a stripe of data of `nbytes` bytes; empty behind their end."""
+        begin = min(stripe * self.stripe_bytes, nbytes)
+        return begin, min(begin + self.stripe_bytes, nbytes)
+
+    def survives(self, lost_data: Collection[int], lost_parity: Collection[int]) -> bool:
+        """Return whether every row can be made whole without that data and that parity."""
+        return all(
+            sum(member in lost_data for member in self.contributors(row))
+            + sum(member in lost_parity for member in self.holders(row))
+            <= self.losses
+            for row in range(self.members)
+        )
+
+    def _places(self, member: int) -> list[int]:
+        """The rows of a cycle whose parity a member keeps, ascending."""
+        last = self.members - 1 - member
+        return sorted((last - which) % self.members for which in range(self.losses))
+
+    def _held_before(self, member: int, place: int) -> int:
+        return sum(held < place for held in self._places(member))
 
 
 class Stripe(NamedTuple):
@@ -27,11 +223,13 @@ class Stripe(NamedTuple):
 
 
 Combination = Mapping[Stripe, int]
+
+
 """A sum of stripes, each times a byte of GF(2^8) that is not 0."""
 
 
 def weight(parity: int, member: int) -> int:
-    """What a member's data are multiplied by in P (0) or Q (1)."""
+    """Factor of a member's data in P (0) or Q (1)."""
     return power(member) if parity else 1
 
 
@@ -42,7 +240,7 @@ def stripes_of(layout: Layout, row: int) -> tuple[Stripe, ...]:
 
 
 def rebuilding(stripes: Collection[Stripe], lost: Collection[Stripe]) -> dict[Stripe, Combination]:
-    """How each lost stripe of a row is made of the others.
+    """Each lost stripe of a row as a combination of the others.
 
     Args:
         stripes: All of the row.
@@ -74,7 +272,7 @@ def _which(stripe: Stripe) -> int:
 
 
 def _parts(parity: Stripe, data: Mapping[Stripe, Combination]) -> list[tuple[int, Combination]]:
-    """What stripes of data add to one of parity."""
+    """Terms that stripes of data add to one of parity."""
     return [
         (weight(_which(parity), key.member), made)
         for key, made in data.items()
@@ -88,3 +286,109 @@ def _sum(parts: Iterable[tuple[int, Combination]]) -> Combination:
         for stripe, constant in combination.items():
             total[stripe] = total.get(stripe, 0) ^ multiply(factor, constant)
     return {stripe: constant for stripe, constant in total.items() if constant}
+
+
+def combine(out: Bytes, terms: Sequence[tuple[int, Bytes]]) -> None:
+    """Fill `out` with a sum of stripes, each times a constant.
+
+    Args:
+        out: (bytes,), contiguous; none of the sources.
+        terms: A constant from 1 to 255 and a contiguous stripe of at most as many bytes as `out`,
+            which counts as zero behind its end.
+    """
+    library = _library()
+    if library is None:
+        combine_in_numpy(out, terms)
+        return
+    count = len(terms)
+    sources = (_POINTER * count)(*(source.ctypes.data for _, source in terms))
+    lengths = (_INTEGER * count)(*(source.nbytes for _, source in terms))
+    tables = np.concatenate([products(constant) for constant, _ in terms]) if terms else out[:0]
+    library.outlast_combine(
+        out.ctypes.data, out.nbytes, count, sources, lengths, tables.ctypes.data
+    )
+
+
+def combine_in_numpy(out: Bytes, terms: Sequence[tuple[int, Bytes]]) -> None:
+    """Do the same as `combine` without compiled code."""
+    out.fill(0)
+    for constant, source in terms:
+        reached = out[: source.nbytes]
+        np.bitwise_xor(
+            reached, source if constant == 1 else products(constant)[source], out=reached
+        )
+
+
+def same(a: Bytes, b: Bytes) -> bool:
+    """Compare two contiguous stripes; stops at the first byte that differs."""
+    if a.nbytes != b.nbytes:
+        return False
+    library = _library()
+    if library is None:
+        return bool(np.array_equal(a, b))
+    return bool(library.outlast_same(a.ctypes.data, b.ctypes.data, a.nbytes))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library, _ = load(resources.files(__name__.rpartition(".")[0]), ["combine.c"], _FLAGS, ("-O3",))
+    if library is not None:
+        library.outlast_combine.argtypes = (
+            *(_POINTER, _INTEGER, _INTEGER),
+            *(ctypes.POINTER(_POINTER), ctypes.POINTER(_INTEGER), _POINTER),
+        )
+        library.outlast_combine.restype = None
+        library.outlast_same.argtypes = (_POINTER, _POINTER, _INTEGER)
+        library.outlast_same.restype = _INTEGER
+    return library
+
+
+def hash_stripe(data: Bytes) -> int:
+    """XXH3 (64 bits) of the first 4 KiB of every 16 KiB of a stripe."""
+    whole = data.nbytes // _EVERY * _EVERY
+    pages = data[:whole].reshape(-1, _EVERY)[:, :_PAGE]
+    rest = data[whole:][:_PAGE]
+    return xxhash.xxh3_64_intdigest(pages.tobytes() + rest.tobytes())
+
+
+def hash_stripes(layout: Layout, data: Bytes) -> list[int]:
+    """`hash_stripe` of every stripe."""
+    spans = (layout.span(data.nbytes, stripe) for stripe in range(layout.stripes(data.nbytes)))
+    return [hash_stripe(data[begin:end]) for begin, end in spans]
+
+
+def digest(hashes: Sequence[int], nbytes: int) -> int:
+    """One number for data of `nbytes` bytes with these hashes of stripes."""
+    return xxhash.xxh3_64_intdigest(np.array([nbytes, *hashes], np.uint64).tobytes())
+
+
+def as_bytes(buffer: Buffer) -> Bytes:
+    """(bytes,) uint8: the memory of a buffer of any type.
+
+    Raises:
+        RecoverError: Where it is not contiguous memory of the CPU.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        return _Shared(np.frombuffer(buffer, np.uint8)).array
+    if buffer.device.type != "cpu" or not buffer.is_contiguous():
+        raise RecoverError(
+            f"parity is kept of contiguous tensors in CPU memory, not of one on {buffer.device} "
+            f"with shape {tuple(buffer.shape)} and strides {buffer.stride()}: copy it first"
+        )
+    return buffer.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+class _Shared:
+    """Memory that torch takes without a warning also where it is read-only: it is only sent."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self.__array_interface__ = {
+            **memory.__array_interface__,
+            "data": (memory.ctypes.data, False),
+        }
+
+    @property
+    def array(self) -> Bytes:
+        """(bytes,): the memory, which lives as long as the array does."""
+        return np.asarray(self)

@@ -12,17 +12,31 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.agreement import AgreedError, gather, settle
-from outlast.recover.parity.buffers import Buffer, as_bytes
-from outlast.recover.parity.change import Change, Flags, changed_stripes
-from outlast.recover.parity.combine import Bytes
-from outlast.recover.parity.digest import digest, hash_stripes
-from outlast.recover.parity.exchange import Update
-from outlast.recover.parity.layout import STRIPE_BYTES, Layout
-from outlast.recover.parity.rebuild import Rebuild
-from outlast.recover.parity.situation import Report, Situation, situations
-from outlast.recover.parity.store import Mark, ParityFile
-from outlast.recover.parity.wire import Wire
+from outlast.recover.parity.code import (
+    STRIPE_BYTES,
+    Buffer,
+    Bytes,
+    Layout,
+    as_bytes,
+    digest,
+    hash_stripes,
+)
+from outlast.recover.parity.exchange import (
+    Change,
+    MemberReport,
+    Rebuild,
+    RecoverableEpoch,
+    Update,
+    changed_stripes,
+    recoverable_epochs,
+)
+from outlast.recover.parity.store import ParityFile, ParityMark
+from outlast.recover.parity.transport import (
+    AgreedError,
+    Transport,
+    gather,
+    raise_together,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class ParityGroup:
         self._member = group.rank()
         self._layout = Layout(group.size(), losses, stripe_bytes)
         self._file = ParityFile(directory, name, self._layout, self._member)
-        self._wire = Wire(group, stripe_bytes, timeout_seconds)
+        self._transport = Transport(group, stripe_bytes, timeout_seconds)
         self._hashes: list[int] | None = None
         self._stale = False
         self._broken = ""
@@ -141,18 +155,18 @@ class ParityGroup:
                 call `recover`. Or one has no room: this group may try again with later data. The
                 last epoch's parity stays in either case.
         """
-        started, sent = time.monotonic(), self._wire.sent_bytes
+        started, sent = time.monotonic(), self._transport.sent_bytes
         with self._sound():
             part = self._begin(as_bytes(old) if old is not None else None, as_bytes(new), epoch)
-            self._wire.stream(range(part.change.rows), part.plan)
-            digests = gather(self._wire, digest(part.hashes, part.new.nbytes))
-            mark = Mark(epoch, part.change.after, tuple(digests))
-            settle(self._wire, lambda: self._file.prepare(mark))
+            self._transport.stream(range(part.change.rows), part.plan)
+            digests = gather(self._transport, digest(part.hashes, part.new.nbytes))
+            mark = ParityMark(epoch, part.change.after, tuple(digests))
+            raise_together(self._transport, lambda: self._file.prepare(mark))
             if agree is not None:
                 agree()
             self._file.commit(mark)
         self._hashes, self._stale = part.hashes, False
-        return Updated(epoch, self._wire.sent_bytes - sent, time.monotonic() - started)
+        return Updated(epoch, self._transport.sent_bytes - sent, time.monotonic() - started)
 
     def epochs(self, slots: Mapping[int, Buffer]) -> tuple[int, ...]:
         """The steps that `recover` could make whole with these `slots`, the newest first.
@@ -183,18 +197,27 @@ class ParityGroup:
             RecoverError: More is lost than the parity makes good, a member is gone or too late, or
                 one has no room.
         """
-        started, received = time.monotonic(), self._wire.received_bytes
+        started, received = time.monotonic(), self._transport.received_bytes
         own = {key: as_bytes(slot) for key, slot in slots.items()}
         with self._sound():
             found, hashes = self._survey(own)
-            situation = self._choose(found, epoch)
-            chosen = situation.mark.epoch
-            data = settle(self._wire, lambda: self._make_room(situation, own, allocate))
+            possible = [item.mark.epoch for item in found]
+            if not possible or epoch not in (None, *possible):
+                what = "any step" if epoch is None else f"step {epoch}"
+                raise AgreedError(
+                    f"the state of {what} cannot be rebuilt: more than {self._layout.losses} of "
+                    f"{self._layout.members} members lost it; possible: {possible or 'no step'}"
+                )
+            chosen = possible[0] if epoch is None else epoch
+            situation = found[possible.index(chosen)]
+            data = raise_together(
+                self._transport, lambda: self._make_room(situation, own, allocate)
+            )
             part = Rebuild(self._layout, situation, self._member, self._file, data)
-            self._wire.stream(part.rows, part.plan)
+            self._transport.stream(part.rows, part.plan)
             rebuilt = self._member in situation.lost_data
             made = hash_stripes(self._layout, data) if rebuilt else hashes[chosen]
-            settle(self._wire, lambda: self._finish(situation, made))
+            raise_together(self._transport, lambda: self._finish(situation, made))
             self._file.commit(situation.mark)
         self._hashes, self._stale = made, False
         return Recovered(
@@ -202,7 +225,7 @@ class ParityGroup:
             data,
             tuple(sorted(situation.lost_data)),
             tuple(sorted(situation.lost_parity)),
-            self._wire.received_bytes - received,
+            self._transport.received_bytes - received,
             time.monotonic() - started,
         )
 
@@ -217,35 +240,38 @@ class ParityGroup:
         if self._stale or committed is None or not self._is_committed(old):
             old = None
         changed = changed_stripes(self._layout, old, new)
-        hello = {
+        mine = {
             "epoch": epoch,
             "last": committed.epoch if committed else None,
             "committed": asdict(committed) if committed and old is not None else None,
             "lengths": (old.nbytes if old is not None else 0, new.nbytes),
             "changed": np.packbits(changed).tobytes().hex(),
         }
-        hellos = gather(self._wire, hello)
-        if len(steps := {array["epoch"] for array in hellos}) > 1:
+        hellos = gather(self._transport, mine)
+        if len(steps := {hello["epoch"] for hello in hellos}) > 1:
             raise AgreedError(f"members would keep parity of different steps: {sorted(steps)}")
-        if any(array["last"] == epoch for array in hellos):
+        if any(hello["last"] == epoch for hello in hellos):
             raise AgreedError(f"step {epoch} is the one whose parity is kept already")
-        before, after = zip(*(array["lengths"] for array in hellos), strict=True)
+        before, after = zip(*(hello["lengths"] for hello in hellos), strict=True)
         change = Change(
             self._layout,
             tuple(before),
             tuple(after),
-            tuple(_flags(array["changed"]) for array in hellos),
-            whole=any(array["committed"] != hellos[0]["committed"] for array in hellos)
+            tuple(
+                np.unpackbits(np.frombuffer(bytes.fromhex(hello["changed"]), np.uint8)).astype(bool)
+                for hello in hellos
+            ),
+            whole=any(hello["committed"] != hellos[0]["committed"] for hello in hellos)
             or hellos[0]["committed"] is None,
         )
-        settle(self._wire, lambda: self._file.begin(change.rows))
+        raise_together(self._transport, lambda: self._file.begin(change.rows))
         known = self._hashes if old is not None and self._hashes else []
         hashes = [*known, *[0] * self._layout.stripes(new.nbytes)]
         del hashes[self._layout.stripes(new.nbytes) :]
         return Update(self._member, change, self._file, old, new, hashes)
 
     def _is_committed(self, old: Bytes | None) -> bool:
-        """Whether `old` is what this member's committed parity is of."""
+        """Return whether this member's committed parity is of `old`."""
         committed = self._file.committed
         if committed is None or old is None or old.nbytes != committed.lengths[self._member]:
             return False
@@ -253,32 +279,28 @@ class ParityGroup:
             self._hashes = hash_stripes(self._layout, old)
         return digest(self._hashes, old.nbytes) == committed.digests[self._member]
 
-    def _survey(self, slots: Mapping[int, Bytes]) -> tuple[list[Situation], dict[int, list[int]]]:
-        """What can be made whole, and the hashes of this member's own slots."""
+    def _survey(
+        self, slots: Mapping[int, Bytes]
+    ) -> tuple[list[RecoverableEpoch], dict[int, list[int]]]:
+        """Epochs that can be made whole, and the hashes of this member's own slots."""
         hashes = {epoch: hash_stripes(self._layout, slot) for epoch, slot in slots.items()}
-        report = Report(
+        report = MemberReport(
             {
                 epoch: (slot.nbytes, digest(hashes[epoch], slot.nbytes))
                 for epoch, slot in slots.items()
             },
             self._file.marks,
         )
-        reports = [Report.from_json(array) for array in gather(self._wire, report.to_json())]
-        return situations(self._layout, reports), hashes
-
-    def _choose(self, found: list[Situation], epoch: int | None) -> Situation:
-        for situation in found:
-            if epoch is None or situation.mark.epoch == epoch:
-                return situation
-        what = "any step" if epoch is None else f"step {epoch}"
-        possible = [situation.mark.epoch for situation in found] or "no step"
-        raise AgreedError(
-            f"the state of {what} cannot be rebuilt: more than {self._layout.losses} of "
-            f"{self._layout.members} members lost it; possible: {possible}"
-        )
+        reports = [
+            MemberReport.from_json(array) for array in gather(self._transport, report.to_json())
+        ]
+        return recoverable_epochs(self._layout, reports), hashes
 
     def _make_room(
-        self, situation: Situation, own: Mapping[int, Bytes], allocate: Callable[[int], Buffer]
+        self,
+        situation: RecoverableEpoch,
+        own: Mapping[int, Bytes],
+        allocate: Callable[[int], Buffer],
     ) -> Bytes:
         mark = situation.mark
         if self._member in situation.lost_parity:
@@ -291,7 +313,7 @@ class ParityGroup:
             raise RecoverError(f"allocate({nbytes}) gave {data.nbytes} bytes")
         return data
 
-    def _finish(self, situation: Situation, hashes: list[int]) -> None:
+    def _finish(self, situation: RecoverableEpoch, hashes: list[int]) -> None:
         """Compare what was rebuilt with what was lost, and say that the parity is whole."""
         mark = situation.mark
         if digest(hashes, mark.lengths[self._member]) != mark.digests[self._member]:
@@ -318,7 +340,3 @@ class ParityGroup:
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             raise
-
-
-def _flags(packed: str) -> Flags:
-    return np.unpackbits(np.frombuffer(bytes.fromhex(packed), np.uint8)).astype(np.bool_)

@@ -27,21 +27,20 @@ from typing import Any
 import numpy as np
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.combine import Bytes
-from outlast.recover.parity.layout import Layout
+from outlast.recover.parity.code import Bytes, Layout
 
 FORMAT = 1
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(frozen=True)
-class Mark:
+class ParityMark:
     """Of which data some parity is.
 
     Attributes:
         epoch: The step whose state it was.
         lengths: Bytes of each member's data.
-        digests: Of each member's data, see `outlast.recover.parity.digest`.
+        digests: Of each member's data, see `outlast.recover.parity.code`.
     """
 
     epoch: int
@@ -49,7 +48,7 @@ class Mark:
     digests: tuple[int, ...]
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Mark:
+    def from_json(cls, content: Mapping[str, Any]) -> ParityMark:
         """Of `asdict` as JSON gives it back."""
         return cls(content["epoch"], tuple(content["lengths"]), tuple(content["digests"]))
 
@@ -58,7 +57,7 @@ class Mark:
 class _Version:
     """A mark, and for each stripe of parity the place (0 or 1) of its bytes."""
 
-    mark: Mark
+    mark: ParityMark
     places: bytes
 
 
@@ -94,12 +93,12 @@ class ParityFile:
             raise RecoverError(f"parity cannot be kept in {directory}: {error}") from error
 
     @property
-    def committed(self) -> Mark | None:
+    def committed(self) -> ParityMark | None:
         """The parity that all members had when they last agreed."""
         return self._committed.mark if self._committed else None
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[ParityMark, ...]:
         """Of all parity that is whole here: committed, before that, and prepared."""
         return tuple(version.mark for version in self._versions)
 
@@ -127,13 +126,13 @@ class ParityFile:
         """(stripe_bytes,): the committed bytes of a stripe; zeros where there are none yet."""
         return self._at(stripe, _place(self._committed, stripe))
 
-    def stripe(self, mark: Mark, stripe: int) -> Bytes:
+    def stripe(self, mark: ParityMark, stripe: int) -> Bytes:
         """(stripe_bytes,): the bytes of a stripe as committed or prepared with this mark."""
         version = self._version(mark)
         assert version is not None
         return self._at(stripe, _place(version, stripe))
 
-    def prepare(self, mark: Mark) -> None:
+    def prepare(self, mark: ParityMark) -> None:
         """Say that every stripe of an epoch is written."""
         places = bytearray(self._committed.places if self._committed else b"")
         stripes = self._layout.parity_stripes(self._member, self._layout.rows(mark.lengths))
@@ -143,7 +142,7 @@ class ParityFile:
         self._prepared = _Version(mark, bytes(places))
         self._publish()
 
-    def commit(self, mark: Mark) -> None:
+    def commit(self, mark: ParityMark) -> None:
         """Take what has this mark for the committed parity."""
         version = self._version(mark)
         self._previous = self._committed if version is self._prepared else None
@@ -176,7 +175,7 @@ class ParityFile:
                 "another process: end that one first"
             ) from error
 
-    def _version(self, mark: Mark) -> _Version | None:
+    def _version(self, mark: ParityMark) -> _Version | None:
         # What is prepared may do over again what has the same mark.
         found = (version for version in reversed(self._versions) if version.mark == mark)
         return next(found, None)
@@ -245,7 +244,12 @@ class ParityFile:
                     f"{self._identity()}); remove it or choose another name"
                 )
             kinds = ("committed", "prepared", "previous")
-            versions = [_from_json(content[kind]) for kind in kinds]
+            versions = [
+                _Version(ParityMark.from_json(found), bytes.fromhex(found["places"]))
+                if (found := content[kind])
+                else None
+                for kind in kinds
+            ]
             needed = max(len(version.places) if version else 0 for version in versions)
             if 2 * needed * self._layout.stripe_bytes <= self._memory.nbytes:
                 self._committed, self._prepared, self._previous = versions
@@ -257,12 +261,6 @@ def _place(version: _Version | None, stripe: int) -> int:
 
 def _to_json(version: _Version | None) -> dict[str, Any] | None:
     return {**asdict(version.mark), "places": version.places.hex()} if version else None
-
-
-def _from_json(content: dict[str, Any] | None) -> _Version | None:
-    if content is None:
-        return None
-    return _Version(Mark.from_json(content), bytes.fromhex(content["places"]))
 
 
 def _why(error: OSError) -> str:

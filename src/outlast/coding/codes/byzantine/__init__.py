@@ -1,1 +1,0 @@
-"""Assignments and votes that stand workers who send wrong results."""

@@ -1,1 +1,0 @@
-"""Codes made of graphs: chunks are vertices, and workers edges or neighbourhoods."""

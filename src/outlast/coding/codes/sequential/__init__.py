@@ -1,1 +1,0 @@
-"""Gradient codes over consecutive steps, which use a delay of some rounds."""

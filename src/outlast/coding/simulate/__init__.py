@@ -1,1 +1,0 @@
-"""Step times of coded and uncoded training under models of delay; no torch."""
