@@ -16,15 +16,15 @@ from harness import Bar, at_most
 from outlast.errors import OutlastError
 from outlast.hardware import devices
 from outlast.plan import Configuration, Training, cluster_of, predict, published, search
-from outlast.plan.calibration.known import Known
+from outlast.plan.api import published_constants
+from outlast.plan.calibration.memory_fit import Known
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import step_model
 from outlast.plan.cluster_file import shipped_clusters
+from outlast.plan.constraints import FRAMEWORKS
 from outlast.plan.context import CALIBRATED_AS
-from outlast.plan.entry import published_constants
 from outlast.plan.estimate import Interval
-from outlast.plan.frameworks import FRAMEWORKS
-from outlast.plan.known_models import MODELS
+from outlast.plan.huggingface import MODELS
 from outlast.plan.prediction import Estimate
 
 Check: TypeAlias = tuple[bool, str]

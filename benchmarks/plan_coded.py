@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from harness import Bar
 
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.goodput import goodput
 from outlast.plan.reliability.recovery import Reliability, Replicas, Restart, Tier
 from outlast.plan.reliability.scenario import Scenario

@@ -3,7 +3,7 @@
 Five pipelines of the Perseus artefact (SOSP'24, ml-energy/zeus, Apache-2.0) on A100 and A40 boards
 with a limit of 300 W: time of every forward and backward, energy of each GPU, for 29 to 60 clock
 plans each; and Zeus' sweeps of the power limit over the same pipelines. Busy devices are taken to
-draw their limit at the top clocks (`outlast.plan.power.busy_watts` at full activity), waiting ones
+draw their limit at the top clocks (`outlast.plan.energy.busy_watts` at full activity), waiting ones
 what the artefact's authors give; what clocks and caps do comes from profiles of another model.
 How these profiles are averaged matters: three ways were looked at, and gave 5.7 to 8.3 % for the
 clock plans. The one that stands uses the whole profile.
@@ -29,8 +29,15 @@ from outlast.energy.model.constants import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, Schedule
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power
-from outlast.plan.energy import StepEnergy, step_energy
-from outlast.plan.power import Factors, activity_at, busy_watts, cap_factors, clock_factors
+from outlast.plan.energy import (
+    Factors,
+    StepEnergy,
+    activity_at,
+    busy_watts,
+    cap_factors,
+    clock_factors,
+    step_energy,
+)
 
 GOAL = 8.0
 """Per cent, mean absolute error of unseen runs (the notes' G9)."""

@@ -19,13 +19,15 @@ from harness import Bar, publish
 from outlast.cli.plan_probes import Here, most_ranks, probed
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.calibration.family import Setting, family
 from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.probe_runs import Probe, run_probe
-from outlast.plan.calibration.probing import (
+from outlast.plan.calibration.probes import (
     LONGEST_STEP_SECONDS,
     SHORTEST_STEP_SECONDS,
+    Probe,
+    Setting,
+    family,
     numbers_of,
+    run_probe,
 )
 from outlast.plan.calibration.run_rows import FRAMEWORK
 

@@ -13,21 +13,20 @@ from pathlib import Path
 import numpy as np
 from harness import Bar, at_least, at_most
 
-from outlast.plan.calibration.csv_rows import read_rows
-from outlast.plan.calibration.device_memory import runs_of
-from outlast.plan.calibration.groups import folds
+from outlast.plan.batch import Array, cases
+from outlast.plan.calibration.conformal import folds
+from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory, runs_of
 from outlast.plan.calibration.rows import Row
-from outlast.plan.cases import Array, cases
-from outlast.plan.memory.constants import memory_constants
-from outlast.plan.memory.fit import MemoryRuns, fit_memory
-from outlast.plan.memory.limits import (
+from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.constants import memory_constants
+from outlast.plan.memory import (
     first_stage_allocated,
     first_stage_reserved,
     fits,
     headroom,
+    memory_parts,
     pressing_shares,
 )
-from outlast.plan.memory.parts import memory_parts
 
 GIB = 2**30
 NEAR = (40.0, 120.0)

@@ -22,16 +22,18 @@ import numpy as np
 from plan_time import SWEEP, fitting_rows
 
 import outlast.plan.calibration
-from outlast.plan.calibration.calibrated import Calibration, Provenance
-from outlast.plan.calibration.calibration_file import write_calibration
+from outlast.plan.api import PUBLISHED, PUBLISHED_MEMORY
+from outlast.plan.calibration.calibration_file import Calibration, Provenance, write_calibration
 from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.csv_rows import read_rows
-from outlast.plan.calibration.device_memory import constants_of, fit_device_memory, usable
+from outlast.plan.calibration.memory_fit import (
+    device_constants,
+    fit_device_memory,
+    usable,
+)
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import step_model
-from outlast.plan.calibration.stored import calibration_of, shared
-from outlast.plan.entry import PUBLISHED, PUBLISHED_MEMORY
-from outlast.plan.utilisation import TABLE
+from outlast.plan.calibration.step_model import calibration_of, shared, step_model
+from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.model import TABLE
 from outlast.version import __version__
 
 SHIPPED = Path(outlast.plan.calibration.__file__).parent
@@ -58,7 +60,7 @@ def memory(data: Path) -> Calibration:
     fits = {name: each.fit for name, each in fit_device_memory(rows).items()}
     text = f"Published memory and out-of-memory outcomes of {SWEEP}'s sweep; {CREDIT}"
     return Calibration(
-        constants=constants_of(fits),
+        constants=device_constants(fits),
         order=(),
         correlation=np.zeros((0, 0)),
         quantiles={},

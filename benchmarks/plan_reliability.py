@@ -16,9 +16,8 @@ import numpy as np
 from harness import Bar, at_most
 from plan_coded import coded
 
-from outlast.plan.reliability.failures import FailureCause
-from outlast.plan.reliability.finish import finish
-from outlast.plan.reliability.goodput import goodput
+from outlast.plan.cluster import FailureCause
+from outlast.plan.reliability.goodput import finish, goodput
 from outlast.plan.reliability.recovery import (
     Guard,
     Pace,

@@ -13,8 +13,10 @@ from harness import Bar
 from plan_memory import held_out
 from plan_time import SWEEP, fitting_rows
 
+from outlast.plan.api import Training, search
+from outlast.plan.batch import cases
+from outlast.plan.calibration.calibration_file import Support
 from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.csv_rows import read_rows
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import (
     StepModel,
@@ -23,12 +25,10 @@ from outlast.plan.calibration.step_model import (
     uncalibrated,
     validate,
 )
-from outlast.plan.calibration.support import Support
-from outlast.plan.cases import cases
+from outlast.plan.calibration.table_rows import read_rows
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.entry import Training, search
-from outlast.plan.known_models import published
+from outlast.plan.huggingface import published
 from outlast.plan.pareto.settings import Mechanisms
 
 MOST_SECONDS = 2.0

@@ -17,13 +17,18 @@ from pathlib import Path
 import numpy as np
 from harness import Bar
 
+from outlast.plan.api import published_constants
+from outlast.plan.batch import cases
+from outlast.plan.calibration.calibration_file import Support
 from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.conformal import conformal
-from outlast.plan.calibration.csv_rows import read_rows
+from outlast.plan.calibration.conformal import (
+    OTHERS,
+    conformal,
+    folds,
+    interval_groups,
+)
 from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed
-from outlast.plan.calibration.groups import OTHERS, folds, interval_groups
-from outlast.plan.calibration.probes import Budget, choose_probes
-from outlast.plan.calibration.probing import MISSED, directions
+from outlast.plan.calibration.probes import MISSED, Budget, choose_probes, directions
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import (
     UNSEEN,
@@ -32,15 +37,13 @@ from outlast.plan.calibration.step_model import (
     distances_from,
     fitted,
     ranges_of,
+    shared,
     uncalibrated,
     utilisation,
     validate,
 )
-from outlast.plan.calibration.stored import shared
-from outlast.plan.calibration.support import Support
-from outlast.plan.cases import cases
-from outlast.plan.entry import published_constants
-from outlast.plan.terms.step import step_seconds
+from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.step_time import step_seconds
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""
@@ -122,7 +125,7 @@ def _shipped_errors(rows: Sequence[Row], count: int) -> np.ndarray:
 
 
 def _general(model: StepModel) -> StepModel:
-    """Without what it knows of clusters; as `outlast.plan.calibration.stored.shared`."""
+    """Without what it knows of clusters; as `outlast.plan.calibration.step_model.shared`."""
     quantiles = {OTHERS: model.widths.quantiles.get(OTHERS, 1.0)}
     return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
 

@@ -15,8 +15,7 @@ from outlast.cli.main import main
 from outlast.errors import EXIT_DONE
 from outlast.job import load_job, to_toml
 from outlast.job.sections import ModelSection
-from outlast.plan.calibration.here import machine_text
-from outlast.plan.calibration.microbench import Rates
+from outlast.plan.calibration.here import Rates, machine_text
 from outlast.records import Predicted, forecast_of, read_run
 from outlast.train.run import run_directory
 
@@ -69,7 +68,7 @@ def test_a_mistake_of_the_planner_is_a_phrase_too(
     def broken(*given: object, **further: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("outlast.plan.entry.predict", broken)
+    monkeypatch.setattr("outlast.plan.api.predict", broken)
     assert prediction_of(load_job(None, []), 1) == "RuntimeError: a mistake"
 
 

@@ -13,8 +13,7 @@ from outlast.cli.plan_paths import with_whole_paths
 from outlast.job import load_job
 from outlast.plan.configuration import Configuration
 from outlast.plan.emit import problem
-from outlast.plan.huggingface import transformer_of
-from outlast.plan.known_models import published
+from outlast.plan.huggingface import published, transformer_of
 
 HERE = ("--cluster", "h100x64")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
-from outlast.plan.emit import Settings, emitted
+from outlast.plan.emit import EmitSettings, emitted
 from outlast.plan.transformer import Transformer
 
 GOLDEN = Path(__file__).parent / "emitted"
@@ -76,7 +76,7 @@ SHARED = Transformer(
     expert_intermediate=128,
     shared_intermediate=64,
 )
-SETTINGS = Settings(
+SETTINGS = EmitSettings(
     name="demo",
     predicted="step 1.20 s (0.93 to 1.51, 90 %)\nmemory 41 GB of 80 GB",
     predicted_hours=30.0,
@@ -127,7 +127,7 @@ def golden_files() -> dict[str, str]:
     """Text of every golden file by its name below `emitted/`."""
     files = {}
     for target, (model, run) in RUNS.items():
-        settings = Settings(
+        settings = EmitSettings(
             name=SETTINGS.name,
             predicted=SETTINGS.predicted,
             predicted_hours=SETTINGS.predicted_hours,

@@ -5,14 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.here import divided, machine_text
-from outlast.plan.calibration.microbench import Rates
-from outlast.plan.calibration.probe_runs import Probe
-from outlast.plan.calibration.probing import numbers_of
+from outlast.plan.calibration.here import Rates, divided, machine_text
+from outlast.plan.calibration.probes import Probe, numbers_of
 from outlast.plan.calibration.rows import Row
 from outlast.plan.cluster_file import read_cluster
 from outlast.plan.constants import constants
-from outlast.plan.terms.step import step_seconds
+from outlast.plan.step_time import step_seconds
 
 RATES = Rates(
     matmul_flop_per_s={"fp32": 3.3e11, "bf16": 1.2e12},

@@ -10,11 +10,10 @@ import math
 
 from hypothesis import strategies as st
 
-from outlast.plan.cluster import Cluster, Power, Prices, Storage
+from outlast.plan.api import Training
+from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
 from outlast.plan.configuration import Configuration
-from outlast.plan.entry import Training
 from outlast.plan.pareto.settings import Recovery, Settings
-from outlast.plan.reliability.failures import FailureCause
 from outlast.plan.transformer import Transformer
 
 FEW = st.sampled_from([1, 2, 4, 8])

@@ -18,7 +18,7 @@ from outlast.plan.calibration.calibration_file import (
     to_text,
     write_calibration,
 )
-from outlast.plan.calibration.groups import OTHERS
+from outlast.plan.calibration.conformal import OTHERS
 
 
 def calibration(seed=0, residual=True):

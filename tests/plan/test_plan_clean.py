@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.clean import clean
+from outlast.plan.calibration.clean import clean, link_classes
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.slow_links import link_classes
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.transformer import Transformer

@@ -23,8 +23,7 @@ from outlast.hardware import (
     this_machine,
 )
 from outlast.plan.cluster import Cluster
-from outlast.plan.cluster_file import cluster_of, read_cluster, shipped_clusters, this_cluster
-from outlast.plan.cluster_here import here
+from outlast.plan.cluster_file import cluster_of, here, read_cluster, shipped_clusters, this_cluster
 
 H100 = '[cluster]\nnode = "dgx-h100"\nnodes = 8\n'
 

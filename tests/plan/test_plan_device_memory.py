@@ -10,33 +10,32 @@ import pytest
 from plan_runs import H100, LLAMA_8B
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibrated import Calibration
-from outlast.plan.calibration.calibration_file import (
-    Provenance,
-    read_calibration,
-    write_calibration,
-)
-from outlast.plan.calibration.device_memory import (
-    constants_of,
-    device_memory_of,
-    fit_device_memory,
-)
-from outlast.plan.calibration.known import Known
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.stored import calibration_of
-from outlast.plan.cases import cases
-from outlast.plan.configuration import Configuration
-from outlast.plan.entry import (
+from outlast.plan.api import (
     Training,
     context_of,
     predict,
     published_constants,
     published_memory,
 )
-from outlast.plan.memory.constants import memory_constants
-from outlast.plan.memory.demand import demand
-from outlast.plan.memory.limits import LOG_DEVIATION, reserved_bytes
-from outlast.plan.memory.stages import stage
+from outlast.plan.batch import cases
+from outlast.plan.calibration.calibration_file import (
+    Calibration,
+    Provenance,
+    read_calibration,
+    write_calibration,
+)
+from outlast.plan.calibration.memory_fit import (
+    Known,
+    device_constants,
+    device_memory_of,
+    fit_device_memory,
+)
+from outlast.plan.calibration.rows import Row
+from outlast.plan.calibration.step_model import calibration_of
+from outlast.plan.configuration import Configuration
+from outlast.plan.constants import memory_constants
+from outlast.plan.memory import LOG_DEVIATION, demand, reserved_bytes
+from outlast.plan.shard_sizes import stage
 
 TRUE = memory_constants({"fragment_share": 0.5, "library_bytes": 4e9})
 
@@ -81,7 +80,7 @@ def stored(rows: list[Row]) -> Calibration:
     learned = fit_device_memory(rows)
     plain = calibration_of(published_constants(), Provenance(date="2026-11-23", version="0"))
     fits = {name: each.fit for name, each in learned.items()}
-    return replace(plain, constants={**plain.constants, **constants_of(fits)})
+    return replace(plain, constants={**plain.constants, **device_constants(fits)})
 
 
 def test_a_few_runs_correct_what_the_priors_say() -> None:

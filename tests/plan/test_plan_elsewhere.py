@@ -7,22 +7,35 @@ import pytest
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibrated import Provenance
-from outlast.plan.calibration.calibration_file import from_text, to_text
+from outlast.plan.api import (
+    Training,
+    predict,
+    published_constants,
+    search,
+)
+from outlast.plan.batch import cases
+from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
 from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.known import Known
+from outlast.plan.calibration.memory_fit import Known
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import belonging, step_model
-from outlast.plan.calibration.stored import calibration_of, shared, step_model_of
-from outlast.plan.cases import cases
+from outlast.plan.calibration.step_model import (
+    belonging,
+    calibration_of,
+    shared,
+    step_model,
+    step_model_of,
+)
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
+from outlast.plan.constraints import FRAMEWORKS, framework_key
 from outlast.plan.context import CALIBRATED_AS
-from outlast.plan.entry import Training, predict, published_constants, search
-from outlast.plan.frameworks import FRAMEWORKS, framework_key
-from outlast.plan.known_models import published
-from outlast.plan.terms.step import step_seconds
-from outlast.plan.utilisation import HELD, best_of, published_best
+from outlast.plan.huggingface import published
+from outlast.plan.model import (
+    HELD,
+    best_of,
+    published_best,
+)
+from outlast.plan.step_time import step_seconds
 
 FLAG = "not calibrated on this cluster"
 SMALL = replace(LLAMA_8B, layers=16, hidden=2048, head_width=64, intermediate=8192)

@@ -18,8 +18,12 @@ from plan_emit_runs import (
 )
 
 from outlast.errors import PlanError
-from outlast.plan.emit import Settings, emit, emitted
-from outlast.plan.emit.stages import blocks_per_stage
+from outlast.plan.emit import (
+    EmitSettings,
+    emit,
+    emitted,
+)
+from outlast.plan.emit.settings import blocks_per_stage
 from outlast.plan.huggingface import transformer_of
 
 
@@ -107,7 +111,7 @@ def test_a_run_that_does_not_fit_the_cluster_is_refused(values, sentence):
 
 
 def batch_script(**values):
-    settings = Settings(**{"name": "demo", "launches": "outlast", **values})
+    settings = EmitSettings(**{"name": "demo", "launches": "outlast", **values})
     return emitted("sbatch", DENSE, configured(data=16), CLUSTER, settings)["job.sbatch"]
 
 
@@ -156,10 +160,10 @@ def test_by_cost_the_stage_with_the_head_has_fewer_blocks():
 
 def test_given_blocks_must_add_up():
     run = configured(pipeline=2, sharding="optimizer")
-    settings = Settings(blocks_per_stage=(8, 7))
+    settings = EmitSettings(blocks_per_stage=(8, 7))
     with pytest.raises(PlanError, match="does not give 14 layers to 2 stages"):
         emitted("megatron", DENSE, run, CLUSTER, settings)
-    text = emitted("megatron", DENSE, run, CLUSTER, Settings(blocks_per_stage=(9, 5)))
+    text = emitted("megatron", DENSE, run, CLUSTER, EmitSettings(blocks_per_stage=(9, 5)))
     assert "--pipeline-model-parallel-layout 'Ettttttttt|tttttL'" in text["megatron.sh"]
 
 

@@ -26,7 +26,12 @@ from test_plan_emit_targets import drawn, models
 
 from outlast.errors import JobError, PlanError
 from outlast.job import job_from_text, load_job
-from outlast.plan.emit import Settings, emit, emitted, problem
+from outlast.plan.emit import (
+    EmitSettings,
+    emit,
+    emitted,
+    problem,
+)
 
 COMMON = {
     "expert": (1,),
@@ -80,7 +85,7 @@ def test_overrides_reach_the_job(tmp_path):
 
 
 def test_an_override_that_outlast_does_not_know_is_refused():
-    given = Settings(overrides=("guard.polcy=full",))
+    given = EmitSettings(overrides=("guard.polcy=full",))
     with pytest.raises(JobError, match=r"did you mean guard\.policy"):
         emitted("outlast", *RUNS["outlast"], CLUSTER, given)
 
@@ -337,7 +342,7 @@ def megatron_parser():
 def test_megatron_arguments_are_documented_and_say_the_plan(model, run, tokenizer):
     assume(problem("megatron", model, run) is None)
     assume(run.devices <= CLUSTER.devices_per_node)
-    given = Settings(train=("a b", "c"), tokenizer=tokenizer)
+    given = EmitSettings(train=("a b", "c"), tokenizer=tokenizer)
     text = emitted("megatron", model, run, CLUSTER, given)["megatron.sh"]
     listed = re.search(r"arguments=\(\n(.*?)\n\)\n", text, re.DOTALL)
     assert listed is not None
@@ -374,7 +379,7 @@ def test_megatron_bridge_says_the_same():
 
 
 def test_a_small_learning_rate_stays_a_number():
-    given = Settings(learning_rate=1e-5)
+    given = EmitSettings(learning_rate=1e-5)
     values = yaml.safe_load(
         emitted("accelerate", DENSE, configured(data=2), CLUSTER, given)["training_arguments.yaml"]
     )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plan_emit_runs import CLUSTER, DENSE, MIXTURE, PLAIN, SHARED, configured
 
 from outlast.errors import PlanError
-from outlast.plan.cases import cases
+from outlast.plan.batch import cases
 from outlast.plan.configuration import Configuration
 from outlast.plan.emit import TARGETS, can_express, problem
 

@@ -15,16 +15,16 @@ from outlast.energy.model.constants import DeviceConstants
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power
-from outlast.plan.energy import step_energy
-from outlast.plan.estimate import Source
-from outlast.plan.power import (
+from outlast.plan.energy import (
     activity_at,
     busy_watts,
     cap_factors,
     clock_factors,
     measured_watts,
     node_rest_watts,
+    step_energy,
 )
+from outlast.plan.estimate import Source
 
 H100 = Power(limit_watts=700.0, blocked_watts=110.0, idle_watts=70.0, node_watts=2400.0, pue=1.3)
 A100 = DeviceConstants(

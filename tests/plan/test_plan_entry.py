@@ -8,16 +8,20 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.calibration.device_memory import fit_device_memory
-from outlast.plan.calibration.known import COMPILED, Known
+from outlast.plan.api import (
+    Training,
+    context_of,
+    predict,
+    published_constants,
+    training_of,
+)
+from outlast.plan.calibration.memory_fit import COMPILED, Known, fit_device_memory
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import step_model
-from outlast.plan.cluster import Storage
+from outlast.plan.cluster import FailureCause, Storage
 from outlast.plan.context import CALIBRATED_AS
-from outlast.plan.entry import Training, context_of, predict, published_constants, training_of
 from outlast.plan.huggingface import transformer_of
-from outlast.plan.job_runs import run_of
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.job import run_of
 
 RUN = configuration(data=64, batch=256, sharding="parameters", recompute="full")
 SITE = replace(

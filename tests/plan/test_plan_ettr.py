@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from plan_runs import H100, LLAMA_8B, configuration
 
-from outlast.plan.cluster import Cluster, Storage
+from outlast.plan.api import Training, predict
+from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.cluster_file import read_cluster
-from outlast.plan.entry import Training, predict
 from outlast.plan.estimate import Source
 from outlast.plan.pareto.settings import Settings
 from outlast.plan.prediction import ASSUMED_RATE_FACTOR, GIVEN_RATE_FACTOR, RATES_ASSUMED
-from outlast.plan.reliability.failures import FailureCause
 
 NODE = FailureCause(name="node", per_node_day=0.02, repair_hours=12.0)
 CRASH = FailureCause(name="crash", per_node_day=0.01)

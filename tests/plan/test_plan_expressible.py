@@ -10,9 +10,7 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
 from outlast.errors import PlanError
 from outlast.plan.emit import can_express, emitted
-from outlast.plan.pareto.axes import Axes
-from outlast.plan.pareto.layouts import WORDS
-from outlast.plan.pareto.space import Space, space
+from outlast.plan.pareto.space import WORDS, Axes, Space, space
 from outlast.plan.transformer import Transformer
 
 TARGETS = ("outlast", "torchtitan", "megatron", "deepspeed", "accelerate")

@@ -8,8 +8,15 @@ from hypothesis.extra.numpy import arrays
 
 from outlast.errors import PlanError
 from outlast.plan.pareto import front as fronts
-from outlast.plan.pareto.certainty import Uncertain, probability_of_dominance, undecided
-from outlast.plan.pareto.front import extremes, knee, nondominated, thinned
+from outlast.plan.pareto.front import (
+    Uncertain,
+    extremes,
+    knee,
+    nondominated,
+    probability_of_dominance,
+    thinned,
+    undecided,
+)
 
 
 def by_definition(values: np.ndarray) -> np.ndarray:

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.huggingface import transformer_of
-from outlast.plan.huggingface_families import FAMILIES
-from outlast.plan.known_models import MODELS, published
+from outlast.plan.huggingface import FAMILIES, MODELS, published, transformer_of
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -258,8 +256,9 @@ def test_unknown_published_names_suggest_near_ones() -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys, outlast.plan.known_models, outlast.plan.cluster_file, outlast.plan.legal, "
-        "outlast.plan.job_runs; print('torch' in sys.modules or 'transformers' in sys.modules)"
+        "import sys, outlast.plan.huggingface, outlast.plan.cluster_file, "
+        "outlast.plan.constraints, outlast.plan.job; "
+        "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"

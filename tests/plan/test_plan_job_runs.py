@@ -11,8 +11,8 @@ from outlast.data import microbatch_count
 from outlast.errors import PlanError
 from outlast.job import Job, load_job
 from outlast.plan.cluster_file import cluster_of
-from outlast.plan.job_runs import model_of, run_of
-from outlast.plan.legal import problems
+from outlast.plan.constraints import problems
+from outlast.plan.job import model_of, run_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -14,20 +14,23 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
 from outlast.cli.plan_simulate import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.cases import cases
-from outlast.plan.cluster import Cluster, Storage
+from outlast.plan.api import (
+    Training,
+    context_of,
+    predict,
+    search,
+)
+from outlast.plan.batch import cases
+from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.configuration import Configuration
-from outlast.plan.entry import Training, context_of, predict, search
 from outlast.plan.estimate import Interval
-from outlast.plan.job_runs import run_of
-from outlast.plan.job_settings import mapped
-from outlast.plan.kept import kept_states
+from outlast.plan.fault_tolerance import in_memory_checkpoints
+from outlast.plan.job import mapped, run_of
 from outlast.plan.mechanisms import with_mechanisms
 from outlast.plan.model import judge
 from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
 from outlast.plan.pareto.space import Block
 from outlast.plan.prediction import Estimate
-from outlast.plan.reliability.failures import FailureCause
 from outlast.plan.reliability.goodput import goodput
 from outlast.plan.reliability.recovery import Reliability
 from outlast.plan.reliability.scenario import Scenario
@@ -75,7 +78,7 @@ def outlived(run: Configuration, recovery: str = "restart", model=LLAMA_8B) -> f
     block = Block(numbers, (asked.settings,), one, one)
     step = with_mechanisms(context, block, context.step.parts(numbers, context.whose))
     nodes, state = np.full(1, run.devices / 8.0), 12.0 * step.parameters
-    kept = kept_states(SITE, block, step, nodes=nodes, state=state, memory_rate=4e10)
+    kept = in_memory_checkpoints(SITE, block, step, nodes=nodes, state=state, memory_rate=4e10)
     assert kept is not None
     return float(kept.outlives[0])
 

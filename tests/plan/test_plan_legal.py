@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.cases import cases
+from outlast.plan.batch import cases
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.frameworks import FRAMEWORKS
-from outlast.plan.known_models import published
-from outlast.plan.legal import legal, problems, warnings
+from outlast.plan.constraints import (
+    FRAMEWORKS,
+    legal,
+    problems,
+    warnings,
+)
+from outlast.plan.huggingface import published
 from outlast.plan.transformer import Transformer
 
 H100 = cluster_of("h100x64")

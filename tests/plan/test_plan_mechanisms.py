@@ -11,13 +11,18 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.coding.cost import CostModel, coding_cost
 from outlast.coding.delays import FailStop, ShiftedExponential
 from outlast.errors import PlanError
-from outlast.plan.cases import cases
+from outlast.plan.api import (
+    Training,
+    context_of,
+    predict,
+    search,
+)
+from outlast.plan.batch import cases
 from outlast.plan.cluster import Storage
-from outlast.plan.entry import Training, context_of, predict, search
+from outlast.plan.mechanisms import form_of, operations_ratio
 from outlast.plan.model import judge
 from outlast.plan.pareto.settings import Mechanisms, Settings
 from outlast.plan.pareto.space import Block
-from outlast.plan.structured import form_of, operations_ratio
 
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9))
 RUN = configuration(data=32, batch=256, tensor=2, recompute="full")

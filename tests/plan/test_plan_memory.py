@@ -9,24 +9,29 @@ import pytest
 from plan_runs import LLAMA_8B, MIXTURE
 
 from outlast.errors import PlanError
-from outlast.plan.cases import Cases, cases
+from outlast.plan.batch import Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
-from outlast.plan.known_models import published
-from outlast.plan.memory.constants import MEMORY_NAMES, MEMORY_PRIORS, memory_constants
-from outlast.plan.memory.limits import (
+from outlast.plan.constants import (
+    MEMORY_NAMES,
+    MEMORY_PRIORS,
+    memory_constants,
+)
+from outlast.plan.huggingface import published
+from outlast.plan.memory import (
+    MEMORY,
     allocated_bytes,
     cliff,
     first_stage_allocated,
     first_stage_reserved,
     fits,
     headroom,
+    memory_parts,
     out_of_memory_probability,
     reserved_bytes,
+    stage_parts,
 )
-from outlast.plan.memory.parts import memory_parts, stage_parts
-from outlast.plan.memory.texts import MEMORY
-from outlast.plan.terms.held import last_blocks, most_blocks
+from outlast.plan.shard_sizes import last_blocks, most_blocks
 from outlast.plan.transformer import Transformer
 
 GIB = 2**30

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.cases import Cases, cases
+from outlast.plan.batch import Cases, cases
+from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
-from outlast.plan.memory.constants import (
+from outlast.plan.constants import (
     MEMORY_PRIORS,
     MemoryConstants,
     memory_constants,
 )
-from outlast.plan.memory.fit import MemoryRuns, fit_memory
-from outlast.plan.memory.limits import (
+from outlast.plan.memory import (
     first_stage_allocated,
     first_stage_reserved,
     pressing_shares,

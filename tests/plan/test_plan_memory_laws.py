@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.plan.cases import Cases
-from outlast.plan.memory.constants import memory_constants
-from outlast.plan.memory.limits import (
+from outlast.plan.batch import Cases
+from outlast.plan.constants import memory_constants
+from outlast.plan.memory import (
     headroom,
+    memory_parts,
     out_of_memory_probability,
     reserved_bytes,
 )
-from outlast.plan.memory.parts import memory_parts
-from outlast.plan.memory.stages import PLACES
+from outlast.plan.shard_sizes import PLACES
 
 ENOUGH = 1e15
 """Bytes of a device on which nothing is squeezed out of the cache."""

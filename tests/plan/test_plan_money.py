@@ -14,8 +14,8 @@ from outlast.energy.cost import carbon_grams, money
 from outlast.errors import EnergyError, PlanError
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Prices
+from outlast.plan.energy import bill, with_region
 from outlast.plan.estimate import Source
-from outlast.plan.money import bill, with_region
 
 OWN = Prices(currency="EUR", per_kwh=0.22, grams_per_kwh=380.0)
 UNKNOWN = Unavailable("what the devices draw is not known")

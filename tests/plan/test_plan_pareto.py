@@ -11,15 +11,12 @@ from plan_runs import NODE, SHORT, TINY
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.configuration import Configuration
-from outlast.plan.pareto.axes import Axes
+from outlast.plan.pareto.formatting import layout_words, settings_words
 from outlast.plan.pareto.objectives import Objectives
 from outlast.plan.pareto.page import SHOWN, page
-from outlast.plan.pareto.query import best
-from outlast.plan.pareto.result import Front
-from outlast.plan.pareto.run import search
+from outlast.plan.pareto.search import Front, best, search
 from outlast.plan.pareto.settings import Mechanisms
-from outlast.plan.pareto.space import Block, space
-from outlast.plan.pareto.words import layout_words, settings_words
+from outlast.plan.pareto.space import Axes, Block, space
 
 
 def front(clocks: int = 5, **changed: object) -> Front:

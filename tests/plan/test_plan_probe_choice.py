@@ -11,14 +11,20 @@ from plan_probe_machine import MACHINE, Simulated
 
 from outlast.errors import PlanError
 from outlast.job import job_from_text, load_job, to_toml
-from outlast.plan.calibration.family import family
+from outlast.plan.batch import cases
 from outlast.plan.calibration.fit import Belonging, fit
-from outlast.plan.calibration.probe_runs import _ended, probe_job, run_probe, steps_for
-from outlast.plan.calibration.probing import Probing, numbers_of
+from outlast.plan.calibration.probes import (
+    Probing,
+    _ended,
+    family,
+    numbers_of,
+    probe_job,
+    run_probe,
+    steps_for,
+)
 from outlast.plan.calibration.step_model import belonging
-from outlast.plan.cases import cases
-from outlast.plan.job_runs import run_of
-from outlast.plan.terms.step import step_seconds
+from outlast.plan.job import run_of
+from outlast.plan.step_time import step_seconds
 
 SETTINGS = family(load_job(None), 2, most=80)
 

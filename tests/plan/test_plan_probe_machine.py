@@ -12,20 +12,21 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.cli.plan_probes import Here, places, write
 from outlast.errors import PlanError
 from outlast.job import load_job
+from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import read_calibration
-from outlast.plan.calibration.family import family
-from outlast.plan.calibration.here import divided, machine_text
-from outlast.plan.calibration.microbench import loopback_bytes_per_s
-from outlast.plan.calibration.probing import numbers_of
-from outlast.plan.calibration.resident import PRIORS, Resident, fit_resident, resident_of
+from outlast.plan.calibration.here import divided, loopback_bytes_per_s, machine_text
+from outlast.plan.calibration.memory_fit import (
+    RESIDENT_PRIORS,
+    Resident,
+    fit_resident,
+    resident_of,
+)
+from outlast.plan.calibration.probes import family, numbers_of
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import uncalibrated
-from outlast.plan.calibration.stored import step_model_of
-from outlast.plan.cases import cases
+from outlast.plan.calibration.step_model import step_model_of, uncalibrated
 from outlast.plan.cluster_file import read_cluster
 from outlast.plan.constants import constants
-from outlast.plan.terms.muon import orthogonal_seconds
-from outlast.plan.terms.step import step_parts, step_seconds
+from outlast.plan.step_time import orthogonal_seconds, step_parts, step_seconds
 
 SETTINGS = family(load_job(None), 2, most=40)
 
@@ -90,8 +91,8 @@ def _rows(memory, count=12, noise=0.0):
 
 
 def _truth():
-    values = {name: mean + 0.8 * spread for name, (mean, spread, _) in PRIORS.items()}
-    return Resident(values, np.zeros((len(PRIORS), len(PRIORS))), 0.0, 0)
+    values = {name: mean + 0.8 * spread for name, (mean, spread, _) in RESIDENT_PRIORS.items()}
+    return Resident(values, np.zeros((len(RESIDENT_PRIORS), len(RESIDENT_PRIORS))), 0.0, 0)
 
 
 def test_plan_probe_memory_is_learnt_from_a_dozen_runs():

@@ -12,22 +12,26 @@ from hypothesis import strategies as st
 
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
-from outlast.plan.quality import (
-    CHINCHILLA,
-    ScalingLaw,
+from outlast.plan import scaling_law
+from outlast.plan.loss import (
+    ABSOLUTE,
+    TERMS,
+    UNEQUAL,
     absolute_loss,
-    coding_error,
-    critical_batch_tokens,
-    effects,
     law_parameters,
     loss_difference,
     loss_differences,
-    precision_share,
     rank_share,
-    repeated_tokens,
     runs,
 )
-from outlast.plan.quality.difference import ABSOLUTE, TERMS, UNEQUAL
+from outlast.plan.scaling_law import (
+    CHINCHILLA,
+    ScalingLaw,
+    coding_error,
+    critical_batch_tokens,
+    precision_share,
+    repeated_tokens,
+)
 from outlast.plan.transformer import Transformer
 
 sizes = st.floats(1e7, 1e12)
@@ -151,14 +155,14 @@ def test_the_interval_is_what_the_ends_of_a_constant_give(monkeypatch, constant,
     ends = []
     for sign in (-1.0, 1.0):
         factor = math.exp(sign * 1.6448536 * deviation)
-        known = getattr(effects, constant)
+        known = getattr(scaling_law, constant)
         moved = (
             {part: replace(each, value=each.value * factor) for part, each in known.items()}
             if constant == "PRECISION"
             else replace(known, value=known.value * factor)
         )
         with monkeypatch.context() as patch:
-            patch.setattr(effects, constant, moved)
+            patch.setattr(scaling_law, constant, moved)
             ends.append(loss_differences(run, plain, exact).middle[0])
     assert (found.low[0], found.high[0]) == pytest.approx((min(ends), max(ends)), rel=1e-4)
     assert found.low[0] > 0.0

@@ -8,14 +8,11 @@ from plan_runs import NODE, SHORT, TINY
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.pareto.axes import Axes
 from outlast.plan.pareto.budget import limits, parse
 from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.pareto.query import best
-from outlast.plan.pareto.result import Front
-from outlast.plan.pareto.run import search
+from outlast.plan.pareto.search import Front, best, search
 from outlast.plan.pareto.settings import Mechanisms
-from outlast.plan.pareto.space import Block, Space, space
+from outlast.plan.pareto.space import Axes, Block, Space, space
 
 HOURS = np.array([10.0, 20.0, 40.0, 80.0])
 KWH = np.array([400.0, 300.0, 200.0, 150.0])

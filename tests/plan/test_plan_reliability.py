@@ -16,9 +16,9 @@ from outlast.checkpoint.cost import (
     waste_fraction,
 )
 from outlast.errors import PlanError
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.cluster import FailureCause
+from outlast.plan.reliability.failure_rates import early_factor
 from outlast.plan.reliability.goodput import FORMULAS, goodput
-from outlast.plan.reliability.rates import early_factor
 from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
 
 SHARED = Tier(name="shared", blocked_seconds=5.0, write_seconds=30.0, slowdown=0.1)

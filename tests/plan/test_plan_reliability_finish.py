@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.reliability.failures import FailureCause
-from outlast.plan.reliability.finish import finish
-from outlast.plan.reliability.goodput import Goodput, goodput
+from outlast.plan.cluster import FailureCause
+from outlast.plan.reliability.goodput import Goodput, finish, goodput
 from outlast.plan.reliability.recovery import Number, Reliability, Restart, Tier
 from outlast.plan.reliability.scenario import Scenario
 from outlast.plan.reliability.simulate import simulate

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_random_runs import between
 
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.goodput import goodput
 from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
+from outlast.plan.reliability.recovery_time import JobFailure, recovery_time
 from outlast.plan.reliability.scenario import Scenario
 from outlast.plan.reliability.simulate import simulate
-from outlast.plan.reliability.stops import Stop
-from outlast.plan.reliability.ways_back import ways_back
 
 APPROXIMATE = 3e-4
 """Of waits for whole racks, and of groups of which most are gone: three hundredths of a point."""
@@ -107,9 +106,9 @@ def test_the_simulated_run_finds_no_way_out_either(factor: float) -> None:
     assert ettr(run) == pytest.approx(simulated.ettr, abs=0.01)
 
 
-def stop(rate: float, tier: int, restart: float, restore: float, redone: float) -> Stop:
+def stop(rate: float, tier: int, restart: float, restore: float, redone: float) -> JobFailure:
     values = (rate, tier, 0.0, 0.0, redone, restart, restore)
-    return Stop("any", *(np.array([float(value)]) for value in values))
+    return JobFailure("any", *(np.array([float(value)]) for value in values))
 
 
 STOPS = (
@@ -159,7 +158,7 @@ def test_ways_back_are_those_of_the_chain_of_all_that_struck() -> None:
         for other in range(3):
             again[row, max(row, other)] -= fails * level[other]
     whole = mean[0] + float(level @ np.linalg.solve(again, rest))
-    found = ways_back(STOPS, 3)
+    found = recovery_time(STOPS, 3)
     assert found.longer[0] == pytest.approx(1.0 + total * mean[0], rel=1e-12)
     assert found.longer[0] * found.redone[0] == pytest.approx(1.0 + total * whole, rel=1e-12)
     assert found.restart[0] == pytest.approx(total * mean[1] / found.longer[0], rel=1e-12)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.goodput import goodput
 from outlast.plan.reliability.recovery import (
     Guard,

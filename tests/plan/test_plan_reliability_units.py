@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.plan.reliability.failures import FailureCause
-from outlast.plan.reliability.finish import finish
-from outlast.plan.reliability.goodput import goodput
+from outlast.plan.cluster import FailureCause
+from outlast.plan.reliability.goodput import finish, goodput
 from outlast.plan.reliability.recovery import Reliability, Replicas, Restart, Tier
 from outlast.plan.reliability.scenario import Scenario
 from outlast.plan.reliability.simulate import simulate

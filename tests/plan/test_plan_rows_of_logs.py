@@ -3,8 +3,11 @@
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.log_lines import FRAMEWORKS, read_lines
-from outlast.plan.calibration.log_rows import read_log_row
+from outlast.plan.calibration.run_rows import (
+    FRAMEWORKS,
+    read_lines,
+    read_log_row,
+)
 
 SETTINGS = """
 cluster = "h100x64"

@@ -5,9 +5,8 @@ import pytest
 
 from outlast.errors import PlanError
 from outlast.job import load_job, to_toml
-from outlast.plan.calibration.known import COMPILED, OUTLAST
-from outlast.plan.calibration.run_rows import read_run_row, read_runs
-from outlast.plan.calibration.steady import steady_median
+from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST
+from outlast.plan.calibration.run_rows import read_run_row, read_runs, steady_median
 from outlast.plan.cluster import Cluster
 from outlast.records import (
     AttemptStarted,

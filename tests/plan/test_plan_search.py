@@ -13,15 +13,14 @@ from plan_spaces import CLOCKS, SMALL, cluster, judged
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.cases import Cases, cases
+from outlast.plan.batch import Cases, cases
 from outlast.plan.cluster import Prices
 from outlast.plan.configuration import Configuration
-from outlast.plan.legal import problems
-from outlast.plan.pareto.axes import Axes, divisors
+from outlast.plan.constraints import problems
 from outlast.plan.pareto.objectives import Objectives, joined
-from outlast.plan.pareto.run import search
+from outlast.plan.pareto.search import search
 from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Block, space
+from outlast.plan.pareto.space import Axes, Block, divisors, space
 from outlast.plan.transformer import Transformer
 
 LLAMA = Transformer(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
-from outlast.plan.cases import cases
+from outlast.plan.batch import cases
 from outlast.plan.constants import NAMES, PRIORS, constants
-from outlast.plan.terms.step import step_parts, step_seconds
+from outlast.plan.step_time import step_parts, step_seconds
 
 POWERS = st.sampled_from([1, 2, 4, 8])
 

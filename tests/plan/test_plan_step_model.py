@@ -7,22 +7,23 @@ import pytest
 from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibrated import Provenance
-from outlast.plan.calibration.calibration_file import from_text, to_text
+from outlast.plan.api import published_constants
+from outlast.plan.batch import cases
+from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
 from outlast.plan.calibration.fit import Belonging
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import (
     belonging,
+    calibration_of,
+    shared,
     step_model,
+    step_model_of,
     uncalibrated,
     utilisation,
     validate,
 )
-from outlast.plan.calibration.stored import calibration_of, shared, step_model_of
-from outlast.plan.cases import cases
 from outlast.plan.constants import NAMES, PRIORS, constants
-from outlast.plan.entry import published_constants
-from outlast.plan.terms.step import step_seconds
+from outlast.plan.step_time import step_seconds
 
 SMALL = replace(LLAMA_8B, layers=16, hidden=2048, head_width=64, intermediate=8192)
 

@@ -15,11 +15,9 @@ from plan_spaces import CLOCKS, SMALL, cluster, judged
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.cluster import Prices
-from outlast.plan.pareto.axes import Axes
 from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.pareto.result import union
-from outlast.plan.pareto.run import search
-from outlast.plan.pareto.space import Block, space
+from outlast.plan.pareto.search import search, union
+from outlast.plan.pareto.space import Axes, Block, space
 
 
 def test_a_new_device_type_removes_exactly_what_it_dominates() -> None:

@@ -17,11 +17,12 @@ from outlast.tensorize.forms import (
     TTMLinear,
 )
 from outlast.tensorize.ranks import (
-    adapt,
     energy_rank,
     explained_rank,
+    grow,
     match_ranks,
     resize,
+    shrink,
     singular_values,
 )
 
@@ -153,7 +154,7 @@ def test_shrinking_in_mid_run_keeps_moments_steps_and_the_course_of_the_loss():
     layer, optimizer = shrunk.layer, shrunk.optimizer
     parameters = sum(each.numel() for each in layer.parameters())
     heard = []
-    changes = adapt(layer, 0.999, optimizers=[optimizer], on_change=heard.append)
+    changes = shrink(layer, 0.999, optimizers=[optimizer], on_change=heard.append)
     assert heard == changes
     assert 4 <= changes[0].after < 12
     assert sum(each.numel() for each in layer.parameters()) < parameters
@@ -233,7 +234,7 @@ def test_growth_goes_where_the_spectrum_is_flat():
     with torch.no_grad():
         steep.up.weight[:, 1:] *= 1e-3
     model = nn.Sequential(flat, steep)
-    changes = adapt(model, factor=1.5, used=0.6, multiple=2)
+    changes = grow(model, factor=1.5, used=0.6, multiple=2)
     assert [(each.name, each.after) for each in changes] == [("0", 6)]
 
 
@@ -243,7 +244,7 @@ def test_growth_goes_where_the_spectrum_is_flat():
 def test_grown_ranks_are_multiples(rank, multiple, ranks):
     torch.manual_seed(0)
     layer = LowRankLinear(30, 30, rank, **DOUBLE)
-    changes = adapt(layer, factor=1.5, used=0.5, multiple=multiple)
+    changes = grow(layer, factor=1.5, used=0.5, multiple=multiple)
     assert [each.after for each in changes] == ranks
 
 
@@ -264,9 +265,9 @@ def test_the_energy_rank_is_the_smallest_that_suffices(values, energy):
     [
         (lambda: resize(LowRankLinear(4, 4, 2), 0), "rank = 0"),
         (lambda: resize(TTLinear(8, 8, 2, 2), 1), "name one"),
-        (lambda: adapt(LowRankLinear(4, 4, 2), 1.5), "energy = 1.5"),
-        (lambda: adapt(LowRankLinear(4, 4, 2), factor=0.5), "factor = 0.5"),
-        (lambda: adapt(LowRankLinear(4, 4, 2), multiple=0), "multiple = 0"),
+        (lambda: shrink(LowRankLinear(4, 4, 2), 1.5), "energy = 1.5"),
+        (lambda: grow(LowRankLinear(4, 4, 2), factor=0.5), "factor = 0.5"),
+        (lambda: grow(LowRankLinear(4, 4, 2), multiple=0), "multiple = 0"),
         (lambda: resize(LowRankLinear(4, 4, 3), 2, units=torch.tensor([1, 1])), "units"),
         (lambda: resize(LowRankLinear(4, 4, 3), 2, units=torch.tensor([1, 3])), "units"),
     ],

@@ -6,12 +6,7 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms import BottleneckLinear, LowRankLinear, TTLinear, TuckerLinear
-from outlast.tensorize.ranks import (
-    RankControl,
-    adapt,
-    match_ranks,
-    resize,
-)
+from outlast.tensorize.ranks import RankControl, match_ranks, resize, shrink
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -125,7 +120,7 @@ def test_tied_layers_are_gated_together(whole):
     "change",
     [
         lambda model: resize(model[0], 2, name="0"),
-        adapt,
+        shrink,
         lambda model: RankControl(model),
         lambda model: match_ranks(model, nn.Sequential(LowRankLinear(6, 6, 2)).state_dict()),
     ],

@@ -16,12 +16,7 @@ from outlast.tensorize.forms import (
 from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
 from outlast.tensorize.forms.low_rank import link_latents
 from outlast.tensorize.parallel.grouped import group_projections
-from outlast.tensorize.ranks import (
-    RankControl,
-    adapt,
-    match_ranks,
-    resize,
-)
+from outlast.tensorize.ranks import RankControl, grow, match_ranks, resize, shrink
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -43,10 +38,10 @@ def test_a_line_of_latents_keeps_its_basis(gate):
     with pytest.raises(TensorizeError, match="line of latent crossing"):
         match_ranks(model[0], line(2, gate).state_dict())
     with pytest.warns(UserWarning, match=r"0\.0 is in a line"):
-        changes = adapt(model, 0.5)
+        changes = shrink(model, 0.5)
     assert {each.name for each in changes} == {"1"}
     with pytest.warns(UserWarning, match="stay as they are"):
-        adapt(model, used=0.01)
+        grow(model, used=0.01)
     with pytest.warns(UserWarning, match="stay as they are"):
         assert len(list(RankControl(model).parameters())) == 1
     assert torch.equal(model[0](x), y)
@@ -69,7 +64,7 @@ def test_tied_factors_change_together():
         else:
             model[2].down.weight, model[2].up.weight = model[0].down.weight, model[0].up.weight
         optimizer = torch.optim.AdamW(model.parameters())
-        changes = adapt(model, 0.8, optimizers=[optimizer])
+        changes = shrink(model, 0.8, optimizers=[optimizer])
         assert sorted(each.name for each in changes) == ["0", "1"]
         assert model[2].up.weight is model[0].up.weight
         assert model[2].rank == model[0].rank == model[2].up.in_features < 6
@@ -93,7 +88,7 @@ def test_layers_that_are_tied_by_half_or_differ_are_left_alone(other):
     with pytest.raises(TensorizeError, match="shares a factor with 1"):
         resize(model[0], 3, model=model, name="0")
     with pytest.warns(UserWarning, match="shares a factor"):
-        changes = adapt(model, 0.5)
+        changes = shrink(model, 0.5)
     assert [each.name for each in changes] == ["2"]
 
 
@@ -145,7 +140,7 @@ def test_grouped_layers_are_refused():
     with pytest.raises(TensorizeError, match="before group_projections or parallelize_bottleneck"):
         resize(layer, 8)
     with pytest.raises(TensorizeError, match="before group_projections"):
-        adapt(model, 0.5)
+        shrink(model, 0.5)
     state = {"model.layers.0.self_attn.q_proj.down.weight": torch.empty(8, 64)}
     with pytest.raises(TensorizeError, match="before group_projections"):
         match_ranks(model, state)

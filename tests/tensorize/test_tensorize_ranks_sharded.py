@@ -12,13 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms import LowRankLinear, TTLinear
 from outlast.tensorize.parallel.fsdp import shard_tensorized
-from outlast.tensorize.ranks import (
-    RankControl,
-    adapt,
-    change_sharded,
-    match_ranks,
-    resize,
-)
+from outlast.tensorize.ranks import RankControl, change_sharded, match_ranks, resize, shrink
 
 WIDTH = 24
 
@@ -60,7 +54,7 @@ def _refusals(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     found = 0
     for change in (
         lambda: resize(model[0], 4, optimizers=[optimizer]),
-        lambda: adapt(model, 0.5),
+        lambda: shrink(model, 0.5),
         lambda: match_ranks(model, state),
         lambda: RankControl(model),
     ):
@@ -80,7 +74,7 @@ def _run() -> dict[str, Any]:
     refused = _refusals(model, optimizer)
 
     def change(whole: nn.Module, own: torch.optim.Optimizer) -> None:
-        adapt(whole, 0.999, optimizers=[own])
+        shrink(whole, 0.999, optimizers=[own])
 
     changed, fresh = change_sharded(
         model, optimizer, change, build=_build, shard=_shard, plain=_plain

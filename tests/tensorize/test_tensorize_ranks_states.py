@@ -7,11 +7,7 @@ from torch import nn
 from outlast.errors import TensorizeError
 from outlast.tensorize.forms import BTTLinear, LowRankLinear, SparseLowRankLinear, TTLinear
 from outlast.tensorize.muon import UnfoldedMuon, factor_unfoldings
-from outlast.tensorize.ranks import (
-    adapt,
-    match_ranks,
-    resize,
-)
+from outlast.tensorize.ranks import grow, match_ranks, resize, shrink
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -71,8 +67,8 @@ def test_an_average_of_the_parameter_is_mapped_like_the_parameter():
     "change",
     [
         lambda model, optimizer: resize(model[1], 2, optimizers=[optimizer]),
-        lambda model, optimizer: adapt(model, 0.5, optimizers=[optimizer]),
-        lambda model, optimizer: adapt(model, used=0.1, optimizers=[optimizer]),
+        lambda model, optimizer: shrink(model, 0.5, optimizers=[optimizer]),
+        lambda model, optimizer: grow(model, used=0.1, optimizers=[optimizer]),
         lambda model, optimizer: match_ranks(
             model,
             nn.Sequential(LowRankLinear(10, 8, 2), LowRankLinear(8, 8, 2)).state_dict(),

@@ -11,9 +11,9 @@ from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.job import Job
-    from outlast.plan.calibration.calibrated import Calibration
+    from outlast.plan.api import Training
+    from outlast.plan.calibration.calibration_file import Calibration
     from outlast.plan.cluster import Cluster
-    from outlast.plan.entry import Training
     from outlast.plan.prediction import Estimate
     from outlast.records import Predicted
 
@@ -37,9 +37,9 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         processes: That will train.
     """
     from outlast.cli.plan_place import HERE, calibration_for, place_of
+    from outlast.plan.api import predict, training_of
     from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.known import known_of
-    from outlast.plan.entry import predict, training_of
+    from outlast.plan.calibration.memory_fit import known_of
 
     try:
         cluster = place_of(HERE, processes)
@@ -80,9 +80,9 @@ def record_of(
     """
     import numpy as np
 
-    from outlast.plan.calibration.resident import resident_of
-    from outlast.plan.cases import cases
-    from outlast.plan.record import as_record
+    from outlast.plan.batch import cases
+    from outlast.plan.calibration.memory_fit import resident_of
+    from outlast.plan.prediction import as_record
 
     record = as_record(estimate, PUBLISHED if file is None else str(file))
     found = None if calibration is None or not cluster.processor else resident_of(calibration)

@@ -90,7 +90,7 @@ def job_settings(planned: Planned, best: Choice) -> tuple[str, ...]:
     Empty for other sources, and where nothing is to be changed.
     """
     from outlast.errors import PlanError
-    from outlast.plan.emit.mechanisms import mechanism_tables
+    from outlast.plan.emit.outlast_job import mechanism_tables
 
     job, training = planned.job, planned.training
     if job is None or training.framework != "outlast":
@@ -203,8 +203,7 @@ def _loss_of(
     planned: Planned, best: Choice, *, batch: float = 1.0, tokens: float = 1.0
 ) -> Interval:
     """Loss with so many times the batch and the tokens, less the loss with one of each."""
-    from outlast.plan.quality.difference import loss_differences
-    from outlast.plan.quality.runs import law_parameters, runs
+    from outlast.plan.loss import law_parameters, loss_differences, runs
 
     context, model = planned.context, planned.training.model
     changed, plain = (

@@ -123,10 +123,9 @@ def _rows(
     paths: list[Path], settings: Path | None, tables: list[Path], cluster: str | None
 ) -> tuple[list[Row], list[Refused]]:
     from outlast.cli.plan_place import HERE, place_of, ranks_of
-    from outlast.plan.calibration.csv_rows import read_rows
-    from outlast.plan.calibration.log_rows import read_log_row
     from outlast.plan.calibration.rows import Refused
-    from outlast.plan.calibration.run_rows import read_run_row
+    from outlast.plan.calibration.run_rows import read_log_row, read_run_row
+    from outlast.plan.calibration.table_rows import read_rows
     from outlast.records import read_run
 
     if not paths and not tables:
@@ -160,12 +159,12 @@ def _rows(
 
 def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
     from outlast.cli.plan_fitted import Fitted
+    from outlast.plan.api import published_constants
+    from outlast.plan.batch import cases
     from outlast.plan.calibration.clean import clean
     from outlast.plan.calibration.fit import Belonging
     from outlast.plan.calibration.rows import forced
     from outlast.plan.calibration.step_model import belonging, step_model, validate
-    from outlast.plan.cases import cases
-    from outlast.plan.entry import published_constants
 
     before = published_constants()
     numbers = cases([(row.model, row.run, row.cluster) for row in rows])
@@ -192,7 +191,7 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
     from outlast.cli.plan_fitted_memory import stored_memory
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
-    from outlast.plan.calibration.stored import calibration_of
+    from outlast.plan.calibration.step_model import calibration_of
     from outlast.version import __version__
 
     used = found.used

@@ -103,7 +103,7 @@ def _one(planned: Planned) -> Settings:
 
 
 def _stated(planned: Planned, sizes: dict[str, Any]) -> Configuration:
-    from outlast.plan.legal import problems
+    from outlast.plan.constraints import problems
 
     names = {"shard": "sharding", "shard_ranks": "sharding_ranks"}
     wanted = {names.get(name, name): value for name, value in sizes.items()}

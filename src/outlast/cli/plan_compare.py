@@ -119,10 +119,14 @@ def _predicted_now(
     from outlast.cli.forecast import record_of
     from outlast.cli.plan_place import HERE, calibration_for, place_of, ranks_of
     from outlast.job import job_from_text
+    from outlast.plan.api import Training, predict
     from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.known import COMPILED, OUTLAST, known_of
+    from outlast.plan.calibration.memory_fit import (
+        COMPILED,
+        OUTLAST,
+        known_of,
+    )
     from outlast.plan.calibration.run_rows import read_run_row
-    from outlast.plan.entry import Training, predict
     from outlast.records import Forecast, measured_figures
 
     row = read_run_row(read.path, place_of(cluster or HERE, ranks_of(read)))

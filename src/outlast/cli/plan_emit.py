@@ -61,10 +61,10 @@ def emit(
 
     from outlast.cli.plan_choice import chosen
     from outlast.cli.plan_source import planned
-    from outlast.plan.emit import Settings
+    from outlast.plan.constraints import FRAMEWORKS
+    from outlast.plan.emit import EmitSettings
     from outlast.plan.emit import emit as write
     from outlast.plan.emit.targets import target_named
-    from outlast.plan.frameworks import FRAMEWORKS
 
     target_named(target)
     trains = (launches or "outlast") if target == "sbatch" else target
@@ -75,7 +75,7 @@ def emit(
         layout = with_fields(layout, choose=1)
         read = with_fields(read, target=trains)
     found = chosen(read, layout)
-    settings = Settings(
+    settings = EmitSettings(
         **_of_job(read),
         name=name or _name(read),
         predicted=_predicted(found),
@@ -190,8 +190,7 @@ def _of_job(planned: Planned) -> dict[str, Any]:
 
 def _model_config(planned: Planned) -> dict[str, Any]:
     """The source's own config, so that nothing of it is lost."""
-    from outlast.plan.huggingface_families import SYNONYMS
-    from outlast.plan.known_models import MODELS
+    from outlast.plan.huggingface import MODELS, SYNONYMS
 
     source = planned.asked.source
     job = planned.job

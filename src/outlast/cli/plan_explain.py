@@ -40,7 +40,7 @@ def explain(asked: Asked, layout: Layout, json: AsJson = False) -> None:
     from outlast.cli.plan_choice import chosen
     from outlast.cli.plan_source import planned
     from outlast.cli.plan_words import plain
-    from outlast.plan.pareto.words import layout_words
+    from outlast.plan.pareto.formatting import layout_words
 
     read = planned(asked)
     found = chosen(read, layout)
@@ -67,7 +67,7 @@ def _print(console: Console, planned: Planned, found: Chosen) -> None:
     from outlast.cli.figures import print_facts
     from outlast.cli.plan_rank import answers, print_planned
     from outlast.cli.plan_words import range_words, seconds_words
-    from outlast.plan.pareto.words import layout_words, settings_words
+    from outlast.plan.pareto.formatting import layout_words, settings_words
 
     each = found.estimate
     print_planned(console, planned)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.plan.calibration.groups import interval_groups
+from outlast.plan.calibration.conformal import interval_groups
 from outlast.plan.calibration.step_model import utilisation
 from outlast.plan.constants import NAMES, PRIORS
 

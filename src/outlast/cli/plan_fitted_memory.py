@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.plan.calibration.device_memory import Learned, constants_of, fit_device_memory
-from outlast.plan.calibration.resident import Resident, fit_resident
-from outlast.plan.calibration.resident import constants_of as resident_constants
-from outlast.plan.memory.constants import MEMORY_NAMES, MEMORY_PRIORS
+from outlast.plan.calibration.memory_fit import (
+    Learned,
+    Resident,
+    device_constants,
+    fit_device_memory,
+    fit_resident,
+    resident_constants,
+)
+from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS
 
 if TYPE_CHECKING:
-    from outlast.plan.calibration.calibrated import Constant
+    from outlast.plan.calibration.calibration_file import Constant
+    from outlast.plan.calibration.memory_fit import MemoryFit
     from outlast.plan.calibration.rows import Row
-    from outlast.plan.memory.fit import MemoryFit
 
 MOVED = 0.05
 """Relative change of a constant from which on it is worth a word."""
@@ -46,7 +51,7 @@ def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
         rows: Flagged ones included, which do not count.
         alone: Begin with the priors, not with what published runs have taught.
     """
-    from outlast.plan.entry import published_memory
+    from outlast.plan.api import published_memory
 
     before = {} if alone else published_memory()
     processes = [row for row in rows if row.cluster.processor and row.fits_memory]
@@ -61,7 +66,7 @@ def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
 
 def stored_memory(found: FittedMemory) -> dict[str, Constant]:
     """What the calibration's file says of it."""
-    stored = constants_of({name: item.fit for name, item in found.learned.items()})
+    stored = device_constants({name: item.fit for name, item in found.learned.items()})
     if found.resident is not None:
         stored |= resident_constants(found.resident, found.machine)
     return stored

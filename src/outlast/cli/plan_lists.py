@@ -68,7 +68,7 @@ def models(json: AsJson = False) -> None:
     """
     from outlast.cli.figures import Column, output, print_json, print_table
     from outlast.cli.plan_words import count_words
-    from outlast.plan.known_models import MODELS, published
+    from outlast.plan.huggingface import MODELS, published
 
     found = [(name, published(name), model.source) for name, model in MODELS.items()]
     if json:

@@ -11,8 +11,8 @@ from outlast.errors import PlanError
 
 if TYPE_CHECKING:
     from outlast.cli.plan_asked import Asked
+    from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
-    from outlast.plan.entry import Training
     from outlast.plan.transformer import Transformer
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -36,8 +36,8 @@ def training_of_model(asked: Asked, cluster: Cluster, assumed: list[str]) -> Tra
         PlanError: The source is no model, or a number is none.
     """
     from outlast.cli.plan_words import count_words
+    from outlast.plan.api import Training
     from outlast.plan.configuration import Configuration
-    from outlast.plan.entry import Training
 
     model = model_of_source(asked.source)
     sequence, longest = asked.sequence, _longest(asked.source)
@@ -84,8 +84,7 @@ def model_of_source(source: str) -> Transformer:
     Raises:
         PlanError: It is none of these.
     """
-    from outlast.plan.huggingface import transformer_of
-    from outlast.plan.known_models import published
+    from outlast.plan.huggingface import published, transformer_of
 
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -113,7 +112,7 @@ def count_of(text: str, option: str) -> float:
 
 def _longest(source: str) -> int:
     """The model's longest sequence; 0 where its config says none."""
-    from outlast.plan.known_models import MODELS
+    from outlast.plan.huggingface import MODELS
 
     table: Any = MODELS[source.casefold()].config if source.casefold() in MODELS else {}
     path = Path(source)

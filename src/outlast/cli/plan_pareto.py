@@ -110,7 +110,7 @@ def check(
     from outlast.cli.plan_rank import beyond
     from outlast.cli.plan_source import planned
     from outlast.cli.plan_words import plain
-    from outlast.plan.pareto.words import layout_words
+    from outlast.plan.pareto.formatting import layout_words
 
     read = planned(asked)
     bounds = _bounds(read, headroom)

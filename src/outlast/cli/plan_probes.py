@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from outlast.errors import PlanError
 
 if TYPE_CHECKING:
-    from outlast.plan.calibration.probe_runs import Probe
-    from outlast.plan.calibration.resident import Resident
+    from outlast.plan.calibration.memory_fit import Resident
+    from outlast.plan.calibration.probes import Probe
     from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster
 
@@ -101,10 +101,9 @@ def probed(
         PlanError: As `calibrate_here`.
     """
     from outlast.job import load_job
-    from outlast.plan.calibration.family import family
     from outlast.plan.calibration.here import kept_cluster
-    from outlast.plan.calibration.probing import Probing
-    from outlast.plan.calibration.resident import fit_resident
+    from outlast.plan.calibration.memory_fit import fit_resident
+    from outlast.plan.calibration.probes import Probing, family
     from outlast.plan.calibration.step_model import step_model
 
     if not seconds > 0.0:
@@ -144,10 +143,12 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         files: By `places`.
     """
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
-    from outlast.plan.calibration.device_memory import constants_of as device_constants
-    from outlast.plan.calibration.device_memory import fit_device_memory
-    from outlast.plan.calibration.resident import constants_of
-    from outlast.plan.calibration.stored import calibration_of
+    from outlast.plan.calibration.memory_fit import (
+        device_constants,
+        fit_device_memory,
+        resident_constants,
+    )
+    from outlast.plan.calibration.step_model import calibration_of
     from outlast.records import replace_file
     from outlast.version import __version__
 
@@ -163,7 +164,7 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
     learned = fit_device_memory([probe.row for probe in found.probes])
     memory = device_constants({name: item.fit for name, item in learned.items()})
     if found.memory is not None:
-        memory |= constants_of(found.memory, found.cluster.name)
+        memory |= resident_constants(found.memory, found.cluster.name)
     constants = {**calibration.constants, **memory}
     write_calibration(replace(calibration, constants=constants), files[0])
     if cluster_text:

@@ -295,7 +295,7 @@ def _row(
 
 def _layouts(found: Ranking) -> tuple[str, list[str]]:
     """What the rows have in common, and what each has beside."""
-    from outlast.plan.pareto.words import layout_words, settings_words
+    from outlast.plan.pareto.formatting import layout_words, settings_words
 
     split = [
         [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),
@@ -344,7 +344,7 @@ def _document(
     from outlast.cli.plan_advice import job_settings
     from outlast.cli.plan_sharing import sharing_of
     from outlast.cli.plan_words import plain
-    from outlast.plan.pareto.words import layout_words
+    from outlast.plan.pareto.formatting import layout_words
 
     front, planned, best = found.front, found.planned, found.choices[0]
     sharing = sharing_of(planned.load_of_others, best.estimate, best.settings)

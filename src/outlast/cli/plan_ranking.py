@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from outlast.cli.plan_source import Planned
     from outlast.plan.configuration import Configuration
     from outlast.plan.pareto.objectives import Objectives
-    from outlast.plan.pareto.result import Front
-    from outlast.plan.pareto.run import Evaluate
+    from outlast.plan.pareto.search import Evaluate, Front
     from outlast.plan.pareto.settings import Settings
     from outlast.plan.pareto.space import Block, Space
     from outlast.plan.prediction import Estimate
@@ -127,10 +126,10 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
     Raises:
         PlanError: As `ranking`.
     """
+    from outlast.plan.feasibility import refuse_impossible
     from outlast.plan.model import evaluator
-    from outlast.plan.pareto.run import search
+    from outlast.plan.pareto.search import search
     from outlast.plan.pareto.space import space
-    from outlast.plan.unfit import refuse_impossible
 
     training = planned.training
     candidates = space(
@@ -177,7 +176,7 @@ class Nearest:
     def rows(self, limits: object) -> list[int]:
         """Rows of the space within limits, the best first."""
         from outlast.plan.pareto.objectives import joined, minimised
-        from outlast.plan.pareto.query import kept
+        from outlast.plan.pareto.search import kept
 
         if not self._found:
             return []
@@ -193,7 +192,7 @@ class Nearest:
 
 def _filled(rows: Sequence[int], more: Sequence[int], space: Space, top: int) -> list[int]:
     """The rows with the next best behind them, no layout twice."""
-    from outlast.plan.pareto.words import layout_words, settings_words
+    from outlast.plan.pareto.formatting import layout_words, settings_words
 
     found: dict[str, int] = {}
     for row in (*rows, *more):

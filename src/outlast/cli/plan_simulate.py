@@ -14,8 +14,7 @@ from outlast.cli.plan_asked import Asked, Layout
 from outlast.cli.plan_rank import AsJson
 
 if TYPE_CHECKING:
-    from outlast.plan.reliability.finish import Finish
-    from outlast.plan.reliability.goodput import Goodput
+    from outlast.plan.reliability.goodput import Finish, Goodput
     from outlast.plan.reliability.scenario import Scenario
     from outlast.plan.reliability.simulate import Simulated
 
@@ -52,8 +51,7 @@ def simulate(
     shares of the wall time and seconds.
     """
     from outlast.cli.figures import print_json
-    from outlast.plan.reliability.finish import finish
-    from outlast.plan.reliability.goodput import goodput
+    from outlast.plan.reliability.goodput import finish, goodput
     from outlast.plan.reliability.simulate import simulate as play
 
     scenario = _scenario(asked, layout)
@@ -87,7 +85,7 @@ def scenario_of(context: Any, run: Any, settings: Any) -> Scenario:
     """The life of a predicted run as the simulator plays it."""
     import numpy as np
 
-    from outlast.plan.cases import cases
+    from outlast.plan.batch import cases
     from outlast.plan.model import judge
     from outlast.plan.pareto.space import Block
     from outlast.plan.reliability.scenario import Scenario

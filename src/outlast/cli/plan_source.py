@@ -16,12 +16,12 @@ from outlast.errors import PlanError
 if TYPE_CHECKING:
     from outlast.cli.plan_asked import Asked
     from outlast.job import Job
+    from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
     from outlast.plan.context import Context
-    from outlast.plan.entry import Training
-    from outlast.plan.pareto.axes import Axes
     from outlast.plan.pareto.settings import Mechanisms
+    from outlast.plan.pareto.space import Axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Planned:
     @property
     def axes(self) -> Axes:
         """What is searched: what the user fixed has one choice."""
-        from outlast.plan.pareto.axes import Axes
+        from outlast.plan.pareto.space import Axes
 
         asked = self.asked
         fixed: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def planned(asked: Asked) -> Planned:
     from outlast.cli.plan_model import training_of_model
     from outlast.cli.plan_place import calibration_for
     from outlast.cli.plan_sharing import load_of_others, shared_with
-    from outlast.plan.entry import context_of
+    from outlast.plan.api import context_of
 
     _check(asked)
     job = _job(asked)
@@ -174,7 +174,7 @@ def _job(asked: Asked) -> Job | None:
 
 def _cluster(asked: Asked, job: Job | None) -> Cluster:
     from outlast.cli.plan_place import place_of
-    from outlast.plan.money import with_region
+    from outlast.plan.energy import with_region
 
     ranks = job.launch.nproc if job is not None and job.launch.nproc > 1 else 0
     found = place_of(asked.cluster, ranks)
@@ -190,8 +190,8 @@ def _cluster(asked: Asked, job: Job | None) -> Cluster:
 
 def _of_job(job: Job, asked: Asked, cluster: Cluster) -> tuple[Training, Configuration | None, str]:
     """The training, and the job's own division of the work or why it is not possible."""
-    from outlast.plan.entry import training_of
-    from outlast.plan.legal import problems
+    from outlast.plan.api import training_of
+    from outlast.plan.constraints import problems
 
     parallel = job.parallel
     fixed = parallel.pipeline * parallel.shard * parallel.tensor * max(parallel.replicate, 1)
@@ -212,7 +212,7 @@ def _of_job(job: Job, asked: Asked, cluster: Cluster) -> tuple[Training, Configu
 
 def _restated(training: Training, asked: Asked) -> Training:
     from outlast.cli.plan_model import count_of
-    from outlast.plan.frameworks import framework_named
+    from outlast.plan.constraints import framework_named
 
     framework_named(training.framework)
     if asked.unique_tokens is None:

@@ -13,13 +13,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outlast.plan.api import (
+        Training,
+        predict,
+        search,
+    )
     from outlast.plan.cluster import Cluster
     from outlast.plan.cluster_file import cluster_of
     from outlast.plan.configuration import Configuration
-    from outlast.plan.entry import Training, predict, search
     from outlast.plan.estimate import Interval, Term, Total
-    from outlast.plan.huggingface import transformer_of
-    from outlast.plan.known_models import published
+    from outlast.plan.huggingface import published, transformer_of
     from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
     from outlast.plan.prediction import Estimate
     from outlast.plan.transformer import Transformer
@@ -34,12 +37,12 @@ _HOMES = {
     "Settings": "pareto.settings",
     "Term": "estimate",
     "Total": "estimate",
-    "Training": "entry",
+    "Training": "api",
     "Transformer": "transformer",
     "cluster_of": "cluster_file",
-    "predict": "entry",
-    "published": "known_models",
-    "search": "entry",
+    "predict": "api",
+    "published": "huggingface",
+    "search": "api",
     "transformer_of": "huggingface",
 }
 

@@ -1,7 +1,10 @@
-"""Figures of a cluster that its file leaves out: from the catalogue of `outlast.hardware`.
+"""Figures of a cluster that its file leaves out: catalogue, priors, published failures.
 
 Each is a `Source` with the catalogue's own kind and words ("unverified" stays "unverified"), or
 `Unavailable` with the reason. What is derived from other parts is a "prior" and says how.
+
+Rates differ by 2.8 times between two clusters of one owner (RSC-1 and RSC-2), so they are a start
+and no forecast: every cause from here is flagged as assumed in `Cluster.sources`.
 """
 
 from __future__ import annotations
@@ -9,18 +12,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from outlast.errors import PlanError
 from outlast.hardware import Device, Figure, Node, Quantity, Unavailable, devices, link
+from outlast.plan.cluster import FailureCause, Power
 from outlast.plan.estimate import Source
+from outlast.plan.facts import facts
 
 Known: TypeAlias = Source | Unavailable
-
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 RACKS: Mapping[str, tuple[int, int]] = {"gb200": (4, 72)}
 """Parts whose fast link joins a rack: devices of a node, devices of the rack (GB200 NVL72)."""
 DEVICES_PER_NODE = 8
-
 _TRAINING_SHARE = 0.76
 """Power of an 8x H100 node in heavy training over its rating (2506.14551, abstract)."""
 _BLOCKED_SHARE = 83.64 / 400.0
@@ -32,7 +36,7 @@ _SHARED_BYTES_PER_S = 2e12
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many devices are joined by what.
+    """Number of devices in a node and in a fast domain, and the links between them.
 
     Attributes:
         nodes: Nodes of the run.
@@ -115,7 +119,7 @@ def link_figures(part: Device | None, node: Node | None) -> dict[str, Known]:
 
 
 def power_figures(part: Device, node: Node | None) -> dict[str, Known]:
-    """What a device and the rest of its node draw."""
+    """Power draw of a device and of the rest of its node."""
     limit, idle = _one(part, part.power_limit_watts), _one(part, part.idle_watts)
     blocked = _one(part, part.blocked_watts)
     if part.category == "gpu":
@@ -133,7 +137,7 @@ def power_figures(part: Device, node: Node | None) -> dict[str, Known]:
 def storage_figures(
     part: Device | None, fabric_bytes_per_s: float, shape: Shape
 ) -> dict[str, Known]:
-    """Where checkpoints can go; there is a local disk only where a file says so."""
+    """Storage for checkpoints; there is a local disk only where a file says so."""
     key = _HOST_LINK.get(part.key if part else "", "pcie5-x16")
     host = link(key).peak_bytes_per_s.value * shape.devices_per_node
     words = f"one {link(key).name} per device, at its peak"
@@ -214,3 +218,161 @@ def _rest_of_node(node: Node | None, limit: Known) -> Known:
             )
             return Source(rest, "W", "prior", text)
     return Source(0.0, "W", "prior", "not known and left out: energy is the devices' alone")
+
+
+POWER = ("limit_watts", "blocked_watts", "idle_watts", "node_watts", "pue")
+STORAGE = ("memory_bytes_per_s", "peer_bytes_per_s", "local_bytes_per_s", "shared_bytes_per_s")
+_COUNTS = {"nodes", "devices", "devices_per_node", "fast_domain", "spares", "host_cores"}
+_ORIGINS = ("datasheet", "measured", "published", "unverified", "calibrated", "prior")
+
+_UNITS = {
+    "flop_per_s": "FLOP/s",
+    "bytes_per_s": "B/s",
+    "bytes": "B",
+    "seconds": "s",
+    "watts": "W",
+    "device_hour": "/h",
+    "kwh": "/kWh",
+}
+
+
+def figures(
+    tables: Mapping[str, Any], part: Device | None, sold: Node | None, name: str
+) -> dict[str, Known]:
+    """Every figure by its name: the file's own, else the catalogue's."""
+    said = tables.get("sources", {})
+    given: dict[str, Known] = {
+        field: _given(field, number, said, name) for field, number in _given_numbers(tables)
+    }
+    known: dict[str, Known] = dict(part_figures(part)) if part else {}
+    known |= power_figures(part, sold) if part else {}
+    known |= link_figures(part, sold)
+    known["fabric_latency_seconds"] = Source(
+        5e-6, "s", "prior", "a message over a switched network, with its software"
+    )
+    known |= given
+    if unknown := sorted(set(said) - set(known) - {f"storage.{item}" for item in STORAGE}):
+        raise PlanError(f"cluster {name}: sources.{unknown[0]} names no number of the cluster")
+    for precision in PRECISIONS:
+        peak, matmul = f"peak_flop_per_s.{precision}", f"matmul_flop_per_s.{precision}"
+        if isinstance(known.get(peak, Unavailable("")), Unavailable):
+            if matmul in given:
+                raise PlanError(
+                    f"cluster {name}: {matmul} is given, but {peak} is not known: give it too"
+                )
+            known.pop(peak, None)
+            known.pop(matmul, None)
+        elif isinstance(known.get(matmul, Unavailable("")), Unavailable) or (
+            peak in given and matmul not in given
+        ):
+            known[matmul] = matmul_prior(precision, {**known, matmul: Unavailable("")})
+    if not any(field.startswith("peak_flop_per_s.") for field in known):
+        reason = part.bf16_peak_flop_per_s if part else Unavailable("it is not in the catalogue")
+        raise PlanError(
+            f"cluster {name}: no peak_flop_per_s is known ({reason}); give "
+            "[cluster.peak_flop_per_s] bf16"
+        )
+    return known
+
+
+def _given_numbers(tables: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The numbers of the file that a source can be named for."""
+    found: list[tuple[str, float]] = []
+    for section in ("cluster", "power", "prices", "storage"):
+        prefix = "" if section == "cluster" else f"{section}."
+        for key, value in tables.get(section, {}).items():
+            if isinstance(value, dict):
+                found += [(f"{key}.{inner}", float(item)) for inner, item in value.items()]
+            elif not isinstance(value, (str, bool)) and key not in _COUNTS:
+                found.append((f"{prefix}{key}", float(value)))
+    return found
+
+
+def _given(field: str, number: float, said: Mapping[str, str], name: str) -> Source:
+    text = said.get(field, "")
+    origin = next((kind for kind in _ORIGINS if text.startswith(kind)), "given")
+    stem = field.removeprefix("power.").removeprefix("storage.").split(".")[0]
+    unit = next((unit for ending, unit in _UNITS.items() if stem.endswith(ending)), "1")
+    return Source(number, unit, origin, text or f"the cluster file of {name}")
+
+
+def fill_links(known: dict[str, Known], shape: Shape, name: str) -> None:
+    """Stand-ins for links over which nothing is sent, so that nothing divides by zero."""
+    memory = figure_value(known, "memory_bytes_per_s", name)
+    if isinstance(known["fast_bytes_per_s"], Unavailable) and shape.devices == 1:
+        known["fast_bytes_per_s"] = Source(
+            memory, "B/s", "prior", "one device sends nothing: its memory's stands in"
+        )
+    fast = figure_value(known, "fast_bytes_per_s", name)
+    if isinstance(known["fabric_bytes_per_s"], Unavailable) and shape.devices <= shape.fast_domain:
+        known["fabric_bytes_per_s"] = Source(
+            fast, "B/s", "prior", "all devices are in one fast domain: the fast link's stands in"
+        )
+
+
+def figure_value(known: Mapping[str, Known], field: str, name: str) -> float:
+    """One figure.
+
+    Args:
+        known: Figures by name.
+        field: Its name.
+        name: The cluster's, for the sentence.
+
+    Raises:
+        PlanError: It is not known; the sentence says where to give it.
+    """
+    figure = known.get(field, Unavailable("it is not in the catalogue"))
+    if isinstance(figure, Unavailable):
+        place, _, key = field.rpartition(".")
+        section = f"cluster.{place}" if place.endswith("flop_per_s") else place or "cluster"
+        raise PlanError(
+            f"cluster {name}: {key} is not known ({figure.reason}); give it in [{section}]"
+        )
+    return figure.value
+
+
+def power(known: dict[str, Known], tables: Mapping[str, Any], name: str) -> Power | None:
+    """Power draw of devices; None where neither file nor catalogue knows."""
+    fields = [f"power.{item}" for item in POWER[:3]]
+    absent = [
+        field for field in fields if isinstance(known.get(field, Unavailable("")), Unavailable)
+    ]
+    if absent and "power" not in tables:
+        return None
+    for field, fallback in (("power.node_watts", 0.0), ("power.pue", 1.0)):
+        known.setdefault(field, Source(fallback, "1", "prior", "nobody gave it"))
+    return Power(**{item: figure_value(known, f"power.{item}", name) for item in POWER})
+
+
+RECORDS: Mapping[str, Any] = facts("failures")
+"""Failure rates that others published, by the name that `failure_rates` of a cluster file gives."""
+
+
+def assumed_record(device: str, *, accelerators: bool) -> str:
+    """Choose the record to assume: of the same part where there is one.
+
+    Args:
+        device: Key of the part.
+        accelerators: Whether it is none of a machine's own processors.
+    """
+    return "rsc-1" if accelerators and device.startswith("a100") else "llama-3"
+
+
+def assumed_causes(record: str, *, accelerators: bool) -> tuple[FailureCause, ...]:
+    """The causes of a record; without accelerators, those of hosts and software alone."""
+    return tuple(
+        FailureCause(per_node_day=failures / RECORDS[record]["node_days"], **cause)
+        for cause in map(dict, RECORDS[record]["causes"])
+        for failures in [cause.pop("failures")]
+        if accelerators or cause["name"] in ("host", "software", "node")
+    )
+
+
+def assumed_sources(record: str, causes: tuple[FailureCause, ...]) -> dict[str, Source]:
+    """The sources of causes that nobody gave, by their name in a cluster."""
+    return {
+        f"failures.{cause.name}": Source(
+            cause.per_node_day, "1/node-day", "unverified", f"assumed: {RECORDS[record]['text']}"
+        )
+        for cause in causes
+    }

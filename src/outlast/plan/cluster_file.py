@@ -1,4 +1,4 @@
-"""From a TOML file, a shorthand or this machine to a `Cluster` whose every number has a source.
+"""Clusters from a TOML file, a shorthand or this machine, every number with its source.
 
     cluster_of("h100x64")                  # a shipped example, a shorthand, or the path of a file
     read_cluster(Path("mine.toml"))        # strict: unknown keys and contradictions are refused
@@ -9,36 +9,476 @@ What a file leaves out comes from the catalogue of `outlast.hardware`, and says 
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from outlast.errors import HardwareError, PlanError
-from outlast.hardware import Device, Node, device, devices, node, nodes
-from outlast.plan.assumed_failures import (
-    RECORDS,
-    assumed_causes,
-    assumed_record,
-    assumed_sources,
+from outlast.hardware import (
+    Device,
+    Figure,
+    Gpu,
+    Machine,
+    Node,
+    Quantity,
+    Unavailable,
+    device,
+    devices,
+    node,
+    nodes,
+    this_machine,
 )
-from outlast.plan.cluster import Cluster, Prices, Storage
-from outlast.plan.cluster_checks import checked
+from outlast.plan.cluster import Cluster, FailureCause, Prices, Storage
 from outlast.plan.cluster_defaults import (
     DEVICES_PER_NODE,
     PRECISIONS,
     RACKS,
+    RECORDS,
+    STORAGE,
     Shape,
+    assumed_causes,
+    assumed_record,
+    assumed_sources,
+    figure_value,
+    figures,
+    fill_links,
+    power,
     storage_figures,
 )
-from outlast.plan.cluster_figures import STORAGE, figures, fill_links, power, value
-from outlast.plan.cluster_here import here
-from outlast.plan.cluster_keys import parsed
 from outlast.plan.estimate import Source
-from outlast.plan.reliability.failures import FailureCause
+
+TEXT, COUNT, AMOUNT, TABLE, YES_NO = "text", "count", "amount", "table", "yes or no"
+
+SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "cluster": {
+        "name": TEXT,
+        "node": TEXT,
+        "device": TEXT,
+        "nodes": COUNT,
+        "devices": COUNT,
+        "devices_per_node": COUNT,
+        "fast_domain": COUNT,
+        "spares": COUNT,
+        "host_cores": COUNT,
+        "processor": YES_NO,
+        "failure_rates": TEXT,
+        "peak_flop_per_s": TABLE,
+        "matmul_flop_per_s": TABLE,
+        "memory_bytes": AMOUNT,
+        "memory_bytes_per_s": AMOUNT,
+        "fast_bytes_per_s": AMOUNT,
+        "fabric_bytes_per_s": AMOUNT,
+        "fabric_latency_seconds": AMOUNT,
+    },
+    "power": {
+        "limit_watts": AMOUNT,
+        "blocked_watts": AMOUNT,
+        "idle_watts": AMOUNT,
+        "node_watts": AMOUNT,
+        "pue": AMOUNT,
+    },
+    "prices": {
+        "currency": TEXT,
+        "per_device_hour": AMOUNT,
+        "per_kwh": AMOUNT,
+        "grams_per_kwh": AMOUNT,
+    },
+    "storage": {
+        "memory_bytes_per_s": AMOUNT,
+        "peer_bytes_per_s": AMOUNT,
+        "local_bytes_per_s": AMOUNT,
+        "shared_bytes_per_s": AMOUNT,
+    },
+    "failures": {
+        "name": TEXT,
+        "per_node_day": AMOUNT,
+        "nodes_hit": COUNT,
+        "detection_seconds": AMOUNT,
+        "repair_hours": AMOUNT,
+        "silent": YES_NO,
+        "shape": AMOUNT,
+    },
+}
+"""What a cluster file may say; `[sources]` may name any of its numbers beside."""
+
+_MAY_BE_ZERO = {"spares", "host_cores", "fabric_latency_seconds", "node_watts", "idle_watts"}
+
+
+def parsed(text: str, source: str) -> dict[str, Any]:
+    """The tables of a cluster file, with every key known and every value of its kind.
+
+    Raises:
+        PlanError: Naming the first key that is wrong, its value and what would be right.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{source} is no TOML: {error}") from None
+    for section, content in tables.items():
+        if section == "failures":
+            if not isinstance(content, list):
+                raise PlanError(f"failures of {source}: write [[failures]], one table per cause")
+            for entry in content:
+                _checked(section, entry, source)
+        elif section == "sources":
+            if not isinstance(content, dict) or not all(
+                isinstance(text, str) for text in content.values()
+            ):
+                raise PlanError(
+                    f'sources of {source}: give texts, as in fabric_bytes_per_s = "measured"'
+                )
+        elif section in SECTIONS:
+            _checked(section, content, source)
+        else:
+            raise PlanError(_unknown((), section, source))
+    if "cluster" not in tables:
+        raise PlanError(f'{source} has no [cluster]: give at least node = "dgx-h100" and nodes = 1')
+    return tables
+
+
+def _checked(section: str, content: Any, source: str) -> None:
+    if not isinstance(content, dict):
+        raise PlanError(f"{section} of {source} must be a section: write [{section}]")
+    for key, value in content.items():
+        kind = SECTIONS[section].get(key)
+        if kind is None:
+            raise PlanError(_unknown((section,), key, source))
+        where = f"{section}.{key}"
+        if kind == TABLE:
+            _checked_precisions(where, value, source)
+        else:
+            zero = section in ("storage", "prices", "failures") or key in _MAY_BE_ZERO
+            _checked_value(where, value, kind, zero=zero, source=source)
+
+
+def _checked_precisions(where: str, value: Any, source: str) -> None:
+    if not isinstance(value, dict):
+        raise PlanError(
+            f"{where} = {value!r} of {source}: give it by precision, as in [{where}] bf16 = 989e12"
+        )
+    for precision, amount in value.items():
+        if precision not in PRECISIONS:
+            raise PlanError(
+                f"{where}.{precision} of {source} is no precision: known are "
+                f"{', '.join(PRECISIONS)}"
+            )
+        _checked_value(f"{where}.{precision}", amount, AMOUNT, zero=False, source=source)
+
+
+def _checked_value(where: str, value: Any, kind: str, *, zero: bool, source: str) -> None:
+    said = f"{where} = {value!r} of {source}"
+    if kind == TEXT:
+        if not isinstance(value, str) or not value:
+            raise PlanError(f"{said}: give text in quotes")
+    elif kind == YES_NO:
+        if not isinstance(value, bool):
+            raise PlanError(f"{said}: give true or false")
+    else:
+        wanted = "a whole number" if kind == COUNT else "a number"
+        kinds = int if kind == COUNT else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not _finite(value):
+            raise PlanError(f"{said}: give {wanted}")
+        if value < 0 or (value == 0 and not zero):
+            raise PlanError(f"{said}: give {wanted} {'of at least' if zero else 'above'} 0")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _unknown(inside: tuple[str, ...], key: str, source: str) -> str:
+    """The sentence about a key that is not known, with the nearest one that is."""
+    known = list(SECTIONS[inside[0]]) if inside else [*SECTIONS, "sources"]
+    elsewhere = [f"{name}.{key}" for name, keys in SECTIONS.items() if key in keys]
+    near = difflib.get_close_matches(key, known, n=1)
+    kind = "key" if inside else "section"
+    said = f"{'.'.join([*inside, key])} of {source} is not a known {kind}"
+    if near:
+        return f"{said}: did you mean {'.'.join([*inside, near[0]])}?"
+    if elsewhere:
+        return f"{said}: did you mean {elsewhere[0]}?"
+    return f"{said}: known here are {', '.join(known)}"
+
+
+_REMEDY = "run `outlast plan calibrate --run`, which measures it"
+_KINDS = ("fp32", "bf16")
+
+
+def here(ranks: int, machine: Machine | None = None) -> dict[str, Any]:
+    """Tables as of a cluster file with one node.
+
+    Args:
+        ranks: Processes that train; 0: one, or one per visible GPU.
+        machine: What was read of the machine; by default it is read now.
+
+    Raises:
+        PlanError: Nothing is known of its processors or GPUs.
+    """
+    machine = machine or this_machine()
+    if not isinstance(machine.gpus, Unavailable) and machine.gpus.visible:
+        return _with_gpus(machine, machine.gpus.visible, ranks)
+    return _processors(machine, ranks or 1)
+
+
+def _with_gpus(machine: Machine, visible: tuple[Gpu, ...], ranks: int) -> dict[str, Any]:
+    count = ranks or len(visible)
+    if count > len(visible):
+        raise PlanError(f"{count} ranks need as many GPUs, and {len(visible)} are visible here")
+    facts = visible[0].facts
+    if isinstance(facts, Unavailable):
+        raise PlanError(f"{facts.reason}: {_REMEDY}")
+    if any(gpu.name != visible[0].name for gpu in visible):
+        names = ", ".join(sorted({gpu.name for gpu in visible}))
+        raise PlanError(f"GPUs of several kinds are visible ({names}): show one kind to the run")
+    table = {
+        "device": facts.key,
+        "nodes": 1,
+        "devices_per_node": count,
+        "host_cores": int(machine.usable_cores),
+    }
+    return {"cluster": table}
+
+
+def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
+    """Each rank has its share of the cores, and of a processor's figures that share."""
+    facts = machine.cpu_facts
+    if isinstance(facts, Unavailable) or isinstance(facts.core_count, Unavailable):
+        reason = facts.reason if isinstance(facts, Unavailable) else "its cores are not recorded"
+        raise PlanError(
+            f"how fast this machine computes is not known ({reason}; it has "
+            f"{machine.usable_cores:g} cores and {machine.usable_memory_bytes / 2**30:.0f} GiB): "
+            f"{_REMEDY}"
+        )
+    share = machine.usable_cores / facts.core_count.value / ranks
+    peaks, texts = _peaks(facts, share)
+    if not peaks or isinstance(facts.memory_peak_bytes_per_s, Unavailable):
+        raise PlanError(f"the peak of {facts.name} is not recorded: {_REMEDY}")
+    bandwidth = facts.memory_peak_bytes_per_s.value * min(share, 1.0)
+    words = f"{facts.memory_peak_bytes_per_s.kind}: {facts.memory_peak_bytes_per_s.source}"
+    return {
+        "cluster": {
+            "device": facts.key,
+            "nodes": 1,
+            "devices_per_node": ranks,
+            "host_cores": int(machine.usable_cores),
+            "peak_flop_per_s": peaks,
+            "memory_bytes": machine.usable_memory_bytes / ranks,
+            "memory_bytes_per_s": bandwidth,
+            # A message is written once and read once in memory that ranks share.
+            "fast_bytes_per_s": bandwidth / 2.0,
+        },
+        "sources": {
+            **texts,
+            "memory_bytes": "measured: read from this machine",
+            "memory_bytes_per_s": words,
+            "fast_bytes_per_s": "prior: a copy in memory that the ranks share",
+        },
+    }
+
+
+def _peaks(facts: Device, share: float) -> tuple[dict[str, float], dict[str, str]]:
+    peaks: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for kind in _KINDS:
+        figure = getattr(facts, f"{kind}_peak_flop_per_s")
+        if not isinstance(figure, Unavailable):
+            peaks[kind] = figure.value * min(share, 1.0)
+            texts[f"peak_flop_per_s.{kind}"] = (
+                f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
+            )
+    return peaks, texts
+
+
+_OTHER_PART = "or give `device` the name of the part that it is"
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Allowed deviation of a figure from the catalogue's of the same part.
+
+    Attributes:
+        least: Share of the catalogue's.
+        most: Share of the catalogue's.
+        remedy: What to check, for people.
+    """
+
+    least: float
+    most: float
+    remedy: str
+
+
+_MEMORY = _Range(0.75, 1.1, f"correct it, {_OTHER_PART}")
+"""A driver keeps some, and GB and GiB differ by 7 %; more is another part."""
+_PEAK = _Range(0.1, 1.1, f"give FLOP/s of the dense peak, without sparsity, {_OTHER_PART}")
+"""A vendor's sparse peak is twice the dense one; a thousandth is a peak in another unit."""
+_MATMUL = _Range(0.1, 1.1, f"give FLOP/s of the best dense product, {_OTHER_PART}")
+_BANDWIDTH = _Range(0.1, 1.2, f"give bytes (not bits) per second in one direction, {_OTHER_PART}")
+"""Memory and fast links: bits are 8 times, both directions twice as many."""
+_FABRIC = _Range(0.0, 4.0, "are these bits? Give bytes per second of one device, in one direction")
+"""Networks are chosen freely: slow ones are real, and none has four times the usual adapter."""
+_LIMIT_WATTS = _Range(0.1, 1.2, f"give watts of one device, {_OTHER_PART}")
+_IDLE_WATTS = _Range(0.1, 3.0, f"give watts of one device, {_OTHER_PART}")
+"""A device that holds memory or a context idles at up to twice its least."""
+_MOST_PUE = 5.0
+"""More is a percentage."""
+_LATENCY_SECONDS = 1.0
+"""Between continents light takes a tenth of that."""
+_MOST_FAILURES = 1440.0
+"""Of a node in a day: one every minute, in which no process starts again."""
+
+
+def checked(cluster: Cluster) -> Cluster:
+    """The cluster, if nothing in it contradicts the rest.
+
+    Raises:
+        PlanError: With the first contradiction and its remedy.
+    """
+    for problem in contradictions(cluster):
+        raise PlanError(f"cluster {cluster.name}: {problem}")
+    return cluster
+
+
+def contradictions(cluster: Cluster) -> Iterator[str]:
+    """One sentence for each contradiction."""
+    for name in ("nodes", "devices_per_node", "fast_domain"):
+        if getattr(cluster, name) < 1:
+            yield f"{name} = {getattr(cluster, name)}: give at least 1"
+    if cluster.spares < 0 or cluster.host_cores < 0:
+        yield f"spares = {cluster.spares}, host_cores = {cluster.host_cores}: give at least 0"
+    domain, node = cluster.fast_domain, cluster.devices_per_node
+    if domain >= 1 and node >= 1 and domain % node and node % domain:
+        yield (
+            f"fast_domain = {domain} is neither a multiple nor a part of devices_per_node = "
+            f"{node}: give the devices that the fast link joins, of whole nodes or within one"
+        )
+    yield from _amounts(cluster)
+    yield from _other_part(cluster)
+    yield from _power(cluster)
+    yield from _prices(cluster)
+    for cause in cluster.failures:
+        if cause.per_node_day > _MOST_FAILURES:
+            yield (
+                f"failures.{cause.name}.per_node_day = {cause.per_node_day:g} is more than a "
+                "failure of every node in every minute, so that none ever starts: give failures of "
+                "one node in one day, e.g. 0.0065"
+            )
+
+
+def _amounts(cluster: Cluster) -> Iterator[str]:
+    amounts = {
+        name: getattr(cluster, name)
+        for name in ("memory_bytes", "memory_bytes_per_s", "fast_bytes_per_s", "fabric_bytes_per_s")
+    }
+    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+        amounts |= {f"{table}.{key}": item for key, item in getattr(cluster, table).items()}
+    for name, value in amounts.items():
+        if not 0.0 < value < math.inf:
+            yield f"{name} = {value:g}: give a finite number above 0"
+    for field in fields(cluster.storage):
+        rate = getattr(cluster.storage, field.name)
+        if not 0.0 <= rate < math.inf:
+            yield (
+                f"storage.{field.name} = {rate:g}: give a finite number of at least 0, a tier that "
+                "is not there has 0"
+            )
+    if not 0.0 <= cluster.fabric_latency_seconds < math.inf:
+        yield f"fabric_latency_seconds = {cluster.fabric_latency_seconds:g}: give at least 0"
+    if _LATENCY_SECONDS < cluster.fabric_latency_seconds < math.inf:
+        yield (
+            f"fabric_latency_seconds = {cluster.fabric_latency_seconds:g} is more than any network "
+            "takes for a message: give seconds, e.g. 5e-6 for 5 microseconds"
+        )
+    for key, matmul in cluster.matmul_flop_per_s.items():
+        peak = cluster.peak_flop_per_s.get(key)
+        if peak is None:
+            yield f"matmul_flop_per_s.{key} is given without peak_flop_per_s.{key}: give both"
+        elif matmul > peak:
+            yield (
+                f"matmul_flop_per_s.{key} = {matmul:g} exceeds peak_flop_per_s.{key} = {peak:g}: "
+                "no product is faster than the peak, so correct one of them"
+            )
+    if cluster.devices > cluster.fast_domain and (
+        cluster.fabric_bytes_per_s > cluster.fast_bytes_per_s
+    ):
+        yield (
+            f"fabric_bytes_per_s = {cluster.fabric_bytes_per_s:g} exceeds fast_bytes_per_s = "
+            f"{cluster.fast_bytes_per_s:g}: a device's share of the network is not faster than "
+            "the fast link; give bytes (not bits) per second of one device"
+        )
+
+
+def _other_part(cluster: Cluster) -> Iterator[str]:
+    """Figures that cannot be those of the catalogue's part; a part of one's own has none."""
+    try:
+        part = device(cluster.device)
+    except HardwareError:
+        return
+    for name, value, known, bounds in _compared(cluster, part):
+        if not isinstance(known, Figure):
+            continue
+        # As PyTorch counts devices: a part with two dies is two of them.
+        usual = known.value / part.logical_devices
+        # A processor's devices are shares of it, and its sockets may be several.
+        least = 0.0 if cluster.processor else bounds.least * usual
+        if cluster.processor and bounds is not _PEAK:
+            continue
+        if not least <= value <= bounds.most * usual:
+            yield f"{name} = {value:g} is not that of {cluster.device} ({usual:g}): {bounds.remedy}"
+
+
+def _compared(
+    cluster: Cluster, part: Device
+) -> Iterator[tuple[str, float, Quantity | None, _Range]]:
+    """Each figure with its name, the catalogue's of the whole part, and how far it may be off."""
+    yield "memory_bytes", cluster.memory_bytes, part.memory_bytes, _MEMORY
+    for field, bounds in (("peak_flop_per_s", _PEAK), ("matmul_flop_per_s", _MATMUL)):
+        for key, value in getattr(cluster, field).items():
+            stem = "bf16" if key == "fp16" else key
+            yield f"{field}.{key}", value, getattr(part, f"{stem}_{field}", None), bounds
+    bandwidth = cluster.memory_bytes_per_s
+    yield "memory_bytes_per_s", bandwidth, part.memory_peak_bytes_per_s, _BANDWIDTH
+    yield "fast_bytes_per_s", cluster.fast_bytes_per_s, part.scale_up_bytes_per_s, _BANDWIDTH
+    yield "fabric_bytes_per_s", cluster.fabric_bytes_per_s, part.fabric_bytes_per_s, _FABRIC
+    if cluster.power is not None:
+        limit, idle = cluster.power.limit_watts, cluster.power.idle_watts
+        yield "power.limit_watts", limit, part.power_limit_watts, _LIMIT_WATTS
+        yield "power.idle_watts", idle, part.idle_watts, _IDLE_WATTS
+
+
+def _power(cluster: Cluster) -> Iterator[str]:
+    power = cluster.power
+    if power is None:
+        return
+    if not 0.0 <= power.idle_watts <= power.blocked_watts <= power.limit_watts < math.inf:
+        yield (
+            f"power.idle_watts = {power.idle_watts:g}, blocked_watts = {power.blocked_watts:g} and "
+            f"limit_watts = {power.limit_watts:g}: give finite numbers of at least 0 in this order"
+        )
+    if not 0.0 <= power.node_watts < math.inf:
+        yield f"power.node_watts = {power.node_watts:g}: give a finite number of at least 0"
+    if not 1.0 <= power.pue <= _MOST_PUE:
+        yield (
+            f"power.pue = {power.pue:g}: give a ratio of at least 1, which is a building that "
+            "takes nothing, e.g. 1.2"
+        )
+
+
+def _prices(cluster: Cluster) -> Iterator[str]:
+    for name in ("per_device_hour", "per_kwh", "grams_per_kwh"):
+        value = getattr(cluster.prices, name)
+        if value is not None and not 0.0 <= value < math.inf:
+            yield f"prices.{name} = {value:g}: give at least 0"
+
 
 SPARE_EVERY = 50
 """Own assumption: of so many nodes one stands by, where nobody says."""
@@ -163,7 +603,7 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     shape = _shape(given, part, sold, name)
     known = figures(tables, part, sold, name)
     fill_links(known, shape, name)
-    fabric = value(known, "fabric_bytes_per_s", name)
+    fabric = figure_value(known, "fabric_bytes_per_s", name)
     for field, figure in storage_figures(part, fabric, shape).items():
         known.setdefault(field, figure)
     processor = given.get("processor", part is not None and part.category == "cpu")
@@ -183,23 +623,25 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             devices_per_node=shape.devices_per_node,
             fast_domain=shape.fast_domain,
             peak_flop_per_s={
-                precision: value(known, f"peak_flop_per_s.{precision}", name)
+                precision: figure_value(known, f"peak_flop_per_s.{precision}", name)
                 for precision in precisions
             },
             matmul_flop_per_s={
-                precision: value(known, f"matmul_flop_per_s.{precision}", name)
+                precision: figure_value(known, f"matmul_flop_per_s.{precision}", name)
                 for precision in precisions
             },
-            memory_bytes=value(known, "memory_bytes", name),
-            memory_bytes_per_s=value(known, "memory_bytes_per_s", name),
-            fast_bytes_per_s=value(known, "fast_bytes_per_s", name),
+            memory_bytes=figure_value(known, "memory_bytes", name),
+            memory_bytes_per_s=figure_value(known, "memory_bytes_per_s", name),
+            fast_bytes_per_s=figure_value(known, "fast_bytes_per_s", name),
             fabric_bytes_per_s=fabric,
-            fabric_latency_seconds=value(known, "fabric_latency_seconds", name),
+            fabric_latency_seconds=figure_value(known, "fabric_latency_seconds", name),
             host_cores=given.get("host_cores", 0),
             spares=spares,
             power=drawn,
             prices=Prices(**prices),
-            storage=Storage(**{item: value(known, f"storage.{item}", name) for item in STORAGE}),
+            storage=Storage(
+                **{item: figure_value(known, f"storage.{item}", name) for item in STORAGE}
+            ),
             processor=processor,
             failures=causes,
             sources={**sources, **causes_from, **spares_from},

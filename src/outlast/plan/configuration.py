@@ -1,4 +1,4 @@
-"""How a transformer is trained: sizes, the division of the work, and what is traded for what."""
+"""Training configuration of a transformer: sizes, parallel layout, and what is traded for what."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""The constants of the time model: what each means, its prior, its bounds, and whose it is."""
+"""Constants of the time and memory models: meanings, priors, bounds, owners."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from outlast.plan.cases import Array
+from outlast.plan.batch import Array
+from outlast.plan.facts import facts
 
 Level: TypeAlias = Literal["chip", "cluster", "framework"]
 LEVELS: tuple[Level, ...] = ("chip", "cluster", "framework")
@@ -17,7 +18,7 @@ LEVELS: tuple[Level, ...] = ("chip", "cluster", "framework")
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is believed of a constant before any run was measured.
+    """Prior of a constant, before any run was measured.
 
     Attributes:
         unit: Of the value.
@@ -47,138 +48,14 @@ class Prior:
         return np.exp(position) if math.isinf(most) else most / (1.0 + np.exp(-position))
 
 
-PRIORS: dict[str, Prior] = {
-    "matmul_efficiency": Prior(
-        "1",
-        0.85,
-        0.15,
-        {"chip": 0.1, "framework": 0.25},
-        1.0,
-        "rate of large matrix products in a model over the best one measured alone",
-    ),
-    "matmul_half_side": Prior(
-        "features",
-        200.0,
-        0.8,
-        {"chip": 0.3, "framework": 0.3},
-        math.inf,
-        "shortest side at which a product reaches half of its rate",
-    ),
-    "memory_efficiency": Prior(
-        "1",
-        0.75,
-        0.25,
-        {"chip": 0.2, "framework": 0.4},
-        1.0,
-        "rate of elementwise kernels over the memory's peak",
-    ),
-    "attention_efficiency": Prior(
-        "1",
-        0.45,
-        0.3,
-        {"chip": 0.3, "framework": 0.4},
-        1.0,
-        "rate of fused attention over the peak (FlashAttention-2 reaches 0.5 to 0.73 on an A100: "
-        "2307.08691)",
-    ),
-    "score_passes": Prior(
-        "1",
-        8.0,
-        0.5,
-        {"framework": 0.4},
-        math.inf,
-        "times that unfused attention moves its scores, forward",
-    ),
-    "kernel_seconds": Prior(
-        "s", 1.5e-5, 0.7, {"framework": 0.8}, math.inf, "host time to start one kernel"
-    ),
-    "fast_efficiency": Prior(
-        "1",
-        0.7,
-        0.3,
-        {"cluster": 0.5},
-        1.0,
-        "bus bandwidth over the fast link's rate (0.78 on an 8x A100 node)",
-    ),
-    "fabric_efficiency": Prior(
-        "1", 0.55, 0.4, {"cluster": 0.5}, 1.0, "bus bandwidth over the network's rate"
-    ),
-    "collective_seconds": Prior(
-        "s",
-        2e-5,
-        0.7,
-        {"cluster": 0.7},
-        math.inf,
-        "latency of a collective per doubling of its ranks",
-    ),
-    "tail_per_doubling": Prior(
-        "1",
-        0.008,
-        0.8,
-        {"cluster": 0.7},
-        math.inf,
-        "share by which a step waits for its slowest node, per doubling of nodes",
-    ),
-    "pipelined_wait_seconds": Prior(
-        "s",
-        1e-4,
-        1.6,
-        {"framework": 1.5},
-        math.inf,
-        "wait of a tensor-parallel collective, per rank of its group, while transfers between "
-        "pipeline stages cross nodes",
-    ),
-    "tensor_exposed": Prior(
-        "1",
-        0.9,
-        0.1,
-        {"framework": 0.2},
-        1.0,
-        "share of tensor-parallel collectives that products do not hide (below 1 where a framework "
-        "sends parts of a product while it computes others)",
-    ),
-    "cast_passes": Prior(
-        "1",
-        1.0,
-        0.5,
-        {"chip": 0.3, "framework": 0.5},
-        math.inf,
-        "times that casting to fp8 moves what goes into each product",
-    ),
-    "expert_imbalance": Prior(
-        "1",
-        1.25,
-        0.15,
-        {"framework": 0.3},
-        math.inf,
-        "tokens of the busiest rank of an expert group over their mean",
-    ),
-    "transfer_exposed": Prior(
-        "1",
-        0.4,
-        0.6,
-        {"framework": 0.8},
-        1.0,
-        "share of transfers between stages that is not hidden",
-    ),
-    "gradient_exposed": Prior(
-        "1", 0.6, 0.5, {"framework": 0.8}, 1.0, "share of the gradients' sum that is not hidden"
-    ),
-    "gather_exposed": Prior(
-        "1",
-        0.15,
-        0.7,
-        {"framework": 1.0},
-        1.0,
-        "share of the weights' gathering that is not hidden where computing takes longer",
-    ),
-    "optimizer_efficiency": Prior(
-        "1", 0.6, 0.35, {"framework": 0.5}, 1.0, "rate of the optimizer over the memory's peak"
-    ),
-    "step_seconds": Prior(
-        "s", 0.02, 1.0, {"framework": 0.5}, math.inf, "what a step takes beside everything else"
-    ),
-}
+def _priors(model: str) -> dict[str, Prior]:
+    return {
+        name: Prior(**{"spreads": {}, "most": math.inf} | table)
+        for name, table in facts("priors")[model].items()
+    }
+
+
+PRIORS: dict[str, Prior] = _priors("time")
 
 KNOWN_OF_CHIPS: dict[tuple[str, str], float] = {
     ("attention_efficiency", chip): 0.35 / 0.6 for chip in ("h100-sxm", "h200-sxm")
@@ -215,7 +92,7 @@ class Constants:
     step_seconds: Array
 
 
-NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
+NAMES: tuple[str, ...] = tuple(constant.name for constant in fields(Constants))
 
 
 def constants(values: Mapping[str, float | Array] | None = None) -> Constants:
@@ -251,3 +128,62 @@ def unbounded_deviation(name: str, log_deviation: float) -> float:
     # The derivative of the logit by the logarithm; where the median is close to the bound it is
     # cut, or noise of a few per cent would count for nothing.
     return log_deviation / max(1.0 - prior.median / prior.most, 0.2)
+
+
+MEMORY_PRIORS: dict[str, Prior] = _priors("memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConstants:
+    """Values of the constants of `MEMORY_PRIORS`, of shape (1,), or (cases,) where runs differ.
+
+    Attributes:
+        moment_bytes: Of the optimizer's state beside the fp32 weights, per parameter: 8 for Adam,
+            4 for momentum alone (SGD). It is known, and never fitted; hidden matrices that Muon
+            updates have 4 anyway.
+    """
+
+    bucket_bytes: Array
+    copy_bytes: Array
+    gather_buffers: Array
+    workspace_bytes: Array
+    hidden_values: Array
+    attention_values: Array
+    logit_copies: Array
+    backward_blocks: Array
+    buffers_ahead: Array
+    fragment_share: Array
+    step_copy_bytes: Array
+    library_bytes: Array
+    process_bytes: Array
+    stuck_share: Array
+    usable_share: Array
+    moment_bytes: Array = field(default_factory=lambda: np.full(1, 8.0))
+
+
+MEMORY_NAMES: tuple[str, ...] = tuple(
+    item.name for item in fields(MemoryConstants) if item.name in MEMORY_PRIORS
+)
+
+
+def memory_constants(
+    values: Mapping[str, float | Array] | None = None,
+    *,
+    moment_bytes: float | Array = 8.0,
+) -> MemoryConstants:
+    """Constants with the priors' medians where nothing is given.
+
+    Args:
+        values: By name, of shape (), (1,) or (cases,).
+        moment_bytes: Of the optimizer's state per parameter.
+    """
+    given = values or {}
+    return MemoryConstants(
+        **{
+            name: np.atleast_1d(
+                np.asarray(given.get(name, MEMORY_PRIORS[name].median), dtype=np.float64)
+            )
+            for name in MEMORY_NAMES
+        },
+        moment_bytes=np.atleast_1d(np.asarray(moment_bytes, dtype=np.float64)),
+    )

@@ -1,4 +1,4 @@
-"""What all candidates of a prediction share."""
+"""Context of a prediction, shared by all its candidates."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import PlanError
 from outlast.plan.calibration.fit import Belonging
-from outlast.plan.frameworks import CALIBRATED_AS, KEYS
+from outlast.plan.constraints import CALIBRATED_AS, KEYS
 from outlast.plan.reliability.recovery import Restart
 
 if TYPE_CHECKING:
     from outlast.coding.delays import DelayModel
     from outlast.energy.model.constants import DeviceConstants
+    from outlast.plan.calibration.memory_fit import MemoryFit
     from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.memory.fit import MemoryFit
     from outlast.plan.transformer import Transformer
 
 

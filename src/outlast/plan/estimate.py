@@ -1,4 +1,4 @@
-"""What a prediction says: figures with intervals, and the terms that they are sums of."""
+"""Contents of a prediction: figures with intervals, and the terms that they are sums of."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a constant comes from.
+    """Source of a constant.
 
     Attributes:
         value: The constant.

@@ -1,8 +1,17 @@
-"""From a Hugging Face config.json to the planner's `Transformer`, without transformers or torch.
+"""Models from a Hugging Face config.json or by name, without transformers or torch.
 
     transformer_of(Path("Meta-Llama-3-8B/config.json")).parameters    # 8030261248
 
-Sizes are the config's; what a model type leaves unsaid is in `huggingface_families`.
+Sizes are the config's; what a model type leaves unsaid is in `facts/families.toml`.
+
+A config.json holds sizes; whether a block has biases, two or three matrices, or four norms is in
+the code of its type. One `Family` per type states it, checked against the sizes of transformers'
+own models on the meta device (tests/plan/test_plan_huggingface.py).
+
+    published("llama-3.1-405b").parameters    # 405853388800
+
+Each entry is the model's own config and the parameter count that its authors state; a test holds
+that the sizes give that count within 1 %.
 """
 
 from __future__ import annotations
@@ -12,19 +21,150 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outlast.errors import PlanError
-from outlast.plan.huggingface_families import (
-    BIAS_DEFAULTS,
-    FAMILIES,
-    SAME_AS,
-    SYNONYMS,
-    Bias,
-    Family,
-)
-from outlast.plan.huggingface_notes import notes_of, refuse_experts
+from outlast.plan.facts import facts
 from outlast.plan.transformer import Transformer
+
+Bias = bool | str
+"""Present, absent, or what a key of the config says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The conventions of one model type.
+
+    Attributes:
+        gated: Three matrices in the feed-forward part in place of two.
+        tied: Default of `tie_word_embeddings`, which a config.json may leave out.
+        width_factor: Inner width over hidden width where the config gives none; 0: it must.
+        states_kv_heads: The config must give the number of key heads: what an absent one means is
+            another number in every type.
+        fixed_head_width: Features of a head where the config gives none; 0: hidden over heads.
+        norms: Norms of a block, each over the hidden width.
+        norm_bias: Norms have a bias beside their weight.
+        norm_weight: Norms have a weight at all.
+        extra_norms: Norms over the hidden width outside the blocks, beside the final one.
+        query_bias: Query, key and value projections have a bias.
+        output_bias: The attention's output projection has one.
+        inner_bias: The feed-forward part's matrices have one.
+        head_bias: The head has one.
+        query_norm: Norms of queries and keys: none, over one head, or over all heads.
+        positions: Learned positions: how many beyond the longest sequence; None: none are learned.
+        mixture: Which keys say that experts are there and how large they are.
+        latent: Keys and values of all heads come from one narrow vector (DeepSeek-V2).
+    """
+
+    gated: bool = True
+    tied: bool = False
+    width_factor: int = 0
+    states_kv_heads: bool = False
+    fixed_head_width: int = 0
+    norms: int = 2
+    norm_bias: bool = False
+    norm_weight: bool = True
+    extra_norms: int = 0
+    query_bias: Bias = False
+    output_bias: Bias = False
+    inner_bias: Bias = False
+    head_bias: Bias = False
+    query_norm: Literal["none", "head", "width"] = "none"
+    positions: int | None = None
+    mixture: Literal["none", "all", "sparse", "deepseek", "llama4"] = "none"
+    latent: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    kind: Family(**table) for kind, table in facts("families")["families"].items()
+}
+
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types whose blocks are those of another one, as their authors' own code says."""
+
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    size: tuple(names) for size, names in facts("families")["synonyms"].items()
+}
+"""Names that families give to the same size; two that differ contradict each other."""
+
+
+_CHUNKED = {"llama4_text": 8192}
+"""By type, the tokens of a chunk that its blocks with rotated positions do not see beyond."""
+_SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Types whose windows are off unless `use_sliding_window` is true."""
+
+_EXPERT_KEYS = (
+    *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size"),
+    "moe_num_experts",
+)
+
+
+def notes_of(table: Mapping[str, Any], kind: str) -> tuple[str, ...]:
+    """One sentence for each thing that is left out of a model's figures.
+
+    Args:
+        table: Content of the config.json, or of its text part.
+        kind: Its model type, one of `FAMILIES`.
+    """
+    notes = []
+    if window := _window(table, kind):
+        what = "chunks" if kind in _CHUNKED else "windows"
+        notes.append(
+            f"its attention {what} of {window:,} tokens are ignored: attention is counted in "
+            "full, which is too much time and memory for longer sequences"
+        )
+    if table.get("quantization_config"):
+        notes.append(
+            "its quantization_config is ignored: all weights are counted in the precision of the "
+            "run"
+        )
+    if table.get("num_nextn_predict_layers"):
+        notes.append(
+            f"its num_nextn_predict_layers = {table['num_nextn_predict_layers']} layers that "
+            "predict further tokens are ignored"
+        )
+    return tuple(notes)
+
+
+def _window(table: Mapping[str, Any], kind: str) -> int:
+    """Tokens that some block looks back at most; 0 where all blocks see everything."""
+    if kind == "gpt_neo":
+        local = "local" in str(table.get("attention_types", table.get("attention_layers", "local")))
+        return int(table.get("window_size") or 256) if local else 0
+    if kind in _SWITCHED and not table.get("use_sliding_window"):
+        return 0
+    if kind in _CHUNKED:
+        window, limited = table.get("attention_chunk_size", _CHUNKED[kind]), "chunked_attention"
+    else:
+        usual = facts("families")["windows"].get(kind)
+        window, limited = table.get("sliding_window", usual), "sliding_attention"
+    kinds = table.get("layer_types")
+    if isinstance(kinds, list) and limited not in kinds:
+        return 0
+    whole = isinstance(window, int) and not isinstance(window, bool)
+    return window if whole and window > 0 else 0
+
+
+def refuse_experts(table: Mapping[str, Any], kind: str, name: str) -> None:
+    """Refuse experts of a type that has none.
+
+    Raises:
+        PlanError: The config has such a key; planned without its experts, every figure is wrong.
+    """
+    if FAMILIES[kind].mixture != "none":
+        return
+    for key in _EXPERT_KEYS:
+        if table.get(key) not in (None, False, 0, 1):
+            known = ", ".join(
+                sorted(k for k, family in FAMILIES.items() if family.mixture != "none")
+            )
+            raise PlanError(
+                f"{key} = {table[key]!r} of {name}: model_type = {kind!r} has no experts; remove "
+                f"it, or give the type of a mixture: {known}"
+            )
+
 
 _TEXT_PART = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 """Types with a text model inside, and the type of that."""
@@ -72,10 +212,11 @@ class _Config:
         return default if value is None else value
 
     def bias(self, bias: Bias) -> bool:
-        """Whether a bias is there."""
+        """True if a bias is there."""
         if isinstance(bias, bool):
             return bias
-        return self.flag(bias, BIAS_DEFAULTS.get((self.kind, bias), False))
+        defaults = facts("families")["bias_defaults"].get(self.kind, {})
+        return self.flag(bias, defaults.get(bias, False))
 
 
 def transformer_of(config: Mapping[str, Any] | Path | str, name: str = "") -> Transformer:
@@ -230,7 +371,13 @@ def _feed_forward(read: _Config) -> dict[str, Any]:
         return _interleaved(read)
     width = read.size("moe_intermediate_size")
     if kind == "deepseek":
-        shared, dense = read.size("n_shared_experts", default=0, least=0) * width, _first(read)
+        # Dense blocks of a DeepSeek model: the first ones, and those between every n-th.
+        layers, first = read.size("num_hidden_layers"), read.size("first_k_dense_replace", least=0)
+        every = read.size("moe_layer_freq", default=1)
+        shared, dense = (
+            read.size("n_shared_experts", default=0, least=0) * width,
+            ([index for index in range(layers) if index < first or index % every != 0]),
+        )
     else:
         key = "shared_expert_intermediate_size"
         shared = read.size(key, least=0) if read.kind == "qwen2_moe" else 0
@@ -278,13 +425,6 @@ def _intermediate(read: _Config) -> int:
     return read.size(
         "intermediate_size", default=factor * hidden if factor and not needed else None
     )
-
-
-def _first(read: _Config) -> list[int]:
-    """Dense blocks of a DeepSeek model: the first ones, and those between every n-th."""
-    layers, first = read.size("num_hidden_layers"), read.size("first_k_dense_replace", least=0)
-    every = read.size("moe_layer_freq", default=1)
-    return [index for index in range(layers) if index < first or index % every != 0]
 
 
 def _skipped(read: _Config) -> list[int]:
@@ -364,3 +504,49 @@ def _positions(read: _Config, model: Transformer) -> int:
             f"from hidden_size = {model.hidden}: models with a narrower embedding cannot be planned"
         )
     return (read.size("max_position_embeddings") + read.family.positions) * model.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A model that others have described.
+
+    Attributes:
+        config: As in its config.json, or as such a file would say it.
+        parameters: What its authors state.
+        source: Where the sizes stand.
+    """
+
+    config: Mapping[str, Any]
+    parameters: float
+    source: str
+
+
+def published(name: str) -> Transformer:
+    """The sizes of a well-known model.
+
+    Args:
+        name: For example "llama-3-8b"; letter case is ignored.
+
+    Raises:
+        PlanError: No such name; the sentence suggests near ones.
+    """
+    return transformer_of(published_model(name).config, name.casefold())
+
+
+def published_model(name: str) -> PublishedModel:
+    """The config, parameter count and source of a well-known model.
+
+    Raises:
+        PlanError: No such name; the sentence suggests near ones.
+    """
+    wanted = name.casefold()
+    if wanted not in MODELS:
+        near = difflib.get_close_matches(wanted, MODELS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(MODELS)}"
+        raise PlanError(f"no published model is named {name!r}: {hint}")
+    return MODELS[wanted]
+
+
+MODELS: Mapping[str, PublishedModel] = {
+    name: PublishedModel(**table) for name, table in facts("models").items()
+}

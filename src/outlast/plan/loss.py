@@ -1,24 +1,508 @@
-"""Loss of candidates against a baseline: what the laws of `quality` are asked for them."""
+"""Loss of candidates against a baseline, by scaling laws, with intervals and terms.
+
+The loss of a run is that of a law plus penalties, none of them negative at 16 bits and below:
+
+    L = E + A N^-a + rank + precision + B D^-b + repeats + batch + gradient error
+
+and the difference of two runs is the sum of the differences of these terms. What both share
+cancels, in the figure as in its interval: the constants' errors are the same in both.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
-from outlast.plan.quality.difference import Differences, loss_differences
-from outlast.plan.quality.effects import coding_error, critical_batch_tokens
-from outlast.plan.quality.runs import RankShare, law_parameters, rank_share, runs
+from outlast.plan import scaling_law
+from outlast.plan.batch import texts
+from outlast.plan.estimate import Interval, Source, Term, Total
+from outlast.plan.mechanisms import form_of
 from outlast.plan.reliability.recovery import DAY_SECONDS
-from outlast.plan.structured import form_of
+from outlast.plan.scaling_law import (
+    BITS,
+    CHINCHILLA,
+    ScalingLaw,
+    coding_error,
+    critical_batch_tokens,
+)
+from outlast.tensorize.quality import effective_parameters
 
 if TYPE_CHECKING:
-    from outlast.plan.cases import Array
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from outlast.plan.batch import Array
+    from outlast.plan.configuration import Precision
     from outlast.plan.context import Context
     from outlast.plan.mechanisms import Step
     from outlast.plan.pareto.space import Block
+    from outlast.plan.transformer import Transformer
+    from outlast.tensorize.quality import Training
+
+
+_LARGEST = 1e30
+_POSITIVE = ("parameters", "tokens", "unique_tokens", "batch_tokens")
+_BITS = ("weight_bits", "activation_bits", "cache_bits")
+_SHARES = ("rank_share", "rank_share_low", "rank_share_high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Fields have shape (cases,), or (1,) where all cases agree: they broadcast.
+
+    Attributes:
+        parameters: Of the dense model, N; of a mixture of experts those that a token goes through.
+        tokens: That are trained on, D, repeated ones counted each time.
+        batch_tokens: Of one optimizer step.
+        unique_tokens: Different ones; infinite where nothing repeats.
+        weight_bits: Of weights in matrix products.
+        activation_bits: Of activations in matrix products.
+        cache_bits: Of keys and values.
+        rank_share: Effective parameters over `parameters` of a model with structured layers.
+        rank_share_low: By the worst of what was observed.
+        rank_share_high: By the best.
+        rank_known: 1 where the layers' form and size were observed, else 0.
+        gradient_error: Extra variance of a gradient over that of the exact one.
+        mixture: 1 for a mixture of experts, which the laws were not fitted to.
+    """
+
+    parameters: Array
+    tokens: Array
+    batch_tokens: Array
+    unique_tokens: Array
+    weight_bits: Array
+    activation_bits: Array
+    cache_bits: Array
+    rank_share: Array
+    rank_share_low: Array
+    rank_share_high: Array
+    rank_known: Array
+    gradient_error: Array
+    mixture: Array
+
+    def __post_init__(self) -> None:
+        for name in (*_POSITIVE, *_BITS, *_SHARES):
+            _in_range(name, getattr(self, name), low=0.0, open_low=True)
+        for name in ("gradient_error", "rank_known", "mixture"):
+            _in_range(name, getattr(self, name), low=0.0, open_low=False)
+        if not np.all(
+            (self.rank_share_low <= self.rank_share) & (self.rank_share <= self.rank_share_high)
+        ):
+            raise PlanError("rank_share is not between rank_share_low and rank_share_high")
+        np.broadcast_shapes(*(getattr(self, field.name).shape for field in fields(self)))
+
+    def __len__(self) -> int:
+        return int(max(getattr(self, field.name).size for field in fields(self)))
+
+
+def _in_range(name: str, values: Array, *, low: float, open_low: bool) -> None:
+    fine = (values > low if open_low else values >= low) & ~np.isnan(values)
+    if name != "unique_tokens":
+        fine &= values <= _LARGEST
+    if not np.all(fine):
+        wrong = values[~fine].flat[0]
+        least = f"above {low:g}" if open_low else f"of at least {low:g}"
+        raise PlanError(f"{name} = {wrong:g} of a run: give a finite number {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Parameters and loss that structured layers leave of a model, by `outlast.tensorize.quality`.
+
+    Attributes:
+        low: (cases,) effective over dense parameters by the worst observation.
+        middle: (cases,) geometric mean of what was observed.
+        high: (cases,) by the best.
+        known: (cases,) 1 where form, share and size were observed, else 0.
+        source: Where the observations come from.
+    """
+
+    low: Array
+    middle: Array
+    high: Array
+    known: Array
+    source: str
+
+
+def runs(
+    parameters: ArrayLike,
+    tokens: ArrayLike,
+    batch_tokens: ArrayLike,
+    *,
+    unique_tokens: ArrayLike = np.inf,
+    precision: Precision | NDArray[np.str_] = "bf16",
+    rank: RankShare | None = None,
+    gradient_error: ArrayLike = 0.0,
+    mixture: ArrayLike = 0.0,
+) -> Runs:
+    """Runs from numbers and arrays.
+
+    Args:
+        parameters: (cases,) or one.
+        tokens: Likewise.
+        batch_tokens: Likewise.
+        unique_tokens: Likewise; infinite where nothing repeats.
+        precision: Of the matrix products, by `Configuration.precision`, one or (cases,).
+        rank: Of structured layers; None for a dense model.
+        gradient_error: See `effects.coding_error`.
+        mixture: 1 for a mixture of experts.
+
+    Raises:
+        PlanError: For a number out of range, or a precision whose bits are not known.
+    """
+    names = np.atleast_1d(np.asarray(precision))
+    known, places = np.unique(names, return_inverse=True)
+    for name in known:
+        if str(name) not in BITS:
+            raise PlanError(f"precision = {str(name)!r} is none of {', '.join(BITS)}")
+    bits = np.array([BITS[str(name)] for name in known])[places.reshape(-1)]
+    one = np.ones(1)
+    return Runs(
+        parameters=_row(parameters),
+        tokens=_row(tokens),
+        batch_tokens=_row(batch_tokens),
+        unique_tokens=_row(unique_tokens),
+        weight_bits=bits[:, 0],
+        activation_bits=bits[:, 1],
+        cache_bits=bits[:, 2],
+        rank_share=one if rank is None else rank.middle,
+        rank_share_low=one if rank is None else rank.low,
+        rank_share_high=one if rank is None else rank.high,
+        rank_known=one if rank is None else rank.known,
+        gradient_error=_row(gradient_error),
+        mixture=_row(mixture),
+    )
+
+
+def rank_share(
+    form: str, shares: ArrayLike, dense_parameters: ArrayLike, *, training: Training = "adamw"
+) -> RankShare | Unavailable:
+    """Effective over dense parameters of models with structured layers.
+
+    Composes `outlast.tensorize.quality.effective_parameters`, once for each pair of share and size.
+    The laws of arXiv 2407.09835 and 2406.06248 for low-rank feed-forward layers are no part of it:
+    they compare at equal compute, not at equal data.
+
+    Args:
+        form: Of the layers, e.g. "low_rank".
+        shares: (cases,) parameters of the replaced layers over those of the dense ones.
+        dense_parameters: (cases,) of the dense model.
+        training: How the factors learn.
+
+    Returns:
+        The shares, or why nothing is known of this form.
+
+    Raises:
+        TensorizeError: For a share or size out of range.
+    """
+    pairs = np.broadcast_arrays(_row(shares), _row(dense_parameters))
+    settings, places = np.unique(np.stack(pairs, axis=-1), axis=0, return_inverse=True)
+    rows = []
+    source = ""
+    for share, size in settings:
+        found = effective_parameters(form, float(share), float(size), training=training)
+        if isinstance(found, Unavailable):
+            return found
+        source = found.source
+        rows.append(
+            (found.low / size, found.value / size, found.high / size, not found.extrapolated)
+        )
+    table = np.array(rows, dtype=float)[places.reshape(-1)]
+    low, middle, high = table[:, 0], table[:, 1], table[:, 2]
+    return RankShare(np.minimum(low, middle), middle, np.maximum(high, middle), table[:, 3], source)
+
+
+def law_parameters(model: Transformer) -> float:
+    """Parameters that a scaling law counts: all, or those a token goes through in a mixture."""
+    return float(model.active_parameters if model.experts else model.parameters)
+
+
+def _row(values: ArrayLike) -> Array:
+    return np.atleast_1d(np.asarray(values, dtype=float))
+
+
+NORMAL_90 = 1.6448536269514722
+"""Standard deviations on either side of a normal mean that hold 90 %."""
+_SMALL = 0.05
+ABSOLUTE = "an absolute loss depends on tokenizer and text: only differences are claimed"
+
+
+_EFFECTS = texts("loss")
+
+TERMS = tuple(_EFFECTS)
+"""Names of the terms of a loss and of a difference."""
+_OF_PARAMETERS, _OF_TOKENS = TERMS[:3], TERMS[3:]
+UNEQUAL = "trained on different numbers of tokens: no comparison at equal data"
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """Of runs.
+
+    Attributes:
+        terms: (cases,) nats by name, without E.
+        gradient: (cases, 5) of the loss by the law's constants.
+        shifts: (4, 2, cases) nats more than the best guess when what governs repeats, batch,
+            precision and rank is at the lower or the upper end of its range.
+        flags: By phrase (cases,) of bool, and the terms that it speaks of.
+    """
+
+    terms: Mapping[str, Array]
+    gradient: Array
+    shifts: Array
+    flags: Mapping[str, tuple[NDArray[np.bool_], tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Of (cases,) runs from their baselines, in nats per token; below 0 the run is better.
+
+    Attributes:
+        low: (cases,) lower end of the interval with 90 % coverage.
+        middle: (cases,) best guess.
+        high: (cases,) upper end.
+        terms: (cases,) summands by name of `TERMS`; they add up to `middle`.
+        flags: (cases,) of bool by phrase: why a difference is beyond what was calibrated.
+        law: That was used.
+        run: The runs.
+        baseline: What they are compared with.
+    """
+
+    low: Array
+    middle: Array
+    high: Array
+    terms: Mapping[str, Array]
+    flags: Mapping[str, NDArray[np.bool_]]
+    law: ScalingLaw
+    run: Runs
+    baseline: Runs
+
+    def __len__(self) -> int:
+        return self.middle.size
+
+    def interval(self, row: int = 0) -> Interval:
+        """The difference of one case, with 90 % coverage."""
+        phrases = tuple(phrase for phrase, rows in self.flags.items() if rows[row])
+        ends = float(self.low[row]), float(self.middle[row]), float(self.high[row])
+        return Interval(*ends, 0.9, phrases)
+
+    def total(self, row: int = 0) -> Total:
+        """The difference of one case with its terms, each with formula, values and source."""
+        terms = tuple(
+            Term(
+                name,
+                float(values[row]),
+                f"run - baseline of {_EFFECTS[name].formula}",
+                self._inputs(name, row),
+                _constants(name, self.law),
+                _EFFECTS[name].source,
+            )
+            for name, values in self.terms.items()
+        )
+        figure = self.interval(row)
+        total = math.fsum(term.value for term in terms)
+        shift = total - figure.middle
+        ends = figure.low + shift, total, figure.high + shift
+        return Total("nat/token", Interval(*ends, 0.9, figure.extrapolated), terms)
+
+    def _inputs(self, name: str, row: int) -> dict[str, float]:
+        found = {}
+        for who, runs in (("run", self.run), ("baseline", self.baseline)):
+            for field in _EFFECTS[name].inputs:
+                values = getattr(runs, field)
+                found[f"{field} of the {who}"] = float(values[row if values.size > 1 else 0])
+        return found
+
+
+def loss_differences(run: Runs, baseline: Runs, law: ScalingLaw = CHINCHILLA) -> Differences:
+    """Differences in final loss, run less baseline, on the same data.
+
+    The interval adds in quadrature: the law's constants with their covariance, shared by both runs
+    (delta method); the ranges of the constants that the effects add, each moved to its ends in both
+    runs; and a share of each term for text and tokenizer that are not the law's.
+
+    Args:
+        run: (cases,).
+        baseline: (cases,) or one.
+        law: For parameters and tokens.
+
+    Raises:
+        PlanError: For numbers of cases that do not broadcast.
+    """
+    try:
+        np.broadcast_shapes((len(run),), (len(baseline),))
+    except ValueError:
+        raise PlanError(
+            f"{len(run)} runs cannot be compared with {len(baseline)} baselines: give one baseline "
+            "or as many as there are runs"
+        ) from None
+    ours, theirs = _losses(run, law), _losses(baseline, law)
+    terms = {name: ours.terms[name] - theirs.terms[name] for name in TERMS}
+    middle = np.sum(list(terms.values()), axis=0)
+    gradient = ours.gradient - theirs.gradient
+    variance = np.einsum("...i,ij,...j->...", gradient, np.asarray(law.covariance), gradient)
+    # Each term is uncertain by a share of itself, and terms that cancel are not certain for that.
+    other = law.other_data**2 * np.sum([values**2 for values in terms.values()], axis=0)
+    lower, upper = _halves(np.maximum(variance, 0.0) + other, ours.shifts - theirs.shifts)
+    sizes = np.sum([np.abs(values) for values in terms.values()], axis=0)
+    flags = {}
+    for phrase, (rows, names) in ours.flags.items():
+        # What hardly makes the difference is no reason to doubt it.
+        counts = np.any([np.abs(terms[name]) > _SMALL * sizes for name in names], axis=0)
+        flags[phrase] = counts & (rows | theirs.flags[phrase][0])
+    flags[UNEQUAL] = np.broadcast_to(run.tokens != baseline.tokens, middle.shape)
+    ends = middle - lower, middle, middle + upper
+    return Differences(*ends, terms, flags, law, run, baseline)
+
+
+def loss_difference(run: Runs, baseline: Runs, law: ScalingLaw = CHINCHILLA) -> Interval:
+    """The difference of one run from one baseline; see `loss_differences`.
+
+    Raises:
+        PlanError: For more than one run or baseline.
+    """
+    if len(run) > 1 or len(baseline) > 1:
+        raise PlanError(
+            f"loss_difference compares one run with one baseline, not {len(run)} with "
+            f"{len(baseline)}: use loss_differences"
+        )
+    return loss_differences(run, baseline, law).interval()
+
+
+def absolute_loss(run: Runs, row: int = 0, law: ScalingLaw = CHINCHILLA) -> Interval:
+    """The final loss of a run on the law's own data, always flagged: nobody else's loss.
+
+    Args:
+        run: (cases,).
+        row: Which of them.
+        law: For parameters and tokens.
+    """
+    found = _losses(run, law)
+    middle = law.irreducible + float(np.sum([values[row] for values in found.terms.values()]))
+    gradient = found.gradient[row]
+    variance = np.maximum(gradient @ np.asarray(law.covariance) @ gradient, 0.0)
+    lower, upper = (float(half) for half in _halves(variance, found.shifts[:, :, row]))
+    phrases = tuple(phrase for phrase, (rows, _) in found.flags.items() if rows[row])
+    return Interval(middle - lower, middle, middle + upper, 0.9, (ABSOLUTE, *phrases))
+
+
+def _losses(run: Runs, law: ScalingLaw) -> _Losses:
+    ranked = run.parameters * run.rank_share
+    held = _held(run)
+    fresh = scaling_law.repeated_tokens(run.tokens, run.unique_tokens)
+    batched = fresh / scaling_law.token_factor(run.batch_tokens, run.tokens, np.zeros(1))
+    kept = _kept(run)
+    of_parameters = [law.parameter_loss(count) for count in (run.parameters, ranked, held)]
+    of_tokens = [law.token_loss(count) for count in (run.tokens, fresh, batched, kept)]
+    steps = [*_steps(of_parameters), *_steps(of_tokens)]
+    rows = (len(run),)
+    terms = {name: np.broadcast_to(step, rows) for name, step in zip(TERMS, steps, strict=True)}
+    small = (run.parameters <= scaling_law.PRECISION_PARAMETERS) & (
+        run.tokens <= scaling_law.PRECISION_TOKENS
+    )
+    precision = scaling_law.PRECISION_LOG_DEVIATION * np.where(small, 1.0, 2.0)
+    shifts = np.empty((4, 2, *rows))
+    for side, sign in enumerate((-NORMAL_90, NORMAL_90)):
+        repeats = math.exp(sign * scaling_law.REPEATS_LOG_DEVIATION)
+        critical = math.exp(sign * scaling_law.CRITICAL_LOG_DEVIATION)
+        rank = run.rank_share_low if side == 0 else run.rank_share_high
+        shifts[0, side] = law.token_loss(_kept(run, repeats=repeats)) - of_tokens[-1]
+        shifts[1, side] = law.token_loss(_kept(run, critical=critical)) - of_tokens[-1]
+        bits = np.exp(sign * precision)
+        shifts[2, side] = law.parameter_loss(_held(run, precision=bits)) - of_parameters[-1]
+        ends = law.parameter_loss(held * rank / run.rank_share)
+        shifts[3, side] = ends - of_parameters[-1]
+    gradient = np.broadcast_to(law.gradient(held, kept), (*rows, 5))
+    return _Losses(terms, gradient, shifts, _flags(run, law))
+
+
+def _held(run: Runs, precision: ArrayLike = 1.0) -> Array:
+    """Effective parameters, with the constants of precision multiplied by a factor."""
+    bits = (run.weight_bits, run.activation_bits, run.cache_bits)
+    share = scaling_law.precision_share(*bits, scale=precision)
+    return np.asarray(run.parameters * run.rank_share * share)
+
+
+def _kept(run: Runs, repeats: float = 1.0, critical: float = 1.0) -> Array:
+    """Effective tokens, with R* and the critical batch multiplied by factors."""
+    fresh = scaling_law.repeated_tokens(run.tokens, run.unique_tokens, scale=repeats)
+    noise = (run.batch_tokens, run.tokens, run.gradient_error)
+    return np.asarray(fresh / scaling_law.token_factor(*noise, scale=critical))
+
+
+def _halves(variance: Array, shifts: Array) -> tuple[Array, Array]:
+    """Half widths below and above of (cases,) variance and (4, 2, cases) shifts."""
+    base = NORMAL_90**2 * variance
+    below, above = np.minimum(shifts.min(axis=1), 0.0), np.maximum(shifts.max(axis=1), 0.0)
+    lower = np.sqrt(base + np.sum(below**2, axis=0))
+    return lower, np.sqrt(base + np.sum(above**2, axis=0))
+
+
+def _steps(values: list[Array]) -> list[Array]:
+    """The first, and by how much each is more than the one before."""
+    return [values[0], *(after - before for before, after in itertools.pairwise(values))]
+
+
+def _flags(run: Runs, law: ScalingLaw) -> dict[str, tuple[NDArray[np.bool_], tuple[str, ...]]]:
+    reduced = np.minimum(run.weight_bits, run.activation_bits) < scaling_law.REFERENCE_BITS
+    large = (run.parameters > scaling_law.PRECISION_PARAMETERS) | (
+        run.tokens > scaling_law.PRECISION_TOKENS
+    )
+    batch = _OF_TOKENS[2:]
+    found = {
+        f"parameters outside the law's {law.parameters[0]:.2g} to {law.parameters[1]:.2g}": (
+            _outside(run.parameters, law.parameters),
+            _OF_PARAMETERS,
+        ),
+        f"tokens outside the law's {law.tokens[0]:.2g} to {law.tokens[1]:.2g}": (
+            _outside(run.tokens, law.tokens),
+            _OF_TOKENS,
+        ),
+        "more than 16 epochs, where loss may rise again": (
+            run.tokens > scaling_law.MOST_EPOCHS * run.unique_tokens,
+            _OF_TOKENS[1:2],
+        ),
+        "critical batch measured at 1.7e9 to 2.4e10 tokens": (
+            _outside(run.tokens, scaling_law.CRITICAL_TOKENS),
+            batch,
+        ),
+        "precision measured up to 1.7e9 parameters and 2.6e10 tokens": (
+            reduced & large,
+            ("precision",),
+        ),
+        "structured layers of a share or size that nobody published": (
+            run.rank_known < 1.0,
+            ("rank",),
+        ),
+        "scaling laws of dense models applied to a mixture of experts": (run.mixture > 0.0, TERMS),
+    }
+    rows = (len(run),)
+    return {name: (np.broadcast_to(where, rows), of) for name, (where, of) in found.items()}
+
+
+def _outside(values: Array, ends: tuple[float, float]) -> NDArray[np.bool_]:
+    return np.asarray((values < ends[0]) | (values > ends[1]))
+
+
+def _constants(name: str, law: ScalingLaw) -> dict[str, Source]:
+    of_parameters = ("A", "alpha") if name in ("parameters", "rank", "precision") else ()
+    known = {key: law.sources[key] for key in of_parameters or ("B", "beta")}
+    if name == "precision":
+        known |= {f"gamma of {part}": source for part, source in scaling_law.PRECISION.items()}
+    if name == "repeated tokens":
+        known["R*"] = scaling_law.REPEATS
+    if name in ("batch", "gradient error"):
+        known |= {"c": scaling_law.CRITICAL_BATCH, "k": scaling_law.CRITICAL_EXPONENT}
+        known["overhead"] = scaling_law.CRITICAL_OVERHEAD
+    return known
 
 
 MOST_MISSED = 0.99

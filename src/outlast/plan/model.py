@@ -1,45 +1,191 @@
-"""The composition of the model: everything that is predicted of candidates, put together here.
+"""Composition of the model: all predictions of candidates, within published utilisation.
 
-Time of the plain step comes from `terms` and the calibration, mechanisms from their `cost.py`
-through `mechanisms` and `survival`, memory, energy, quality and money from the modules of these
-names. All is computed for many candidates at once; `prediction` reads one row of it.
+Time of the plain step comes from `step_time` and the calibration, mechanisms from their `cost.py`
+through `mechanisms` and `fault_tolerance`; memory, loss, energy and money come from `memory`,
+`loss` and `energy`. All is computed for many candidates at once; `prediction` reads one row of it.
+
+Formulas with fitted constants may promise what no run has shown. Where they do, a step is held to
+the time that the best published run of that chip would take, as a term of its own, and the figures
+carry a phrase that says so. Runs of the cluster at hand that reached more count instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
 from outlast.hardware.figure import Unavailable
-from outlast.plan.energy import NORMAL_90, StepEnergy, step_energy
+from outlast.plan.batch import Part
+from outlast.plan.calibration.conformal import interval_group
+from outlast.plan.constants import MemoryConstants, memory_constants
+from outlast.plan.energy import (
+    NORMAL_90,
+    Bill,
+    StepEnergy,
+    bill,
+    busy_watts,
+    measured_watts,
+    step_energy,
+)
+from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
+from outlast.plan.feasibility import possible
 from outlast.plan.loss import quality
-from outlast.plan.mechanisms import Step, with_mechanisms
-from outlast.plan.memory.constants import MemoryConstants, memory_constants
-from outlast.plan.memory.limits import CLIFF_HEADROOM
-from outlast.plan.money import Bill, bill
+from outlast.plan.mechanisms import (
+    Step,
+    form_of,
+    operations_ratio,
+    room,
+    with_mechanisms,
+)
+from outlast.plan.memory import CLIFF_HEADROOM
 from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.power import busy_watts, measured_watts
-from outlast.plan.reliability.finish import Finish, finish
+from outlast.plan.reliability.goodput import Finish, finish
 from outlast.plan.reliability.recovery import HOUR_SECONDS
-from outlast.plan.structured import form_of, operations_ratio, room
-from outlast.plan.survival import Survival, survival
-from outlast.plan.unfit import possible
-from outlast.plan.utilisation import held, why_held
 
 if TYPE_CHECKING:
-    from outlast.plan.cases import Array, Cases
+    from outlast.plan.batch import Array, Cases
     from outlast.plan.context import Context
+    from outlast.plan.loss import Differences
     from outlast.plan.pareto.space import Block
-    from outlast.plan.quality.difference import Differences
+
+
+HELD = "held to the best published MFU"
+"""Name of the term."""
+TABLE = "best_utilisation.toml"
+
+_ALIKE: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bf16", "fp16"),
+    "fp16": ("bf16", "fp16"),
+    "fp8": ("fp8",),
+    "fp32": ("fp32",),
+}
+"""Precisions with one peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The most that a published run reached.
+
+    Attributes:
+        chip: Kind of the devices.
+        precision: Of the products.
+        share: Model FLOPs per second over the peak, attention in full, no recomputation.
+        dense: Of a dense model; else of a mixture of experts, since no dense run is known.
+        run: What was run.
+        source: Where it stands.
+    """
+
+    chip: str
+    precision: str
+    share: float
+    dense: bool
+    run: str
+    source: str
+
+
+@cache
+def published_best() -> tuple[Best, ...]:
+    """The table of best published utilisations."""
+    text = (files("outlast.plan") / TABLE).read_text(encoding="utf-8")
+    return tuple(Best(**entry) for entry in tomllib.loads(text)["best"])
+
+
+def best_of(chip: str, precision: str) -> tuple[float, str]:
+    """The best published share of the peak of a chip, and in words whose it is.
+
+    Runs in a precision of the same peak count first, and dense ones before mixtures of experts; of
+    a chip that has none, all of its runs do; of one of which nobody published any, those of all
+    chips. Words say which of these it is.
+    """
+    known = published_best()
+    alike = _ALIKE.get(precision, (precision,))
+    own = [best for best in known if best.chip == chip]
+    same = [best for best in own or known if best.precision in alike]
+    dense = [best for best in same if best.dense]
+    best = max(dense or same or own or known, key=lambda best: best.share)
+    remarks = []
+    if not own:
+        remarks.append(f"of any chip, since none is published of {chip}")
+    if not same:
+        remarks.append(f"known only in {best.precision}")
+    elif not dense:
+        remarks.append("known only of mixtures of experts")
+    whose = ", ".join([f"{best.chip} in {best.precision}", *remarks])
+    return best.share, f"{whose}: {100 * best.share:.1f} %, {best.run}"
+
+
+def held(context: Context, layouts: Cases, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The terms of a step, with what holds it to the best published utilisation.
+
+    Args:
+        context: Model, cluster and calibration.
+        layouts: (cases,).
+        parts: Of the plain step.
+    """
+    share = _limits(context, layouts)
+    if share is None:
+        return tuple(parts)
+    total: Array = np.zeros(1)
+    for part in parts:
+        total = total + part.values
+    flops = context.model.flops_per_token(1) + 12.0 * (
+        context.model.layers * context.model.query_width * (layouts.sequence - 1.0)
+    )
+    least = flops * layouts.batch * layouts.sequence
+    least = least / (layouts.devices * layouts.peak_flop_per_s * share)
+    missing = np.maximum(least - total, 0.0)
+    if not missing.any():
+        return tuple(parts)
+    text = "max(model FLOPs / (devices * peak * best published MFU) - all other terms, 0)"
+    return (*parts, Part(HELD, missing, text, {"best published MFU": share}, (), TABLE))
+
+
+def why_held(context: Context, layouts: Cases) -> tuple[str, ...]:
+    """A phrase where the first case is held."""
+    parts = context.step.parts(layouts, context.whose)
+    found = [part for part in held(context, layouts, parts) if part.name == HELD]
+    if not found or not np.ravel(found[0].values)[0] > 0.0:
+        return ()
+    precision = "bf16" if np.ravel(layouts.half)[0] > 0.0 else "fp32"
+    if np.ravel(layouts.quantized)[0] > 0.0:
+        precision = "fp8"
+    return (f"{HELD} ({best_of(context.cluster.device, precision)[1]})",)
+
+
+def _limits(context: Context, layouts: Cases) -> Array | None:
+    """(cases,) or (1,) largest believable shares of the peak; None where runs are measured here.
+
+    The peak of processors is a rate that was measured of products, which others come close to.
+    """
+    whose = context.whose
+    mixture = context.model.experts > 1
+    calibrated = context.step.calibrated(whose, mixture=mixture)
+    if calibrated and context.cluster.processor:
+        return None
+    reached: Mapping[str, float] = {}
+    if calibrated:
+        group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
+        place = context.step.places.get(group)
+        reached = {} if place is None else place.utilisation
+    shares = {
+        name: max(best_of(whose.chip, name)[0], *(reached.get(item, 0.0) for item in _ALIKE[name]))
+        for name in ("fp8", "bf16", "fp32")
+    }
+    half = np.where(layouts.half > 0.0, shares["bf16"], shares["fp32"])
+    limits: Array = np.where(layouts.quantized > 0.0, shares["fp8"], half)
+    return limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What is predicted of candidates; arrays have shape (candidates,) unless said.
+    """Predictions of candidates; arrays have shape (candidates,) unless said.
 
     Attributes:
         step: A step with its mechanisms.
@@ -68,7 +214,7 @@ class Judged:
     possible: np.ndarray
     fits: np.ndarray
     cliff: np.ndarray
-    survival: Survival
+    survival: FaultTolerance
     finish: Finish
     energy: StepEnergy | Unavailable
     energy_half_widths: Array
@@ -96,7 +242,7 @@ def judge(context: Context, block: Block) -> Judged:
     widths = spread(context.step.half_widths(layouts, context.whose))
     memory = room(layouts, memory_of(context), block.layout, _shares(context, block))
     capacity = spread(layouts.memory_bytes)
-    alive = survival(context, block, step)
+    alive = fault_tolerance(context, block, step)
     going = possible(context.cluster, block)
     devices = spread(layouts.devices)
     productive = context.steps * (
@@ -151,7 +297,7 @@ def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
 
 
 def evaluator(context: Context) -> Callable[[Block], Objectives]:
-    """What a search asks of each block of candidates."""
+    """Function that a search asks of each block of candidates."""
 
     def evaluate(block: Block) -> Objectives:
         judged = judge(context, block)

@@ -8,25 +8,117 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outlast.hardware.figure import Unavailable
-from outlast.plan.cases import cases
-from outlast.plan.constants import PRIORS
+from outlast.plan.batch import Part, cases
+from outlast.plan.constants import MEMORY_PRIORS, PRIORS
+from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
-from outlast.plan.legal import warnings
-from outlast.plan.memory_figures import memory_total, stages_held, why_unfit
-from outlast.plan.model import Judged, beyond, in_time, judge
+from outlast.plan.feasibility import (
+    in_cliff,
+    out_of_memory,
+    why_impossible,
+)
+from outlast.plan.mechanisms import block_state_bytes, form_of, operations_ratio
+from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
+from outlast.plan.model import HELD, Judged, beyond, in_time, judge, memory_of
 from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.space import Block
-from outlast.plan.reliability.finish import SMALLEST, finish
-from outlast.plan.reliability.goodput import goodput
-from outlast.plan.structured import form_of, operations_ratio
-from outlast.plan.utilisation import HELD
+from outlast.plan.reliability.goodput import SMALLEST, finish, goodput
+from outlast.plan.shard_sizes import stages_of
+from outlast.records import Predicted
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
     from outlast.plan.context import Context
     from outlast.plan.reliability.goodput import Goodput
-    from outlast.plan.terms.part import Part
+
+
+def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
+    """Terms of the memory of all stages, with what structured layers do without."""
+    constants, layouts = memory_of(context), block.layouts
+    plain = stage_parts(layouts, constants)
+    form = form_of(context.model, block.settings[0])
+    if form.share == 1.0:
+        return plain
+    found = []
+    for parts, item in zip(plain, stages_of(layouts), strict=True):
+        held = block_state_bytes(layouts, demand(layouts, constants, item), item)
+        share = np.full(1, form.share)
+        spared = Part(
+            "structured layers",
+            held * (share - 1.0),
+            "states of the blocks * (parameters of their layers / dense ones - 1)",
+            {"states of the blocks": held, "parameters of their layers / dense ones": share},
+            (),
+            "outlast.tensorize.cost",
+        )
+        found.append((*parts, spared))
+    return tuple(found)
+
+
+def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, ...]) -> Total:
+    """Of the fullest stage; nine in ten of a log-normal error lie within 1.64 deviations."""
+    values, fitted = memory_of(context), context.memory
+    origin, deviation = "prior", LOG_DEVIATION
+    if fitted is None:
+        outside = (*outside, _why_prior(context))
+    else:
+        origin, deviation = "calibrated", fitted.log_deviation
+        if context.memory_elsewhere:
+            origin = "published"
+            outside = (*outside, "constants of published runs on other clusters")
+    terms = tuple(
+        Term(
+            part.name,
+            first_of(part.values),
+            part.formula,
+            {name: first_of(value) for name, value in part.inputs.items()},
+            {
+                name: Source(
+                    first_of(getattr(values, name)),
+                    MEMORY_PRIORS[name].unit,
+                    origin,
+                    MEMORY_PRIORS[name].text,
+                )
+                for name in part.constants
+            },
+            part.source,
+        )
+        for part in parts
+    )
+    middle = sum(term.value for term in terms)
+    factor = float(np.exp(1.645 * deviation))
+    return Total("B", Interval(middle / factor, middle, middle * factor, 0.9, outside), terms)
+
+
+def _why_prior(context: Context) -> str:
+    if context.cluster.processor:
+        return (
+            "resident memory of a rank by priors alone: what `outlast plan calibrate` measures of "
+            "it is for `outlast train` and `outlast plan compare`"
+        )
+    if context.framework == "any":
+        return "no framework is named: memory by priors alone"
+    return f"no memory of {context.framework} was measured: priors alone"
+
+
+def why_unfit(context: Context, block: Block, run: Configuration, judged: Judged) -> str:
+    """Why the run does not run as it should; empty where it does."""
+    impossible = why_impossible(context.cluster, block)
+    if impossible:
+        return impossible
+    if not judged.fits[0]:
+        usable = memory_of(context).usable_share * context.cluster.memory_bytes
+        return out_of_memory(run, float(judged.pressing[0]), first_of(np.asarray(usable)))
+    if judged.cliff[0]:
+        return in_cliff(run, float(judged.memory_bytes[0]), float(judged.capacity_bytes[0]))
+    return ""
+
+
+def first_of(values: np.ndarray) -> float:
+    """The number of the first case."""
+    return float(np.ravel(values)[0])
+
 
 COMPUTE = ("matrix products", "attention", "structured layers", "lower clocks")
 COMPUTE_SHARE = 0.6
@@ -44,7 +136,7 @@ RATES_ASSUMED = "failure rates are assumed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What is predicted of one run.
+    """Prediction of one run.
 
     Attributes:
         step_seconds: Of one optimizer step, with its terms; its interval ends where the devices
@@ -132,9 +224,22 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     block = Block(numbers, (settings or Settings(),), one, one)
     judged = judge(context, block)
     outside = beyond(context, block.layouts)
-    step = _step_total(context, judged, _least_seconds(context, run, block.settings[0]), outside)
+    # With an interval that ends where the devices' peak does.
+    least_seconds = _least_seconds(context, run, block.settings[0])
+    terms = tuple(_term(context, part) for part in judged.step.parts)
+    middle = sum(term.value for term in terms)
+    half = float(np.exp(judged.step_half_widths[0]))
+    widths = context.step.widths
+    # What no run has shown is no middle, but it is possible.
+    formulas = middle - sum(term.value for term in terms if term.name == HELD)
+    low = max(formulas / half, min(least_seconds, middle))
+    step = Total("s", Interval(low, middle, middle * half, widths.coverage, outside), terms)
     seconds = step.figure
-    rate = Interval(*_inverse(seconds, run.tokens), seconds.coverage, outside)
+    rate = Interval(
+        *(run.tokens / seconds.high, run.tokens / seconds.middle, run.tokens / seconds.low),
+        seconds.coverage,
+        outside,
+    )
     dense = context.model.flops_per_token(run.sequence)
     flops = dense * operations_ratio(context.model, block.settings[0], dense) / run.devices
     stages = stages_held(context, block)
@@ -185,7 +290,7 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
 
 
 def _warnings(context: Context, run: Configuration, settings: Settings) -> tuple[str, ...]:
-    """What is possible and unwise, and what of a job is no part of the prediction."""
+    """Warn of what is possible and unwise, and of what a prediction leaves out of a job."""
     found = [*context.model.notes, *context.unmapped]
     found += warnings(context.model, run, context.cluster, context.framework)
     share = form_of(context.model, settings).share
@@ -209,20 +314,6 @@ def _least_seconds(context: Context, run: Configuration, settings: Settings) -> 
     return flops * run.tokens / (run.devices * context.cluster.peak_flop_per_s[run.precision])
 
 
-def _step_total(
-    context: Context, judged: Judged, least_seconds: float, outside: tuple[str, ...]
-) -> Total:
-    """With an interval that ends where the devices' peak does."""
-    terms = tuple(_term(context, part) for part in judged.step.parts)
-    middle = sum(term.value for term in terms)
-    half = float(np.exp(judged.step_half_widths[0]))
-    widths = context.step.widths
-    # What no run has shown is no middle, but it is possible.
-    formulas = middle - sum(term.value for term in terms if term.name == HELD)
-    low = max(formulas / half, min(least_seconds, middle))
-    return Total("s", Interval(low, middle, middle * half, widths.coverage, outside), terms)
-
-
 def _term(context: Context, part: Part) -> Term:
     values = context.step.constants.constants([context.whose])
     origin = "published" if context.step.rows else "prior"
@@ -238,10 +329,6 @@ def _term(context: Context, part: Part) -> Term:
 
 def _first(values: np.ndarray) -> float:
     return float(np.ravel(values)[0])
-
-
-def _inverse(seconds: Interval, amount: float) -> tuple[float, float, float]:
-    return amount / seconds.high, amount / seconds.middle, amount / seconds.low
 
 
 def _joules(judged: Judged, devices: int, beyond: tuple[str, ...]) -> Total | Unavailable:
@@ -353,9 +440,32 @@ def _interval(
 
 
 def _limiting(judged: Judged) -> str:
-    """What takes most of the step: "compute" where products and attention are most of it."""
+    """Name the largest part of the step: "compute" where products and attention are most of it."""
     values = {part.name: _first(part.values) for part in judged.step.parts}
     computing = sum(values.get(name, 0.0) for name in COMPUTE)
     if computing > COMPUTE_SHARE * sum(values.values()):
         return "compute"
     return max(values, key=lambda name: values[name])
+
+
+def as_record(estimate: Estimate, calibration: str) -> Predicted:
+    """An estimate as plain numbers, for the run's records."""
+    step, memory, rate = estimate.step_seconds, estimate.memory.figure, estimate.tokens_per_s
+    tokens = rate.middle * step.figure.middle
+    joules = None if isinstance(estimate.joules, Unavailable) else estimate.joules.figure
+    return Predicted(
+        step_seconds=step.figure.middle,
+        step_seconds_low=step.figure.low,
+        step_seconds_high=step.figure.high,
+        memory_bytes=memory.middle,
+        memory_bytes_low=memory.low,
+        memory_bytes_high=memory.high,
+        tokens_per_s=rate.middle,
+        joules_per_token=None if joules is None else joules.middle / tokens,
+        joules_per_token_low=None if joules is None else joules.low / tokens,
+        joules_per_token_high=None if joules is None else joules.high / tokens,
+        terms={term.name: term.value for term in step.terms},
+        coverage=step.figure.coverage,
+        extrapolated=list(step.figure.extrapolated),
+        calibration=calibration,
+    )

@@ -1,7 +1,7 @@
 """Costs and savings of recovery: time to the next step, parity, goodput; pure functions.
 
-The planner composes these (`outlast.plan.survival`), and a drill compares them with what it has
-measured.
+The planner composes these (`outlast.plan.fault_tolerance`), and a drill compares them with what
+it has measured.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outlast.plan import Configuration, Training, cluster_of, predict, transformer_of
 from outlast.plan.cluster_file import this_cluster
-from outlast.plan.record import as_record
+from outlast.plan.prediction import as_record
 
 if TYPE_CHECKING:
     from transformers import Trainer

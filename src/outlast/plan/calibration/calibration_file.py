@@ -1,4 +1,4 @@
-"""A calibration as readable TOML that can be shared; `calibrated` has the meaning of the fields.
+"""Calibrations: constants with errors, ranges, provenance, and their TOML file.
 
 calibration = read_calibration("h100.calibration.toml")
 calibration.constants["matmul_efficiency"].value
@@ -11,26 +11,23 @@ purpose removes that line.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibrated import (
-    Calibration,
-    Constant,
-    Provenance,
-    ResidualPoints,
-)
-from outlast.plan.calibration.strict import NUMBER, check_keys, number, texts
-from outlast.plan.calibration.support import Place, Support
+from outlast.plan.batch import Array
+from outlast.plan.calibration.conformal import Conformal
 
 __all__ = [
     "Calibration",
@@ -43,6 +40,377 @@ __all__ = [
     "write_calibration",
 ]
 
+NUMBER = (int, float)
+
+
+def check_keys(
+    table: Mapping[str, Any],
+    kinds: Mapping[str, Any],
+    optional: Collection[str],
+    where: str,
+) -> None:
+    """Refuses a table with other keys or types than expected.
+
+    Args:
+        table: As TOML was read.
+        kinds: Known keys and the type of each.
+        optional: Those that may be missing.
+        where: File and table, for the sentence.
+
+    Raises:
+        PlanError: A key is unknown ("did you mean"), missing, or has a value of another type.
+    """
+    for name in table:
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(kinds)}"
+            raise PlanError(f"{where}: {name} is not a known key; {hint}")
+    for name, kind in kinds.items():
+        if name not in table:
+            if name in optional:
+                continue
+            raise PlanError(f"{where} lacks {name}: add it")
+        value = table[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise PlanError(f"{where}: {name} = {str(value)[:60]!r} has the wrong type")
+
+
+def texts(values: Sequence[Any], where: str) -> tuple[str, ...]:
+    """A list of texts.
+
+    Raises:
+        PlanError: Something else is among them.
+    """
+    if not all(isinstance(value, str) for value in values):
+        raise PlanError(f"{where} must be a list of texts")
+    return tuple(values)
+
+
+def number(value: Any, where: str) -> float:
+    """A number.
+
+    Raises:
+        PlanError: It is something else.
+    """
+    if not isinstance(value, NUMBER) or isinstance(value, bool):
+        raise PlanError(f"{where} = {str(value)[:60]!r} must be a number")
+    return float(value)
+
+
+_SLACK = 1.0 + 1e-9
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "sharding": (
+        "without sharding",
+        "that shards the optimizer",
+        "that shards gradients",
+        "that shards parameters",
+    ),
+    "recompute": (
+        "without recomputation",
+        "that recomputes attention",
+        "that recomputes whole blocks",
+    ),
+    "zero_bubble": ("of another schedule than zero_bubble", "of the zero_bubble schedule"),
+    "gpipe": ("of another schedule than gpipe", "of the gpipe schedule"),
+    "quantized": ("in another precision than fp8", "in fp8"),
+    "half": ("in fp32", "in 16 bits"),
+    "muon": ("with another optimizer than Muon", "with Muon"),
+    "unfused": ("with fused attention", "with unfused attention"),
+}
+"""Features that tell kinds of runs, and in words a run of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Smallest and largest value of each feature among the calibrated rows.
+
+    Attributes:
+        ranges: By feature, e.g. "devices"; not negative, since distances are in log space.
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.ranges.items():
+            if not 0.0 <= low <= high < float("inf"):
+                raise PlanError(f"support of {name} from {low:g} to {high:g} is no range from 0 on")
+
+    def distances(self, features: Mapping[str, Array]) -> Array:
+        """Distances of runs from the ranges: sums over features of the log of the excess.
+
+        A run with twice the most devices and all else inside is log 2 = 0.69 away.
+
+        Args:
+            features: By name, (n,) or (1,) each; a feature without a range is left out.
+
+        Returns:
+            (n,).
+        """
+        total = np.zeros(1)
+        for name, (low, high) in self.ranges.items():
+            if name in features:
+                total = total + _excess(np.asarray(features[name], np.float64), low, high)
+        return total
+
+    def outside(self, features: Mapping[str, float]) -> tuple[str, ...]:
+        """Name the features of one run that are outside, and by how much: a phrase each."""
+        phrases = []
+        for name, (low, high) in self.ranges.items():
+            if name not in features:
+                continue
+            value = float(features[name])
+            above = value > high * _SLACK
+            if not above and value * _SLACK >= low:
+                continue
+            if name in KINDS:
+                phrases.append(f"no run {KINDS[name][int(value)]} was measured")
+                continue
+            by = "outside"
+            if above and high:
+                by = f"{value / high:.3g} times above"
+            elif not above and value:
+                by = f"{low / value:.3g} times below"
+            phrases.append(f"{name} = {value:.6g} is {by} the calibrated {_range_of(low, high)}")
+        return tuple(phrases)
+
+    def joined(self, other: Support) -> Support:
+        """The smallest ranges that hold both."""
+        ranges = dict(self.ranges)
+        for name, (low, high) in other.ranges.items():
+            own = ranges.get(name, (low, high))
+            ranges[name] = min(low, own[0]), max(high, own[1])
+        return Support(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Calibrated ranges of one interval group.
+
+    Attributes:
+        ranges: Of the features of its runs.
+        utilisation: Largest share of the peak (MFU) among its runs, by precision.
+    """
+
+    ranges: Support
+    utilisation: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for precision, share in self.utilisation.items():
+            if not 0.0 < share < float("inf"):
+                raise PlanError(
+                    f"utilisation = {share:g} in {precision} of a calibrated place: calibrate again"
+                )
+
+
+def support_of(features: Mapping[str, Array]) -> Support:
+    """The ranges of calibrated rows.
+
+    Args:
+        features: By name, (n,) each, not negative and finite.
+
+    Raises:
+        PlanError: A feature without values, or with one that is negative or not finite.
+    """
+    ranges = {}
+    for name, values in features.items():
+        array = np.asarray(values, np.float64)
+        if not array.size or not np.all(np.isfinite(array)) or array.min() < 0:
+            raise PlanError(f"feature {name} has no values, or some below 0: give one per row")
+        ranges[name] = (float(array.min()), float(array.max()))
+    return Support(ranges)
+
+
+def _excess(values: Array, low: float, high: float) -> Array:
+    """Log of the factor outside of the range; 1 where a range or a value of 0 has no factor."""
+    above = values > high * _SLACK
+    below = values * _SLACK < low
+    with np.errstate(divide="ignore", invalid="ignore"):
+        over = np.log(values / high) if high else np.ones_like(values)
+        under = np.where(values > 0, np.log(low / values), 1.0) if low else np.zeros_like(values)
+    found: Array = np.where(above, over, np.where(below, under, 0.0))
+    return found
+
+
+def _range_of(low: float, high: float) -> str:
+    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+
+
+ORIGINS = ("calibrated", "prior", "measured", "published", "datasheet")
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One constant of the model.
+
+    Attributes:
+        value: In `unit`.
+        log_deviation: Its standard deviation on the scale on which it is fitted (the logarithm, or
+            log odds of its share of a bound: `constants.unbounded`); 0 where it is held fixed.
+        unit: Of the value.
+        origin: One of `ORIGINS`.
+        group: Chip, cluster or framework that it belongs to; empty for all runs.
+    """
+
+    value: float
+    log_deviation: float
+    unit: str
+    origin: str
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualPoints:
+    """Rows near which the formulas' error is known: the support of a Gaussian process.
+
+    Attributes:
+        names: (k,) of the features.
+        features: (n, k) of the rows, as the process measures distances.
+        places: (n,) of the rows: only runs of the same place are corrected.
+        residuals: (n,) log of measured over predicted seconds.
+        noises: (n,) log standard deviations of the measurements, larger for outliers.
+        amplitude: Log standard deviation of the process.
+        length_scales: (k,) in units of the features.
+    """
+
+    names: tuple[str, ...]
+    features: Array
+    places: tuple[str, ...]
+    residuals: Array
+    noises: Array
+    amplitude: float
+    length_scales: Array
+
+    def __post_init__(self) -> None:
+        rows, columns = len(self.places), len(self.names)
+        for name, shape in (
+            ("features", (rows, columns)),
+            ("residuals", (rows,)),
+            ("noises", (rows,)),
+            ("length_scales", (columns,)),
+        ):
+            array = np.asarray(getattr(self, name), np.float64)
+            if array.shape != shape or not np.all(np.isfinite(array)):
+                raise PlanError(
+                    f"residual.{name} has shape {array.shape} or is not finite: it should be "
+                    f"{shape}"
+                )
+            object.__setattr__(self, name, array)
+        if not (
+            np.all(self.noises >= 0) and np.all(self.length_scales > 0) and self.amplitude >= 0
+        ):
+            raise PlanError("residual has a noise or amplitude below 0 or a length scale of 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Origin of a calibration.
+
+    Attributes:
+        date: As the caller says it, e.g. "2026-11-22".
+        version: Of Outlast.
+        rows: Names of the rows used.
+        sources: Tables, logs and run directories that they come from.
+        flagged: Sentences about rows that were left out.
+        text: For people.
+    """
+
+    date: str
+    version: str
+    rows: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    flagged: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Calibration:
+    """All that a prediction needs beside the run and the cluster.
+
+    Attributes:
+        constants: By name.
+        order: (p,) names of those that the fit moved, in the order of `correlation`.
+        correlation: (p, p) of their errors in log space.
+        residual: Correction near measured rows; None for none.
+        quantiles: Of the interval scores, by group, with `groups.OTHERS` for all others.
+        floor: Log standard deviation of a row that the fit knows perfectly.
+        coverage: Share of truths that the intervals should hold.
+        support: Calibrated range of each feature.
+        provenance: Where it comes from.
+        places: What was measured, by interval group; empty in files of older versions, whose
+            groups do not tell clusters apart, so that none counts as calibrated.
+    """
+
+    constants: Mapping[str, Constant]
+    order: tuple[str, ...]
+    correlation: Array
+    residual: ResidualPoints | None = None
+    quantiles: Mapping[str, float]
+    floor: float
+    coverage: float = 0.9
+    support: Mapping[str, tuple[float, float]]
+    provenance: Provenance
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, constant in self.constants.items():
+            if not (math.isfinite(constant.value) and 0 <= constant.log_deviation < math.inf):
+                raise PlanError(f"constant {name} = {constant.value:g} is not finite: fit it again")
+            if constant.origin not in ORIGINS:
+                raise PlanError(
+                    f"constant {name} has origin {constant.origin!r}, which is none of "
+                    f"{', '.join(ORIGINS)}"
+                )
+        for name in self.order:
+            if name not in self.constants:
+                raise PlanError(f"order names {name}, which is not among the constants")
+        object.__setattr__(self, "correlation", _correlation(self.correlation, len(self.order)))
+        for name, value in self.quantiles.items():
+            if not 0 <= value < math.inf:
+                raise PlanError(
+                    f"quantile of {name} = {value:g} is not 0 or above: calibrate again"
+                )
+        if not (0 <= self.floor < math.inf and 0 < self.coverage < 1):
+            raise PlanError(
+                f"floor = {self.floor:g} and coverage = {self.coverage:g}: the first should be "
+                "0 or above, the second between 0 and 1"
+            )
+        Support(self.support)
+
+    @property
+    def covariance(self) -> Array:
+        """(p, p) of the errors of the constants in `order`, in log space."""
+        deviations = np.array([self.constants[name].log_deviation for name in self.order])
+        scaled: Array = self.correlation * np.outer(deviations, deviations)
+        return scaled
+
+    @property
+    def conformal(self) -> Conformal:
+        """The widths of the intervals."""
+        return Conformal(quantiles=self.quantiles, floor=self.floor, coverage=self.coverage)
+
+    @property
+    def ranges(self) -> Support:
+        """The calibrated ranges."""
+        return Support(self.support)
+
+
+def _correlation(matrix: Array | NDArray[np.float64], count: int) -> Array:
+    """Its lower triangle mirrored, so that what is written and read is the same to the last bit."""
+    array = np.asarray(matrix, np.float64)
+    if array.shape != (count, count) or not np.all(np.isfinite(array)):
+        raise PlanError(
+            f"correlation has shape {array.shape} or is not finite: it should be ({count}, {count})"
+        )
+    lower = np.tril(array, -1)
+    whole: Array = lower + lower.T + np.eye(count)
+    if not np.allclose(array, whole, atol=1e-6) or np.abs(whole).max(initial=0.0) > 1 + 1e-9:
+        raise PlanError("correlation is not symmetric with ones on its diagonal: fit again")
+    if count and float(np.linalg.eigvalsh(whole)[0]) < -1e-6:
+        raise PlanError("correlation has a negative eigenvalue: fit again")
+    return whole
+
+
 FORMAT = 2
 """One more where the constants of older files would mean something else."""
 
@@ -51,6 +419,7 @@ _HEAD = """\
 # intervals of predictions are. The digest tells whether the file was changed after it was written;
 # remove that line to edit the file by hand.
 """
+
 _TOP = {
     "format": int,
     "digest": str,
@@ -64,6 +433,7 @@ _TOP = {
     "residual": dict,
     "places": dict,
 }
+
 _OPTIONAL = {"digest", "residual", "places"}
 
 
@@ -241,6 +611,7 @@ _CONSTANT = {
     "origin": str,
     "group": str,
 }
+
 _PROVENANCE = {
     "date": str,
     "version": str,
@@ -249,6 +620,7 @@ _PROVENANCE = {
     "flagged": list,
     "text": str,
 }
+
 _RESIDUAL = {
     "names": list,
     "features": list,

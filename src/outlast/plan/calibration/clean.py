@@ -1,4 +1,4 @@
-"""Dirty rows, found before any fit: what cannot be true of a run, and what its peers contradict.
+"""Rows that cannot be true, or that their peers contradict, found before any fit.
 
 Published tables hold swapped columns, wrong batch sizes and times in the wrong unit. A flagged row
 is kept out of the fits unless the caller forces it (`rows.forced`).
@@ -13,13 +13,87 @@ from dataclasses import replace
 import numpy as np
 
 from outlast.errors import PlanError
+from outlast.plan.batch import Array
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.slow_links import slow_links
-from outlast.plan.cases import Array
+
+_FEW_LINK_CLASSES = 4
+_FACTOR = 1.5
+_SIGMAS = 4.0
+
+
+def link_classes(row: Row) -> frozenset[str]:
+    """Link classes that a run uses: ranks are placed tensor first, then context.
+
+    Returns:
+        Of "tensor", "context", "pipeline", "data"; empty where all is inside the fast domain.
+    """
+    run, domain = row.run, row.cluster.fast_domain
+    found = set()
+    if run.tensor > domain:
+        found.add("tensor")
+    if run.context > 1 and run.tensor * run.context > domain:
+        found.add("context")
+    if run.devices > domain:
+        found |= {name for name in ("pipeline", "data") if getattr(run, name) > 1}
+    return frozenset(found)
+
+
+def slow_links(rows: Sequence[Row], away: Array) -> Iterator[tuple[int, str]]:
+    """Rows of a class of links that is slow on their cluster.
+
+    Within one cluster, the rows that use the class are compared with those that do not: a
+    difference of medians of more than 1.5 times and 4 robust standard errors is a slow link.
+
+    Args:
+        rows: (n,).
+        away: (n,) log of measured over predicted seconds; NaN to leave a row out.
+
+    Yields:
+        Index and sentence of each such row.
+    """
+    clusters = np.array([f"{row.source}/{row.cluster.name}/{row.chip}" for row in rows])
+    classes = [link_classes(row) for row in rows]
+    for cluster in np.unique(clusters):
+        here = (clusters == cluster) & np.isfinite(away)
+        using = {
+            name: np.array([name in klass for klass in classes]) & here
+            for name in ("tensor", "context", "pipeline", "data")
+        }
+        scores = {name: _score(away[uses], away[here & ~uses]) for name, uses in using.items()}
+        name = max(scores, key=lambda score: scores[score])
+        if scores[name] <= _SIGMAS:
+            continue
+        uses = using[name]
+        usual = float(np.median(away[here & ~uses]))
+        shift = float(np.median(away[uses])) - usual
+        for index in np.flatnonzero(uses & (away > usual + shift / 2)).tolist():
+            text = (
+                f"row {rows[index].name}: {name} ranks over the network of "
+                f"{rows[index].cluster.name} take {math.exp(shift):.1f} times as long as its other "
+                "rows suggest; measure the link or correct fabric_bytes_per_s"
+            )
+            yield index, text
+
+
+def _score(some: Array, others: Array) -> float:
+    """Difference of medians in robust standard errors; 0 where it is small or rows are few."""
+    if min(some.size, others.size) < _FEW_LINK_CLASSES:
+        return 0.0
+    shift = float(np.median(some) - np.median(others))
+    if shift < math.log(_FACTOR):
+        return 0.0
+    both = np.concatenate([some - np.median(some), others - np.median(others)])
+    spread = 1.4826 * float(np.median(np.abs(both)))
+    # The standard error of a median is 1.2533 times that of a mean.
+    error = 1.2533 * max(spread, 0.01) * math.sqrt(1 / some.size + 1 / others.size)
+    return shift / error
+
 
 # FLOPs are counted with or without recomputation, causal halving, the head: at most this factor.
 _CONVENTION = 1.8
 _SAME_FIGURE = 1.25
+
+
 # Releases of one framework differ by up to 1.49 on one configuration (nemo_moe rows).
 _BETWEEN_RELEASES = 1.6
 _WITHIN_RELEASE = 1.3
@@ -115,7 +189,7 @@ def _ideal_seconds(row: Row) -> float:
 
 
 def _alone(row: Row) -> Iterator[str]:
-    """What a row contradicts in itself."""
+    """Contradictions of a row in itself."""
     run = row.run
     if row.stated_devices is not None and row.stated_devices != run.devices:
         yield (
@@ -150,7 +224,7 @@ def _alone(row: Row) -> Iterator[str]:
 
 
 def _rate_agrees(row: Row) -> bool | None:
-    """Whether the stated tokens per second agree with the time; None where not stated."""
+    """Compare the stated tokens per second with the time; None where not stated."""
     if row.stated_tokens_per_s is None or row.tokens_per_s is None:
         return None
     return abs(math.log(row.tokens_per_s / row.stated_tokens_per_s)) < math.log(_SAME_FIGURE)

@@ -1,16 +1,17 @@
-"""The fit of the time model's constants to measured steps, shared over chip, cluster, framework."""
+"""Fits of measured steps: shared constants by least squares, and a smooth residual."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.cases import Array, Cases
+from outlast.plan.batch import Array, Cases
 from outlast.plan.constants import (
     KNOWN_OF_CHIPS,
     LEVELS,
@@ -23,7 +24,7 @@ from outlast.plan.constants import (
     unbounded,
     unbounded_deviation,
 )
-from outlast.plan.terms.step import step_seconds
+from outlast.plan.step_time import step_seconds
 
 NOISE = 0.06
 """Log standard deviation of a measured step around a perfect model (rows that differ in nothing
@@ -82,7 +83,7 @@ class Column:
         )
 
     def counts_for(self, whose: Belonging) -> bool:
-        """Whether a run's constant contains it."""
+        """True if a run's constant contains it."""
         return self.level is None or whose.of(self.level) == self.group
 
 
@@ -178,6 +179,31 @@ class Fit:
         return deviation
 
 
+def most_probable(
+    residuals: Callable[[Array], Array],
+    begin: Array,
+    deviations: Array,
+    *,
+    evaluations: int,
+    jacobian: Callable[[Array], Array] | Literal["2-point"] = "2-point",
+) -> tuple[Array, Array]:
+    """Least squares of residuals, priors among them, and the covariance at the minimum.
+
+    Args:
+        residuals: Of the numbers, whitened.
+        begin: Where to start.
+        deviations: Scale of each number.
+        evaluations: Of the residuals, at most.
+        jacobian: Of the residuals; finite differences by default.
+    """
+    from scipy.optimize import least_squares
+
+    found = least_squares(
+        residuals, begin, jac=jacobian, x_scale=deviations, max_nfev=evaluations, ftol=1e-6
+    )
+    return found.x, np.linalg.inv(found.jac.T @ found.jac)
+
+
 def fit(
     cases: Cases, seconds: Array, whose: Sequence[Belonging], *, prior: Fit | None = None
 ) -> Fit:
@@ -197,8 +223,6 @@ def fit(
     Raises:
         PlanError: No run, or a time that is not above zero.
     """
-    from scipy.optimize import least_squares
-
     measured = np.asarray(seconds, dtype=np.float64)
     if not measured.size or not (np.isfinite(measured) & (measured > 0.0)).all():
         raise PlanError("step_seconds of every run must be a number above 0: leave others out")
@@ -221,29 +245,26 @@ def fit(
     def jacobian(values: Array, noise: float) -> Array:
         positions, error = errors(values, noise)
         slopes = _slopes(cases, positions)[rows] * shares / noise
-        return np.concatenate([(slopes * _soft_slope(error)).T, whitening])
+        root = np.abs(_soft(error))
+        slope = np.abs(error) / (1.0 + error**2 / FREEDOM) / np.maximum(root, 1e-9)
+        return np.concatenate([(slopes * np.where(root > 1e-9, slope, 1.0)).T, whitening])
 
-    found, begin = None, means
     # Outliers make several minima. With much noise there are none, and the minimum is followed
     # down to the noise that there is (graduated non-convexity: Blake and Zisserman 1987).
+    values, covariance = means, blank.covariance
     for noise in GRADES:
-        found = least_squares(
-            residuals,
-            begin,
-            jac=jacobian,
-            args=(noise,),
-            x_scale=deviations,
-            max_nfev=80,
-            ftol=1e-6,
+        values, covariance = most_probable(
+            partial(residuals, noise=noise),
+            values,
+            deviations,
+            evaluations=80,
+            jacobian=partial(jacobian, noise=noise),
         )
-        begin = found.x
-    assert found is not None
-    covariance = np.linalg.inv(found.jac.T @ found.jac)
-    return Fit(columns, found.x, covariance)
+    return Fit(columns, values, covariance)
 
 
 def believed(whose: Sequence[Belonging] = (), prior: Fit | None = None) -> Fit:
-    """What is believed of all numbers before the runs are looked at.
+    """Prior means and deviations of all numbers, before the runs are looked at.
 
     Args:
         whose: Of each run.
@@ -294,7 +315,137 @@ def _soft(error: Array) -> Array:
     return np.sign(error) * np.sqrt(FREEDOM * np.log1p(error**2 / FREEDOM))
 
 
-def _soft_slope(error: Array) -> Array:
-    root = np.abs(_soft(error))
-    slope = np.abs(error) / (1.0 + error**2 / FREEDOM) / np.maximum(root, 1e-9)
-    return np.where(root > 1e-9, slope, 1.0)
+FEATURES = (
+    "tensor",
+    "pipeline",
+    "data",
+    "micro_batch",
+    "micro_batches",
+    "hidden",
+    "layers",
+    "sequence",
+)
+"""Of `Cases`; their binary logarithms span the space in which runs are near each other."""
+
+AMPLITUDES = (0.03, 0.06, 0.12)
+LENGTHS = (2.0, 4.0)
+"""In doublings of all features together."""
+RESIDUAL_NOISE = 0.05
+OUTLIER = 2.0
+"""Residuals beyond so many deviations of the noise count less and less (Student's weights)."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A Gaussian process with a Matern 3/2 kernel, one for each place (framework and cluster).
+
+    Attributes:
+        features: (rows, features) of the support.
+        places: Of each row.
+        residuals: (rows,) log of measured over predicted seconds.
+        noises: (rows,) log standard deviations, larger for outliers.
+        amplitude: Standard deviation of the correction, in log seconds.
+        length: Of the kernel.
+    """
+
+    features: Array
+    places: tuple[str, ...]
+    residuals: Array
+    noises: Array
+    amplitude: float
+    length: float
+
+    @cached_property
+    def _inverse(self) -> Array:
+        same = _same(self.places)
+        kernel = _kernel(self.features, self.features, self.amplitude, self.length) * same
+        return np.asarray(np.linalg.inv(kernel + np.diag(self.noises**2)), np.float64)
+
+    @cached_property
+    def _weights(self) -> Array:
+        weights: Array = self._inverse @ self.residuals
+        return weights
+
+    def correction(self, cases: Cases, place: Sequence[str]) -> tuple[Array, Array]:
+        """Correction of log seconds, and the variance that is left of it.
+
+        Args:
+            cases: (cases,).
+            place: (cases,) or one for all. Runs of other places correct nothing.
+
+        Returns:
+            (cases,) mean and (cases,) variance.
+        """
+        asked = features_of(cases)
+        places = list(place) * len(asked) if len(place) == 1 else list(place)
+        mean = np.zeros(len(asked))
+        variance = np.full(len(asked), self.amplitude**2)
+        for here in sorted(set(places) & set(self.places)):
+            rows = np.array([place == here for place in places])
+            columns = np.array([place == here for place in self.places])
+            near = _kernel(asked[rows], self.features[columns], self.amplitude, self.length)
+            mean[rows] = near @ self._weights[columns]
+            inverse = self._inverse[np.ix_(columns, columns)]
+            variance[rows] -= np.einsum("ij,jk,ik->i", near, inverse, near)
+        return mean, np.maximum(variance, 0.0)
+
+
+def features_of(cases: Cases) -> Array:
+    """(cases, features): binary logarithms."""
+    columns = [np.broadcast_to(getattr(cases, name), (len(cases),)) for name in FEATURES]
+    logarithms: Array = np.log2(np.maximum(np.stack(columns, axis=1), 1.0))
+    return logarithms
+
+
+def fit_residual(cases: Cases, residuals: Array, place: Sequence[str]) -> Residual:
+    """The correction that fits best when each row is predicted from the others.
+
+    Amplitude and length are chosen from small grids by the leave-one-out density (Rasmussen and
+    Williams 2006, equations 5.10 to 5.12).
+
+    Args:
+        cases: (rows,) of the calibration.
+        residuals: (rows,) log of measured over predicted seconds.
+        place: Framework and cluster of each row.
+    """
+    features = features_of(cases)
+    same = _same(place)
+    best: tuple[float, Residual] | None = None
+    for amplitude in AMPLITUDES:
+        for length in LENGTHS:
+            kernel = _kernel(features, features, amplitude, length) * same
+            noises, inverse = _robust(kernel, residuals)
+            spread = 1.0 / np.diag(inverse)
+            error = (inverse @ residuals) * spread
+            # Student's density with 4 degrees of freedom: outliers must not choose the grid point.
+            score = -np.sum(2.5 * np.log1p(error**2 / (4.0 * spread)) + 0.5 * np.log(spread))
+            found = Residual(features, tuple(place), residuals, noises, amplitude, length)
+            if best is None or score > best[0]:
+                best = float(score), found
+    assert best is not None
+    return best[1]
+
+
+def _same(places: Sequence[str]) -> Array:
+    names = np.array(places)
+    same: Array = (names[:, None] == names[None]).astype(np.float64)
+    return same
+
+
+def _robust(kernel: Array, residuals: Array) -> tuple[Array, Array]:
+    """Noises that grow for outliers (iterated), and the inverse of the kernel with them."""
+    noises = np.full(len(residuals), RESIDUAL_NOISE)
+    for _ in range(4):
+        weights = np.linalg.solve(kernel + np.diag(noises**2), residuals)
+        error = (residuals - kernel @ weights) / RESIDUAL_NOISE
+        noises = RESIDUAL_NOISE * np.minimum(np.sqrt(1.0 + (error / OUTLIER) ** 2), 30.0)
+    return noises, np.asarray(np.linalg.inv(kernel + np.diag(noises**2)), np.float64)
+
+
+def _kernel(first: Array, second: Array, amplitude: float, length: float) -> Array:
+    square = (
+        np.sum(first**2, axis=1)[:, None] + np.sum(second**2, axis=1)[None] - 2.0 * first @ second.T
+    )
+    distance = np.sqrt(3.0 * np.maximum(square, 0.0)) / length
+    kernel: Array = amplitude**2 * (1.0 + distance) * np.exp(-distance)
+    return kernel

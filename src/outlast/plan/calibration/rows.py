@@ -82,12 +82,12 @@ class Row:
 
     @property
     def fits_time(self) -> bool:
-        """Whether the time may be fitted."""
+        """True if the time may be fitted."""
         return self.step_seconds is not None and not self.flags and not self.time_flags
 
     @property
     def fits_memory(self) -> bool:
-        """Whether the memory may be fitted."""
+        """True if the memory may be fitted."""
         known = (self.reserved_bytes, self.allocated_bytes, self.held_bytes)
         return any(name is not None for name in known) and not self.flags
 

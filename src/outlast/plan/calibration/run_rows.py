@@ -1,25 +1,78 @@
-"""Rows from run directories of `outlast train`."""
+"""Rows from run directories of `outlast train` and from other frameworks' training logs.
+
+    row = read_log_row("train.log", "train.toml")
+
+where train.toml says what no log does:
+
+    cluster = "h100x64"
+
+    [model]
+    published = "llama-3-8b"         # or huggingface = "config.json", or the sizes themselves
+
+    [run]                            # fields of `Configuration`
+    data = 8
+    tensor = 4
+    sequence = 8192
+    micro_batch = 1
+    batch = 256
+
+A log that ends for want of memory says so in words of torch, and gives a row of a run that did not
+fit; where a step follows these words, the run went on and did. If it timed no step, the settings
+must name the `framework`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
 from outlast.errors import OutlastError, PlanError
 from outlast.job.load import job_from_text
-from outlast.plan.calibration.known import COMPILED, OUTLAST
+from outlast.plan.batch import Array
+from outlast.plan.calibration.calibration_file import check_keys
+from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST
 from outlast.plan.calibration.rows import Refused, Row
-from outlast.plan.calibration.steady import steady_median
-from outlast.plan.job_runs import run_of
+from outlast.plan.cluster import Cluster
+from outlast.plan.cluster_file import cluster_of
+from outlast.plan.configuration import Configuration
+from outlast.plan.context import calibrated_as
+from outlast.plan.huggingface import published, transformer_of
+from outlast.plan.job import run_of
+from outlast.plan.transformer import Transformer
 from outlast.records import AttemptStarted, MemoryMeasured, StepsDone, read_run
 
 if TYPE_CHECKING:
     from outlast.job import Job
-    from outlast.plan.cluster import Cluster
     from outlast.records import Run
+
+
+_WARM_UP = 3
+_SHARE = 0.1
+
+
+def steady_median(series: Sequence[Array]) -> float:
+    """Median of several starts' values, without the first ones of each.
+
+    Left out are a tenth of a start's values and at least three: compilation, allocation and caches
+    make them slow. A start with fewer than eight keeps the later half.
+
+    Args:
+        series: (n,) of each start, in order; at least one value in all.
+    """
+    kept = [values[_skipped(len(values)) :] for values in series]
+    return float(np.median(np.concatenate(kept)))
+
+
+def _skipped(count: int) -> int:
+    return count // 2 if count < 2 * _WARM_UP + 2 else max(_WARM_UP, int(_SHARE * count))
+
 
 FRAMEWORK = OUTLAST
 
@@ -74,7 +127,16 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
         if (event.world_size, event.parallel) == (last.world_size, last.parallel)
     }
     reserved, allocated, assumptions = _memory_bytes(run, max(started))
-    model, configuration = run_of(_as_laid_out(job, last), last.world_size)
+    # The job with the degrees that the start resolved, e.g. `replicate` in place of 0.
+    degrees: dict[str, Any] = {
+        name: last.parallel[name]
+        for name in ("replicate", "shard", "tensor", "pipeline")
+        if name in last.parallel
+    }
+    model, configuration = run_of(
+        job.model_copy(update={"parallel": job.parallel.model_copy(update=degrees)}),
+        last.world_size,
+    )
     return Row(
         name=run.name,
         model=model,
@@ -90,16 +152,6 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
         assumptions=assumptions,
         time_flags=_time_flags(run.name, job),
     )
-
-
-def _as_laid_out(job: Job, started: AttemptStarted) -> Job:
-    """The job with the degrees that the start resolved, e.g. `replicate` in place of 0."""
-    degrees: dict[str, Any] = {
-        name: started.parallel[name]
-        for name in ("replicate", "shard", "tensor", "pipeline")
-        if name in started.parallel
-    }
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update=degrees)})
 
 
 def _step_seconds(run: Run, attempts: set[int]) -> float:
@@ -128,7 +180,7 @@ def _memory_bytes(run: Run, attempt: int) -> tuple[float | None, float | None, t
 
 
 def _time_flags(name: str, job: Job) -> tuple[str, ...]:
-    """What a run did beside training, whose time the constants must not take up."""
+    """Work beside training in a run, whose time the constants must not take up."""
     flags = []
     if job.guard.policy in {"linear", "full"}:
         flags.append(
@@ -141,3 +193,330 @@ def _time_flags(name: str, job: Job) -> tuple[str, ...]:
             'than once; run the probe with "off"'
         )
     return tuple(flags)
+
+
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+_BYTES = {
+    "MB": 2.0**20,
+    "MIB": 2.0**20,
+    "GB": 2.0**30,
+    "GIB": 2.0**30,
+    "": 1.0,
+}
+
+_NUMBER = r"([\d][\d.,]*(?:[eE][-+]?\d+)?)"
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class LogFigures:
+    """Figures of a log, a list entry per line that states one, units as in the names.
+
+    Attributes:
+        framework: Whose lines they are.
+        step_seconds: Time of a step.
+        tokens_per_s: Of one device.
+        samples_per_s: Of all devices.
+        flop_per_s: Of one device.
+        reserved_bytes: Of one device; the largest counts.
+        allocated_bytes: Likewise, of the most that tensors held.
+        held_bytes: Likewise, of what they hold between steps.
+        batches: Samples of a step, as the framework says it.
+    """
+
+    framework: str
+    step_seconds: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    samples_per_s: list[float] = field(default_factory=list)
+    flop_per_s: list[float] = field(default_factory=list)
+    reserved_bytes: list[float] = field(default_factory=list)
+    allocated_bytes: list[float] = field(default_factory=list)
+    held_bytes: list[float] = field(default_factory=list)
+    batches: list[float] = field(default_factory=list)
+
+    @property
+    def lines(self) -> int:
+        """Lines that say how fast it goes."""
+        return max(len(self.step_seconds), len(self.tokens_per_s), len(self.samples_per_s))
+
+    def median(self, name: str) -> float | None:
+        """Of one of the lists, once the run is steady; None where the log does not say it."""
+        values = getattr(self, name)
+        return steady_median([np.array(values)]) if values else None
+
+    def most(self, name: str) -> float | None:
+        """Largest of one of the lists, or None."""
+        return max(getattr(self, name), default=None)
+
+
+def read_lines(text: str, framework: str = "") -> LogFigures:
+    """The figures of a log.
+
+    Args:
+        text: Of the log, of one rank or of several.
+        framework: One of `FRAMEWORKS`; empty to take the one with most lines.
+
+    Raises:
+        PlanError: No line of a known framework says how fast it goes.
+    """
+    if framework and framework not in FRAMEWORKS:
+        raise PlanError(f"framework = {framework!r} is none of {', '.join(FRAMEWORKS)}")
+    plain = _ESCAPES.sub("", text)
+    names = [framework] if framework else list(FRAMEWORKS)
+    found = [_line_figures(plain, name) for name in names]
+    best = max(found, key=lambda log: log.lines)
+    if not best.lines:
+        raise PlanError(
+            f"the log has no line of {' or '.join(names)} that says the time or the throughput of "
+            "a step: give the log of the last rank, or name the framework"
+        )
+    return best
+
+
+def _line_figures(text: str, framework: str) -> LogFigures:
+    found = LogFigures(framework)
+    for name, pattern, value_of in FRAMEWORKS[framework]:
+        values = [value_of(match) for match in re.finditer(pattern, text, re.MULTILINE)]
+        getattr(found, name).extend(value for value in values if value > 0)
+    return found
+
+
+def _plain(match: re.Match[str]) -> float:
+    """`1,234.5`."""
+    return float(match[1].replace(",", ""))
+
+
+def _milli(match: re.Match[str]) -> float:
+    return _plain(match) / 1e3
+
+
+def _tera(match: re.Match[str]) -> float:
+    return _plain(match) * 1e12
+
+
+def _human(match: re.Match[str]) -> float:
+    """`3.45K`."""
+    return _plain(match) * _SCALES[match[2].upper()]
+
+
+def _human_milli(match: re.Match[str]) -> float:
+    return _human(match) / 1e3
+
+
+def _human_tera(match: re.Match[str]) -> float:
+    return _human(match) * 1e12
+
+
+def _bytes(match: re.Match[str]) -> float:
+    """`21.5GiB`; what frameworks call MB and GB are binary units."""
+    return _plain(match) * _BYTES[match[2].upper()]
+
+
+def _mebibytes(match: re.Match[str]) -> float:
+    return _plain(match) * 2.0**20
+
+
+def _per_iteration(match: re.Match[str]) -> float:
+    """`1.23s/it` or `1.23it/s` of a progress bar."""
+    value = _plain(match)
+    if not value:
+        return 0.0
+    return value if match[2] == "s/it" else 1.0 / value
+
+
+_Line = tuple[str, str, Callable[[re.Match[str]], float]]
+_HUMAN = rf"{_NUMBER}([KMGBT]?)\b"
+
+FRAMEWORKS: Mapping[str, tuple[_Line, ...]] = {
+    # "step: 10  loss:  8.1  memory: 21.54GiB(27.3%)  tps: 3,412  tflops: 200.1  mfu: 20.3%": tokens
+    # per second and device, largest reserved memory. The first step is logged too and left out.
+    "torchtitan": (
+        ("tokens_per_s", rf"step:\s*\d+\s.*?\btps:\s*{_NUMBER}", _plain),
+        ("flop_per_s", rf"step:\s*\d+\s.*?\btflops:\s*{_NUMBER}", _tera),
+        ("reserved_bytes", rf"step:\s*\d+\s.*?\bmemory:\s*{_NUMBER}\s*(GiB)", _bytes),
+    ),
+    # "iteration 20/ 100 | ... | elapsed time per iteration (ms): 1234.5 | throughput per GPU
+    # (TFLOP/s/GPU): 150.1 | ... | global batch size: 512 |", Megatron-DeepSpeed as well.
+    "Megatron-LM": (
+        ("step_seconds", rf"elapsed time per iteration \(ms\): {_NUMBER}", _milli),
+        ("flop_per_s", rf"throughput per GPU \(TFLOP/s/GPU\): {_NUMBER}", _tera),
+        ("batches", rf"global batch size:\s*{_NUMBER}", _plain),
+        ("allocated_bytes", rf"\bmax allocated: {_NUMBER}", _mebibytes),
+        ("held_bytes", rf"\| allocated: {_NUMBER}", _mebibytes),
+        ("reserved_bytes", rf"\bmax reserved: {_NUMBER}", _mebibytes),
+    ),
+    # "iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 3.45K | tokens_per_sec_per_gpu:
+    # 37.9K | ... | model_tflops_per_gpu: 367 |" and "Peak allocated 17992.1MiB. Peak reserved: ..".
+    "nanotron": (
+        ("step_seconds", rf"elapsed_time_per_iteration_ms: {_HUMAN}", _human_milli),
+        ("tokens_per_s", rf"tokens_per_sec_per_gpu: {_HUMAN}", _human),
+        ("flop_per_s", rf"model_tflops_per_gpu: {_HUMAN}", _human_tera),
+        ("batches", rf"global_batch_size: {_HUMAN}", _human),
+        ("allocated_bytes", rf"Peak allocated:? {_NUMBER}\s*(MiB)", _bytes),
+        ("reserved_bytes", rf"Peak reserved:? {_NUMBER}\s*(MiB)", _bytes),
+    ),
+    # "global_step=10, RunningAvgSamplesPerSec=12.3, CurrSamplesPerSec=12.5, MemAllocated=5.1GB,
+    # MaxMemAllocated=20.3GB": samples of all devices.
+    "DeepSpeed": (
+        ("samples_per_s", rf"CurrSamplesPerSec={_NUMBER}", _plain),
+        ("allocated_bytes", rf"MaxMemAllocated={_NUMBER}\s*(GB)", _bytes),
+        ("held_bytes", rf"\bMemAllocated={_NUMBER}\s*(GB)", _bytes),
+    ),
+    # " 10%|# | 100/1000 [02:03<18:27,  1.23s/it]", and at the end {..., 'train_samples_per_second':
+    # 25.9, ...}.
+    "HF Trainer": (
+        ("step_seconds", rf"\d+/\d+ \[[\d:]+<[\d:?]+,\s*{_NUMBER}(s/it|it/s)", _per_iteration),
+        ("samples_per_s", rf"'train_samples_per_second':\s*'?{_NUMBER}", _plain),
+    ),
+}
+
+_TOP = {"name": str, "framework": str, "version": str, "cluster": str, "model": dict, "run": dict}
+_OUT_OF_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory")
+_BAR = re.compile(r"\b(\d+/\d+) \[")
+
+
+def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None = None) -> Row:
+    """One training log as a row.
+
+    Args:
+        log: Of a rank that writes the lines of steps; torchtitan, Megatron-LM, Megatron-DeepSpeed,
+            nanotron, DeepSpeed or Hugging Face Trainer.
+        settings: TOML as above; `framework` names one of these where several could have written
+            the log, `version` is the framework's.
+        cluster: Where it ran; None to take `cluster` of the settings.
+
+    Raises:
+        PlanError: A file cannot be read, a setting is wrong, or no line says the time of a step.
+    """
+    table = _settings(Path(settings))
+    text, where = _text(Path(log)), str(settings)
+    failed = _ran_out(text, table.get("framework", ""))
+    figures = _figures(text, table.get("framework", ""), failed, where)
+    model, run = _model(table["model"], Path(settings)), _run(table["run"], where)
+    if cluster is None:
+        if "cluster" not in table:
+            raise PlanError(f'{where} lacks cluster: name one, for example cluster = "h100x64"')
+        cluster = cluster_of(table["cluster"])
+    name = table.get("name", Path(log).stem)
+    seconds, assumptions = _seconds(figures, run)
+    return Row(
+        name=name,
+        model=model,
+        run=run,
+        cluster=cluster,
+        source=str(log),
+        framework=calibrated_as(figures.framework),
+        version=table.get("version", ""),
+        step_seconds=seconds,
+        # What a run held as it failed is not what it needs.
+        reserved_bytes=None if failed else figures.most("reserved_bytes"),
+        allocated_bytes=None if failed else figures.most("allocated_bytes"),
+        held_bytes=None if failed else figures.most("held_bytes"),
+        out_of_memory=failed,
+        stated_flop_per_s=figures.median("flop_per_s"),
+        stated_tokens_per_s=figures.median("tokens_per_s"),
+        assumptions=assumptions,
+        flags=_flags(name, figures, run),
+    )
+
+
+def _ran_out(text: str, framework: str) -> bool:
+    """True if no step follows the last line that reports out of memory."""
+    words = list(_OUT_OF_MEMORY.finditer(text))
+    if not words:
+        return False
+    # A progress bar that is closed as the program ends is printed once more: no further step.
+    before = set(_BAR.findall(text, 0, words[-1].start()))
+    after = _BAR.sub(lambda bar: "" if bar[1] in before else bar[0], text[words[-1].end() :])
+    try:
+        read_lines(after, framework)
+    except PlanError:
+        return True
+    return False
+
+
+def _figures(text: str, framework: str, failed: bool, settings: str) -> LogFigures:
+    """Figures of the log; none of a run that ran out of memory before a step was timed."""
+    try:
+        return read_lines(text, framework)
+    except PlanError:
+        if not failed or (framework and framework not in FRAMEWORKS):
+            raise
+    if not framework:
+        raise PlanError(
+            f"{settings} lacks framework: the log ends for want of memory before a step, and does "
+            f"not say whose it is; name one of {', '.join(FRAMEWORKS)}"
+        )
+    return LogFigures(framework)
+
+
+def _seconds(figures: LogFigures, run: Configuration) -> tuple[float | None, tuple[str, ...]]:
+    """Time of a step, and what was assumed to have it; None where no line says it."""
+    seconds = figures.median("step_seconds")
+    if seconds is not None:
+        return seconds, ()
+    tokens = figures.median("tokens_per_s")
+    if tokens is not None:
+        return run.tokens / (tokens * run.devices), ()
+    samples = figures.median("samples_per_s")
+    if samples is None:
+        return None, ()
+    whole = ("time includes start, evaluation and checkpoints",)
+    return run.batch / samples, whole if figures.framework == "HF Trainer" else ()
+
+
+def _flags(name: str, figures: LogFigures, run: Configuration) -> tuple[str, ...]:
+    batch = figures.median("batches")
+    # Logs write 1.02K for 1024: three digits.
+    if batch is None or math.isclose(batch, run.batch, rel_tol=0.005):
+        return ()
+    text = f"row {name}: the log has a global batch of {batch:g}, the settings say {run.batch}"
+    return (f"{text}; correct run.batch",)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(_text(path))
+    except ValueError as error:
+        raise PlanError(f"{path} is not valid TOML: {error}") from None
+    check_keys(table, _TOP, {"name", "framework", "version", "cluster"}, str(path))
+    return table
+
+
+def _model(table: Mapping[str, Any], settings: Path) -> Transformer:
+    where = f"{settings}: model"
+    if "published" in table or "huggingface" in table:
+        check_keys(
+            table, {"published": str, "huggingface": str}, {"published", "huggingface"}, where
+        )
+        if len(table) > 1:
+            raise PlanError(f"{where} names both published and huggingface: keep one")
+        if "published" in table:
+            return published(table["published"])
+        return transformer_of(settings.parent / table["huggingface"])
+    check_keys(table, *_kinds(Transformer), where)
+    return Transformer(**table)
+
+
+def _run(table: Mapping[str, Any], where: str) -> Configuration:
+    check_keys(table, *_kinds(Configuration), f"{where}: run")
+    return Configuration(**table)
+
+
+def _kinds(cls: type[Transformer] | type[Configuration]) -> tuple[dict[str, type], set[str]]:
+    """Type of each field, choices being texts; and the fields that have a default."""
+    hints = get_type_hints(cls)
+    kinds = {
+        field.name: hints[field.name] if hints[field.name] in (int, bool, str) else str
+        for field in fields(cls)
+        if field.compare
+    }
+    return kinds, {field.name for field in fields(cls) if field.default is not MISSING}

@@ -7,15 +7,43 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outlast.plan.calibration.conformal import Conformal, conformal
-from outlast.plan.calibration.fit import Belonging, Fit, believed, fit
-from outlast.plan.calibration.groups import OTHERS, folds, interval_group, interval_groups
-from outlast.plan.calibration.residual import Residual, fit_residual
+from outlast.errors import PlanError
+from outlast.plan.batch import (
+    Array,
+    Cases,
+    Part,
+    cases,
+)
+from outlast.plan.calibration.calibration_file import (
+    Calibration,
+    Constant,
+    Place,
+    Provenance,
+    ResidualPoints,
+    Support,
+    support_of,
+)
+from outlast.plan.calibration.conformal import (
+    OTHERS,
+    Conformal,
+    conformal,
+    folds,
+    interval_group,
+    interval_groups,
+)
+from outlast.plan.calibration.fit import (
+    FEATURES,
+    Belonging,
+    Column,
+    Fit,
+    Residual,
+    believed,
+    fit,
+    fit_residual,
+)
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.support import Place, Support, support_of
-from outlast.plan.cases import Array, Cases, cases
-from outlast.plan.terms.part import Part
-from outlast.plan.terms.step import step_parts, step_seconds
+from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
+from outlast.plan.step_time import step_parts, step_seconds
 
 RANGES = (
     "devices",
@@ -38,6 +66,7 @@ RANGES = (
     "muon",
 )
 """Features whose calibrated ranges are kept; the last ones are kinds, by the numbers of `Cases`."""
+
 FARTHEST = 2.0
 """Distance from the calibrated ranges beyond which intervals grow no more: three times as wide."""
 FEWEST_SITES = 6
@@ -71,7 +100,7 @@ class StepModel:
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def calibrated(self, whose: Belonging, *, mixture: bool) -> bool:
-        """Whether runs of this very framework, chip and cluster were measured."""
+        """True if runs of this very framework, chip and cluster were measured."""
         group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
         return group in self.widths.quantiles
 
@@ -327,7 +356,7 @@ def step_model(
 
 
 def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
-    """What was measured of each group."""
+    """Calibrated ranges of each interval group."""
     members: dict[str, list[Row]] = {}
     for row, group in zip(rows, groups, strict=True):
         members.setdefault(group, []).append(row)
@@ -382,3 +411,157 @@ def _seconds(rows: Sequence[Row]) -> Array:
 def ranges_of(rows: Sequence[Row]) -> Support:
     """Of the features of some runs."""
     return support_of(_features(_numbers(rows)))
+
+
+_FOR = " for "
+
+
+def calibration_of(model: StepModel, provenance: Provenance) -> Calibration:
+    """Content of a calibration file for a fitted model."""
+    fitted = model.constants
+    deviations = np.sqrt(np.diag(fitted.covariance))
+    names = tuple(_name(column) for column in fitted.columns)
+    constants = {}
+    rows = zip(names, fitted.columns, fitted.values, deviations, strict=True)
+    for name, column, value, deviation in rows:
+        constants[name] = _constant(column, float(value), float(deviation))
+    scale = np.outer(deviations, deviations)
+    return Calibration(
+        constants=constants,
+        order=names,
+        correlation=fitted.covariance / np.where(scale > 0.0, scale, 1.0),
+        residual=_points(model.residual),
+        quantiles=model.widths.quantiles,
+        floor=model.widths.floor,
+        coverage=model.widths.coverage,
+        support=model.support.ranges,
+        provenance=provenance,
+        places=model.places,
+    )
+
+
+def step_model_of(calibration: Calibration) -> StepModel:
+    """The model that a calibration describes.
+
+    Raises:
+        PlanError: It has constants that this version does not know, or lacks some.
+    """
+    columns = tuple(_column(name) for name in calibration.order)
+    missing = sorted(set(NAMES) - {column.constant for column in columns if column.level is None})
+    if missing:
+        raise PlanError(
+            f"the calibration lacks {', '.join(missing)}: calibrate again with this version"
+        )
+    values = np.array(
+        [
+            _value(column, calibration.constants[name])
+            for name, column in zip(calibration.order, columns, strict=True)
+        ]
+    )
+    return StepModel(
+        Fit(columns, values, calibration.covariance),
+        _residual(calibration.residual),
+        calibration.conformal,
+        calibration.ranges,
+        len(calibration.provenance.rows),
+        calibration.places,
+    )
+
+
+def shared(model: StepModel) -> StepModel:
+    """Keep what others can use: constants of chips, frameworks, interval widths.
+
+    Clusters and the points of single runs are left out, and intervals are those of a cluster that
+    nobody measured: no cluster of another owner is calibrated by them. Numbers are rounded,
+    correlations to three digits after a hundredth of the identity is mixed in, so that they stay
+    a correlation.
+    """
+    fitted = model.constants
+    kept = [index for index, column in enumerate(fitted.columns) if column.level != "cluster"]
+    covariance = fitted.covariance[np.ix_(kept, kept)]
+    deviations = _rounded(np.sqrt(np.diag(covariance)))
+    exact = covariance / np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
+    correlation = np.round(0.99 * exact + 0.01 * np.eye(len(kept)), 3)
+    constants = Fit(
+        tuple(fitted.columns[index] for index in kept),
+        _rounded(fitted.values[kept]),
+        correlation * np.outer(deviations, deviations),
+    )
+    widths = replace(model.widths, quantiles={OTHERS: model.widths.quantiles[OTHERS]})
+    return StepModel(constants, None, widths, model.support, model.rows, model.places)
+
+
+def _rounded(values: Array) -> Array:
+    return np.array([float(f"{value:.5g}") for value in values])
+
+
+def _name(column: Column) -> str:
+    if column.level is None:
+        return column.constant
+    return f"{column.constant}{_FOR}{column.level} {column.group}"
+
+
+def _column(name: str) -> Column:
+    constant, _, belonging = name.partition(_FOR)
+    level, _, group = belonging.partition(" ")
+    known = [item for item in LEVELS if item == level]
+    if constant not in PRIORS or (belonging and not known):
+        raise PlanError(
+            f"constant {name!r} of the calibration is not one of this version's: calibrate again"
+        )
+    return Column(constant, known[0], group) if known else Column(constant)
+
+
+def _constant(column: Column, value: float, deviation: float) -> Constant:
+    """The common constant in its own unit; a group's as a factor (on the odds, below a bound)."""
+    prior = PRIORS[column.constant]
+    if column.level is not None:
+        return Constant(
+            float(np.exp(value)),
+            deviation,
+            "factor",
+            "calibrated",
+            f"{column.level} {column.group}",
+        )
+    median = unbounded(column.constant, np.array(prior.median))
+    return Constant(
+        float(bounded(column.constant, median + value)), deviation, prior.unit, "calibrated"
+    )
+
+
+def _value(column: Column, constant: Constant) -> float:
+    if column.level is not None:
+        return float(np.log(constant.value))
+    median = unbounded(column.constant, np.array(PRIORS[column.constant].median))
+    return float(unbounded(column.constant, np.array(constant.value)) - median)
+
+
+def _points(residual: Residual | None) -> ResidualPoints | None:
+    if residual is None:
+        return None
+    return ResidualPoints(
+        names=FEATURES,
+        features=residual.features,
+        places=residual.places,
+        residuals=residual.residuals,
+        noises=residual.noises,
+        amplitude=residual.amplitude,
+        length_scales=np.full(len(FEATURES), residual.length),
+    )
+
+
+def _residual(points: ResidualPoints | None) -> Residual | None:
+    if points is None:
+        return None
+    if points.names != FEATURES or np.ptp(points.length_scales) > 0.0:
+        raise PlanError(
+            "the calibration's residual has other features than this version's: calibrate again"
+        )
+    return Residual(
+        points.features,
+        points.places,
+        points.residuals,
+        points.noises,
+        points.amplitude,
+        float(points.length_scales[0]),
+    )

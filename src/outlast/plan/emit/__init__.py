@@ -5,8 +5,8 @@ problem("deepspeed", model, run)                        # None, or why not, in o
 emit("sbatch", model, run, cluster, out=Path("run"))    # job.sbatch and job.toml
 """
 
-from outlast.plan.emit.settings import Settings
+from outlast.plan.emit.settings import EmitSettings
 from outlast.plan.emit.targets import TARGETS, Target, can_express, problem
 from outlast.plan.emit.write import emit, emitted
 
-__all__ = ["TARGETS", "Settings", "Target", "can_express", "emit", "emitted", "problem"]
+__all__ = ["TARGETS", "EmitSettings", "Target", "can_express", "emit", "emitted", "problem"]

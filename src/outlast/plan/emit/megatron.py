@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from outlast.plan.emit.launch import argument_lines, nodes_of, script, torchrun
-from outlast.plan.emit.settings import commented, head, unsaid, yaml_text
-from outlast.plan.emit.stages import blocks_per_stage, is_even
+from outlast.plan.emit.settings import (
+    argument_lines,
+    blocks_per_stage,
+    commented,
+    head,
+    is_even,
+    nodes_of,
+    script,
+    torchrun,
+    unsaid,
+    yaml_text,
+)
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.emit.settings import Settings
+    from outlast.plan.emit.settings import EmitSettings
     from outlast.plan.transformer import Transformer
 
 Arguments: TypeAlias = "list[tuple[str, Any]]"
-
 _STRATEGY = {"gradients": "optim_grads", "parameters": "optim_grads_params"}
 
 
 def megatron_files(
-    model: Transformer, run: Configuration, cluster: Cluster, settings: Settings
+    model: Transformer, run: Configuration, cluster: Cluster, settings: EmitSettings
 ) -> dict[str, str]:
     """Text of every file by its name.
 
@@ -108,7 +116,7 @@ def _experts(model: Transformer, run: Configuration) -> Arguments:
     return arguments
 
 
-def _training(run: Configuration, settings: Settings) -> Arguments:
+def _training(run: Configuration, settings: EmitSettings) -> Arguments:
     arguments: Arguments = [
         ("--micro-batch-size", run.micro_batch),
         ("--global-batch-size", run.batch),
@@ -148,7 +156,7 @@ def _training(run: Configuration, settings: Settings) -> Arguments:
     return arguments
 
 
-def _parallel(model: Transformer, run: Configuration, settings: Settings) -> Arguments:
+def _parallel(model: Transformer, run: Configuration, settings: EmitSettings) -> Arguments:
     arguments: Arguments = [
         ("--tensor-model-parallel-size", run.tensor),
         ("--context-parallel-size", run.context),
@@ -193,7 +201,7 @@ def layout(blocks: tuple[int, ...]) -> str:
     return "|".join(stages)
 
 
-def _data(model: Transformer, settings: Settings) -> Arguments:
+def _data(model: Transformer, settings: EmitSettings) -> Arguments:
     arguments: Arguments = [("--vocab-size", model.vocabulary)]
     if settings.tokenizer:
         arguments += [
@@ -209,7 +217,7 @@ def _data(model: Transformer, settings: Settings) -> Arguments:
     return arguments
 
 
-def _bridge(model: Transformer, run: Configuration, settings: Settings) -> dict[str, Any]:
+def _bridge(model: Transformer, run: Configuration, settings: EmitSettings) -> dict[str, Any]:
     blocks = blocks_per_stage(model, run, settings.blocks_per_stage)
     values: dict[str, Any] = {
         "num_layers": model.layers,

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.emit.accelerate import accelerate_files
-from outlast.plan.emit.batch import batch_files
-from outlast.plan.emit.deepspeed import deepspeed_files
-from outlast.plan.emit.mechanisms import only_in_outlast
+from outlast.plan.emit.huggingface import accelerate_files, deepspeed_files
 from outlast.plan.emit.megatron import megatron_files
-from outlast.plan.emit.outlast_job import outlast_files
-from outlast.plan.emit.settings import Settings
+from outlast.plan.emit.outlast_job import only_in_outlast, outlast_files
+from outlast.plan.emit.settings import EmitSettings
+from outlast.plan.emit.slurm import batch_files
 from outlast.plan.emit.targets import problem, target_named, unwritten
 from outlast.plan.emit.torchtitan import torchtitan_files
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from outlast.plan.configuration import Configuration
     from outlast.plan.transformer import Transformer
 
-Writer: TypeAlias = "Callable[[Transformer, Configuration, Cluster, Settings], dict[str, str]]"
+Writer: TypeAlias = "Callable[[Transformer, Configuration, Cluster, EmitSettings], dict[str, str]]"
 
 _WRITERS: Mapping[str, Writer] = {
     "outlast": outlast_files,
@@ -38,7 +36,7 @@ def emitted(
     model: Transformer,
     run: Configuration,
     cluster: Cluster,
-    settings: Settings | None = None,
+    settings: EmitSettings | None = None,
 ) -> dict[str, str]:
     """Text of every file that `emit` writes, by its name below the folder.
 
@@ -55,7 +53,7 @@ def emitted(
             cluster; one sentence.
         JobError: An override of the Outlast job is not possible.
     """
-    settings = settings or Settings()
+    settings = settings or EmitSettings()
     target_named(target)
     framework = settings.launches if target == "sbatch" else target
     if framework not in _WRITERS:
@@ -79,7 +77,7 @@ def emit(
     cluster: Cluster,
     *,
     out: Path,
-    settings: Settings | None = None,
+    settings: EmitSettings | None = None,
 ) -> list[Path]:
     """Write a plan out for a framework, all of it or nothing.
 
@@ -100,7 +98,7 @@ def emit(
     """
     from outlast.records import replace_file
 
-    settings = settings or Settings()
+    settings = settings or EmitSettings()
     files = emitted(target, model, run, cluster, settings)
     paths = {out / name: text.encode() for name, text in files.items()}
     try:

@@ -1,8 +1,12 @@
-"""What candidates are judged by: one array per figure, with half-widths where they are known."""
+"""Objectives of candidates: one array per figure, with half-widths where they are known.
+
+A space has millions of candidates and a front some hundreds, and a phrase is made row by row. So a
+block of candidates carries a question, and the rows that stay carry it on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
@@ -12,9 +16,62 @@ from numpy.typing import NDArray
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.estimate import Interval
-from outlast.plan.pareto.certainty import Uncertain
-from outlast.plan.pareto.flags import Flags, Taken, joined_flags
-from outlast.plan.pareto.front import Floats, Mask, Scale
+from outlast.plan.pareto.front import Floats, Integers, Mask, Scale, Uncertain
+
+Flags: TypeAlias = Callable[[int], tuple[str, ...] | None]
+"""From a row to why its figures are beyond what was calibrated, a phrase each; empty within.
+
+None where nobody knows.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFlags:
+    """The question for some rows.
+
+    Attributes:
+        flags: For all rows.
+        rows: (candidates,) which of them.
+    """
+
+    flags: Flags
+    rows: Integers
+
+    def __call__(self, row: int) -> tuple[str, ...] | None:
+        """Phrases of a row of those that were taken."""
+        return self.flags(int(self.rows[row]))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The question for the rows of several parts, one after the other.
+
+    Attributes:
+        parts: For each part; None for one that cannot be asked.
+        ends: (parts,) rows up to the end of each.
+    """
+
+    parts: tuple[Flags | None, ...]
+    ends: Integers
+
+    def __call__(self, row: int) -> tuple[str, ...] | None:
+        """Phrases of a row of the whole."""
+        at = int(np.searchsorted(self.ends, row, side="right"))
+        part = self.parts[at]
+        return None if part is None else part(row - (int(self.ends[at - 1]) if at else 0))
+
+
+def joined_flags(parts: Sequence[Flags | None], sizes: Sequence[int]) -> Flags | None:
+    """The question for several parts; None where none of them can be asked.
+
+    Args:
+        parts: One question each.
+        sizes: Rows of each.
+    """
+    if all(part is None for part in parts):
+        return None
+    return Joined(tuple(parts), np.cumsum(np.asarray(sizes, dtype=np.int64)))
+
 
 Column: TypeAlias = Floats | Unavailable
 
@@ -56,7 +113,6 @@ FIGURES = {
 
 AXES = ("hours", "kwh", "lost_hours", "miss_probability", "loss_difference")
 """Axes of a front where nobody says others; those that are unavailable are left out."""
-
 _NOT_GIVEN = Unavailable("the evaluation gave none")
 _NO_DEADLINE = Unavailable("no deadline was given")
 
@@ -180,7 +236,7 @@ class Objectives:
         named = {item.name: some(getattr(self, item.name)) for item in fields(self)}
         named["half_widths"] = {name: some(value) for name, value in self.half_widths.items()}
         if self.flags is not None:
-            named["flags"] = Taken(self.flags, np.arange(count)[rows])
+            named["flags"] = RowFlags(self.flags, np.arange(count)[rows])
         return Objectives(**named)  # type: ignore[arg-type]
 
 

@@ -16,11 +16,21 @@ import numpy as np
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.pareto.budget import limits as limits_of
+from outlast.plan.pareto.formatting import (
+    display,
+    layout_words,
+    settings_words,
+)
 from outlast.plan.pareto.objectives import FIGURES, ends
-from outlast.plan.pareto.query import Wanted, best, kept, why_none
-from outlast.plan.pareto.result import Front, rounded
+from outlast.plan.pareto.search import (
+    Front,
+    Wanted,
+    best,
+    kept,
+    rounded,
+    why_none,
+)
 from outlast.plan.pareto.settings import Settings
-from outlast.plan.pareto.words import display, layout_words, settings_words
 
 SHOWN = 500
 """Most points of a page: a picture with more tells no more."""
@@ -185,7 +195,7 @@ def _refused(front: Front, bounds: Mapping[str, float]) -> str:
 
 
 def _beyond(front: Front) -> str:
-    """How many points are extrapolated, and why, where all are for one reason."""
+    """Number of extrapolated points, and the reason, where all have the same."""
     each = [front.objectives.extrapolated(point) or () for point in range(len(front))]
     count = sum(map(bool, each))
     if not count:

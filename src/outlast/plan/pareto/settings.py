@@ -1,4 +1,4 @@
-"""What a run adds to its layout: the settings of the mechanisms, as plain numbers and strings."""
+"""Mechanism settings of a candidate beside its layout, as plain numbers and strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODES = ("off", "restart", "live")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """How a run goes on without a checkpoint, as `outlast.recover` does it.
+    """Recovery without a checkpoint, as `outlast.recover` does it.
 
     Attributes:
         mode: One of `MODES`. restart: nodes keep the state in memory; live: replica groups go on.

@@ -2,13 +2,13 @@
 
 A renewal-reward closed form for many candidates at once. Failures are independent and exponential;
 those with Weibull times count with their mean rate over `days_from_new`. They strike while the run
-computes, saves, restarts and restores, and not while a failure waits to be detected or a node
-to be repaired. `renewal` gives the working time per interval, `ways_back` by how much restarts and
-restores lengthen it, `waiting` the time without nodes, and this module shares all out to terms that
-add up to 1 with the progress.
+computes, saves, restarts and restores, and not while a failure waits to be detected or a node to be
+repaired. `failure_rates` gives the working time per interval, `recovery_time` by how much restarts
+and restores lengthen it, `recovery` the time without nodes, and this module shares all out to terms
+that add up to 1 with the progress.
 
 More failures, slower detection, restarts, restores and saves, and fewer spares never raise the
-share; `ways_back` says why. With one group and single nodes in repair this is exact. Waits for
+share; `recovery_time` says why. With one group and single nodes in repair this is exact. Waits for
 whole racks are approximate, as are replica groups of which many are gone: there it may rise by up
 to 0.03 points (random extreme runs: tests/plan/test_plan_reliability_laws.py).
 
@@ -18,6 +18,14 @@ whole does better, by up to the repair time over its length where it mostly wait
 The effective training time ratio is that of Kokolis et al. 2025 (HPCA, arXiv 2410.21680, section
 II-D): productive time over wall time; here steps that are longer than those of punctual workers
 without guard and code count as partly lost, which the terms show.
+
+The wall time is that without failures plus a random sum of losses. Its mean is exact for the model
+of `goodput`; its variance is that of the sum, `sum n (variance + (1 + clustering) mean^2)`, n being
+the expected number of losses of a kind (compound Poisson: Feller 1968, volume 1, XII.2; clustering:
+failures that strike again before an interval is over). For many failures the distribution is close
+to normal (renewal central limit); for few it is not: with probability `exp(-n)` nothing happens at
+all, and else the delay is at least the shortest way back. So the delay is taken for an atom at 0
+and a gamma distribution, shifted by the shortest loss, that has the remaining mean and variance.
 """
 
 from __future__ import annotations
@@ -27,57 +35,144 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outlast.plan.cases import Array
+from outlast.plan.batch import Array, texts
 from outlast.plan.estimate import Term
-from outlast.plan.reliability import losses
-from outlast.plan.reliability.going import going_on
-from outlast.plan.reliability.losses import Loss
-from outlast.plan.reliability.rates import batches_of, rate_of
+from outlast.plan.reliability.availability import replica_availability
+from outlast.plan.reliability.failure_rates import (
+    LARGEST_EXPONENT,
+    SMALLEST_RATE,
+    batches_of,
+    rate_of,
+    working_seconds,
+)
 from outlast.plan.reliability.recovery import (
     DAY_SECONDS,
     HOUR_SECONDS,
+    Number,
     Reliability,
     column,
+    require,
+    waited,
 )
-from outlast.plan.reliability.renewal import (
-    LARGEST_EXPONENT,
-    SMALLEST_RATE,
-    working_seconds,
+from outlast.plan.reliability.recovery_time import (
+    JobFailure,
+    job_failures,
+    recovery_time,
 )
-from outlast.plan.reliability.stops import Stop, stops_of
-from outlast.plan.reliability.waiting import waited
-from outlast.plan.reliability.ways_back import ways_back
 
-FORMULAS: Mapping[str, tuple[str, str]] = {
-    "checkpoint saves": (
-        "sum over tiers of overhead / every, per interval",
-        "outlast.checkpoint.cost (Young 1974; Daly 2006)",
-    ),
-    "keeping in memory": (
-        "max(copy + parity - slack of a step, 0) / every, per kept state",
-        "outlast.recover.cost",
-    ),
-    "lost work": (
-        "exposed time - running - saves - restarts, exposed = exp(l Q) (exp(l T) - 1) / l",
-        "Daly 2006, FGCS 22, eq. 20; several tiers and ways back: own, solved exactly",
-    ),
-    "detection": ("rate x detection", "own"),
-    "restart": ("rate x tries x (1 - exp(-l R)) / l, R = restart + replacement", "own"),
-    "restore": ("rate x tries x exp(-l R) (1 - exp(-l V)) / l, V = restore", "own"),
-    "waiting for nodes": (
-        "B / (1 - B), B = Erlang's loss formula with spares + 1 servers",
-        "Erlang 1917; several nodes at once: Fredericks 1980 (Hayward)",
-    ),
-    "regrouping": ("rate x (detection + regroup + rejoin + step / 2)", "own"),
-    "degraded running": ("1 - E[groups up] / groups, binomial", "own"),
-    "silent errors": (
-        "1 - x / (exp(x) - 1) / (1 + rate x (noticed after + restart)), x = rate x T",
-        "own",
-    ),
-    "guard": ("overhead / (1 + overhead) + alarms and corrections", "outlast.guard.cost"),
-    "coding": ("overhead / (1 + overhead)", "outlast.coding.cost"),
-    "stragglers": ("1 - 1 / factor", "outlast.coding.cost"),
-}
+SMALLEST = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One kind of failure, all arrays (candidates,) or (1,).
+
+    Attributes:
+        name: Its cause.
+        count: Expected number per second of progress.
+        mean_seconds: Of the wall time that one costs.
+        variance: Of the same, in square seconds.
+        least_seconds: Below which no single one costs.
+        clustering: Failures that one interval brings, on average: their number is that of
+            geometric series, whose variance is `1 + clustering` times that of a Poisson number.
+    """
+
+    name: str
+    count: Array
+    mean_seconds: Array
+    variance: Array
+    least_seconds: Array
+    clustering: Array
+
+
+_StopMoments = tuple[str, Array, Array, Array, Array]
+"""Name, number per second of progress, detection, way back (seconds), index of the tier."""
+
+
+def of_stops(
+    stops: Sequence[_StopMoments], rates: Sequence[Array], apart: Sequence[Array], *, excess: Array
+) -> tuple[Loss, ...]:
+    """Losses of failures that throw the run back to a checkpoint.
+
+    Args:
+        stops: The kinds.
+        rates: Their failures per exposed second.
+        apart: Of each tier, exposed seconds from save to save.
+        excess: What all of them cost together per second of progress; means are scaled to it.
+    """
+    found = []
+    for (name, count, detection, offset, tier), rate in zip(stops, rates, strict=True):
+        between = sum(
+            (np.where(tier == index, item, 0.0) for index, item in enumerate(apart)), np.zeros(1)
+        )
+        strikes = sum(
+            (
+                np.where(other[4] >= tier, often, 0.0)
+                for other, often in zip(stops, rates, strict=True)
+            ),
+            np.zeros(1),
+        )
+        mean, square = age_moments(between, strikes)
+        least = detection + np.minimum(offset, 1.0 / np.maximum(strikes, SMALLEST))
+        found.append(Loss(name, count, least + mean, square - mean**2, least, rate * between))
+    raw = sum((loss.count * loss.mean_seconds for loss in found), np.zeros(1))
+    scale = np.where(raw > 0.0, excess / np.maximum(raw, SMALLEST), 0.0)
+    return tuple(
+        Loss(
+            loss.name,
+            loss.count,
+            loss.mean_seconds * scale,
+            loss.variance * scale**2,
+            loss.least_seconds * np.minimum(scale, 1.0),
+            loss.clustering,
+        )
+        for loss in found
+    )
+
+
+def age_moments(interval_seconds: Array, rate: Array) -> tuple[Array, Array]:
+    """Mean and mean square of the time from a save to a failure in an interval.
+
+    Exponential times cut off at the interval; nearly uniform where failures are rare.
+    """
+    exponent = np.minimum(rate * interval_seconds, 500.0)
+    rare = exponent < 1e-3
+    safe, odds = np.where(rare, 1.0, rate), np.where(rare, 1.0, np.expm1(exponent))
+    mean = np.where(
+        rare,
+        interval_seconds * (0.5 - exponent / 12.0),
+        1.0 / safe - interval_seconds / odds,
+    )
+    square = np.where(
+        rare,
+        interval_seconds**2 * (1.0 / 3.0 - exponent / 12.0),
+        2.0 / safe**2 - (interval_seconds**2 + 2.0 * interval_seconds / safe) / odds,
+    )
+    return mean, np.maximum(square, mean**2)
+
+
+def others(
+    *, waiting: tuple[Array, Array], going: tuple[Array, Array], silent: tuple[Array, Array]
+) -> tuple[Loss, ...]:
+    """Losses beside the checkpoints.
+
+    Args:
+        waiting: Seconds without nodes per second of progress, and mean seconds of one wait; waits
+            are taken for exponential.
+        going: Failures that replica groups outlast per second of progress, and what one costs.
+        silent: Errors noticed late per second of progress, and what one costs.
+    """
+    share, seconds = waiting
+    zero = np.zeros(1)
+    waits = share / np.maximum(seconds, 1e-9)
+    return (
+        Loss("waiting for nodes", waits, seconds, seconds**2, zero, zero),
+        Loss("replica groups", going[0], going[1], going[1] ** 2, zero, zero),
+        Loss("silent errors", silent[0], silent[1], zero, zero, zero),
+    )
+
+
+FORMULAS = texts("goodput")
 """Of each term: its formula and its source."""
 
 
@@ -104,14 +199,14 @@ class Goodput:
         """The terms of one candidate, progress first."""
         parts = [Term("progress", float(self.ettr[candidate]), "1 - the other terms")]
         for name, share in self.terms.items():
-            formula, source = FORMULAS[name]
+            formula, _, source, _ = FORMULAS[name]
             parts.append(Term(name, float(share[candidate]), formula, source=source))
         return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Exposure:
-    """What exposed time goes to, as shares of it, (candidates,) or (1,).
+    """Shares of exposed time, (candidates,) or (1,).
 
     Attributes:
         running: Work that is kept.
@@ -145,15 +240,28 @@ def goodput(settings: Reliability) -> Goodput:
         PlanError: More spares than can be counted, where several nodes fail at once.
     """
     nodes = column(settings.nodes)
-    going = going_on(settings, nodes)
-    stops = [stop for stop in stops_of(settings, nodes, going) if (stop.rate > 0.0).any()]
+    going = replica_availability(settings, nodes)
+    stops = [stop for stop in job_failures(settings, nodes, going) if (stop.rate > 0.0).any()]
     share = _exposure(settings, stops)
     detection = sum((stop.rate * stop.detection for stop in stops), np.zeros(1))
-    waiting, wait_seconds = _waiting(settings, nodes, detection)
-    errors = _silent_rate(settings, nodes) * going.present
+    # Seconds without enough nodes per exposed second, and mean seconds of one wait.
+    slow = 1.0 + detection
+    batches = batches_of(settings, nodes, slow)
+    spares = column(settings.restart.spares)
+    ratio = np.where(column(settings.replicas.groups) > 1.0, 0.0, waited(batches, spares))
+    load = sum((batch.load for batch in batches), np.zeros(1))
+    rate = sum((batch.per_second for batch in batches), np.zeros(1))
+    waiting, wait_seconds = ratio * slow, load / np.maximum(rate, SMALLEST_RATE) / (spares + 1.0)
+    rates = (rate_of(settings, c, nodes) for c in settings.causes if c.silent)
+    errors = sum(rates, np.zeros(1)) * going.present
     # Errors in work that is thrown away anyway do no harm.
     silent = errors * share.running
-    checked = _checked(settings, errors, share.computing)
+    # Seconds of false alarms and of corrections in place, per exposed second.
+    guard = settings.guard
+    alarms = column(guard.false_alarms_per_day) / DAY_SECONDS * guard.alarm_seconds
+    caught = errors * guard.coverage * (not guard.rolls_back)
+    corrections = caught * (column(guard.latency_seconds) + guard.correction_seconds)
+    checked = (alarms + corrections) * share.computing
     wall = 1.0 + detection + waiting + going.pauses + checked
     between = column(settings.interval_seconds) * column(settings.tiers[-1].every)
     factor, back = _noticed(settings, silent / wall, between, share.running * going.present / wall)
@@ -174,13 +282,13 @@ def goodput(settings: Reliability) -> Goodput:
     terms["silent errors"] = 1.0 - factor
     left = _paced(settings, going.up, share.running * scale, terms)
     per_second = scale / np.maximum(left, SMALLEST_RATE)
-    found = losses.of_stops(
+    found = of_stops(
         [(s.name, s.rate * per_second, s.detection, s.back_seconds, s.tier) for s in stops],
         [s.rate for s in stops],
         share.apart,
         excess=(share.lost + share.restart + share.restore + detection) * per_second,
     )
-    found += losses.others(
+    found += others(
         waiting=(waiting * per_second, wait_seconds),
         going=(going.rate * going.present * per_second, going.loss),
         silent=(_noticed_rate(settings, silent) * per_second, back),
@@ -196,8 +304,8 @@ def goodput(settings: Reliability) -> Goodput:
     )
 
 
-def _exposure(settings: Reliability, stops: Sequence[Stop]) -> _Exposure:
-    """How exposed time is shared out between work and what the stops cost."""
+def _exposure(settings: Reliability, stops: Sequence[JobFailure]) -> _Exposure:
+    """Divide exposed time between work and the cost of failures."""
     interval = column(settings.interval_seconds)
     every = [column(tier.every) for tier in settings.tiers]
     saves, kept = np.zeros(1), np.zeros(1)
@@ -205,7 +313,7 @@ def _exposure(settings: Reliability, stops: Sequence[Stop]) -> _Exposure:
         each = np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
         saves, kept = (saves, kept + each) if tier.kept else (saves + each, kept)
     whole = interval + saves + kept
-    back = ways_back(stops, len(every))
+    back = recovery_time(stops, len(every))
     # Each of the factors is finite, but not their product.
     per_interval = every[-1] / working_seconds(whole, every, back.rates)
     per_interval = per_interval / back.redone / back.longer
@@ -221,23 +329,8 @@ def _exposure(settings: Reliability, stops: Sequence[Stop]) -> _Exposure:
     )
 
 
-def _checked(settings: Reliability, errors: Array, computing: Array) -> Array:
-    """Seconds of false alarms and of corrections in place, per exposed second.
-
-    Args:
-        settings: All.
-        errors: Silent errors per second of computing.
-        computing: Seconds of computing per exposed second.
-    """
-    guard = settings.guard
-    alarms = column(guard.false_alarms_per_day) / DAY_SECONDS * guard.alarm_seconds
-    caught = errors * guard.coverage * (not guard.rolls_back)
-    corrections = caught * (column(guard.latency_seconds) + guard.correction_seconds)
-    return (alarms + corrections) * computing
-
-
 def _paced(settings: Reliability, up: Array, left: Array, terms: dict[str, Array]) -> Array:
-    """What is left of the wall time when steps are slower than punctual ones; adds to the terms.
+    """Wall time that is left when steps are slower than punctual ones; adds to the terms.
 
     Args:
         settings: All.
@@ -260,22 +353,6 @@ def _paced(settings: Reliability, up: Array, left: Array, terms: dict[str, Array
 def _part(overhead: object) -> Array:
     added = np.atleast_1d(np.asarray(overhead, dtype=np.float64))
     return added / (1.0 + added)
-
-
-def _silent_rate(settings: Reliability, nodes: Array) -> Array:
-    rates = (rate_of(settings, c, nodes) for c in settings.causes if c.silent)
-    return sum(rates, np.zeros(1))
-
-
-def _waiting(settings: Reliability, nodes: Array, detection: Array) -> tuple[Array, Array]:
-    """Seconds without enough nodes per exposed second, and mean seconds of one wait."""
-    slow = 1.0 + detection
-    batches = batches_of(settings, nodes, slow)
-    spares = column(settings.restart.spares)
-    ratio = np.where(column(settings.replicas.groups) > 1.0, 0.0, waited(batches, spares))
-    load = sum((batch.load for batch in batches), np.zeros(1))
-    rate = sum((batch.per_second for batch in batches), np.zeros(1))
-    return ratio * slow, load / np.maximum(rate, SMALLEST_RATE) / (spares + 1.0)
 
 
 def _noticed_rate(settings: Reliability, silent: Array) -> Array:
@@ -309,3 +386,131 @@ def _noticed(
     kept = whole / (1.0 + np.minimum(rate * cost, 1e250))
     each = (1.0 / kept - 1.0) / np.maximum(rate, SMALLEST_RATE)
     return kept, np.where(rate > 0.0, each, 0.0)
+
+
+LARGEST_SECONDS = 1e290
+LARGEST_LOSS = 1e100
+"""Seconds of one loss, whose square is a float as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Wall time of a run, arrays (candidates,), predicted.
+
+    Attributes:
+        expected_seconds: Mean.
+        undisturbed_seconds: When nothing fails.
+        lost_work_seconds: Expected work that is done again.
+        failures: Expected number of losses of all kinds.
+        undisturbed_probability: That nothing fails.
+        least_seconds: Shortest delay when something does.
+        shape: Of the gamma distribution of what is beyond.
+        scale_seconds: Of the same.
+    """
+
+    expected_seconds: Array
+    undisturbed_seconds: Array
+    lost_work_seconds: Array
+    failures: Array
+    undisturbed_probability: Array
+    least_seconds: Array
+    shape: Array
+    scale_seconds: Array
+
+    def quantile_seconds(self, share: float) -> Array:
+        """Wall time within which the run is finished with this probability, in (0, 1).
+
+        Raises:
+            PlanError: For a share outside.
+        """
+        from scipy.special import gammaincinv
+
+        require("share", share, 0.0, 1.0, above=True)
+        require("1 - share", 1.0 - share, 0.0, above=True)
+        free = self.undisturbed_probability
+        inner = np.clip((share - free) / np.maximum(1.0 - free, 1e-12), 0.0, 1.0 - 1e-12)
+        delay = self.least_seconds + self.scale_seconds * gammaincinv(self.shape, inner)
+        return self.undisturbed_seconds + np.where(share <= free, 0.0, delay)
+
+    def probability(self, deadline_seconds: Number) -> Array:
+        """Probability that the run is finished `deadline_seconds` after its start."""
+        from scipy.special import gammainc
+
+        require("deadline_seconds", deadline_seconds, 0.0)
+        delay = column(deadline_seconds) - self.undisturbed_seconds
+        free = self.undisturbed_probability
+        beyond = np.maximum(delay - self.least_seconds, 0.0) / self.scale_seconds
+        in_time = free + (1.0 - free) * gammainc(self.shape, beyond)
+        # The sums above round; a deadline at the very end of an undisturbed run is met by it.
+        return np.where(delay >= -1e-9 * self.undisturbed_seconds, in_time, 0.0)
+
+    def likely(self, deadline_seconds: Number, log_deviation: Number) -> Array:
+        """As `probability`, where the time itself is predicted with an error.
+
+        All of the run's time is off by one log-normal factor. The delay by failures counts as
+        log-normal here, too, with its mean and variance.
+
+        Args:
+            deadline_seconds: After the start.
+            log_deviation: Of the logarithm of that factor, (cases,) or one.
+        """
+        from scipy.special import ndtr
+
+        require("deadline_seconds", deadline_seconds, 0.0, above=True)
+        deadline = np.log(column(deadline_seconds))
+        spread = np.maximum(column(log_deviation), 1e-9)
+        free = self.undisturbed_probability
+        mean = self.undisturbed_seconds + self.least_seconds + self.shape * self.scale_seconds
+        variance = np.log1p(self.shape * (self.scale_seconds / mean) ** 2)
+        at_ease = ndtr((deadline - np.log(self.undisturbed_seconds)) / spread)
+        delayed = ndtr((deadline - np.log(mean) + variance / 2.0) / np.sqrt(variance + spread**2))
+        in_time: Array = free * at_ease + (1.0 - free) * delayed
+        return in_time
+
+
+def finish(run: Goodput, productive_seconds: Number) -> Finish:
+    """Distribution of the wall time of `productive_seconds` of progress.
+
+    Args:
+        run: Of each candidate.
+        productive_seconds: Time of the run without saves, failures, guard, code and stragglers.
+
+    Raises:
+        PlanError: For a time that is not positive.
+    """
+    require("productive_seconds", productive_seconds, 0.0, above=True)
+    work = column(productive_seconds)
+    expected = np.minimum(work / np.maximum(run.ettr, SMALLEST), LARGEST_SECONDS)
+    count = mean = variance = weight = np.zeros(1)
+    least = np.full(1, np.inf)
+    for loss in run.losses:
+        number = np.minimum(loss.count * work, 1e200)
+        count = count + number
+        weight = weight + number / (1.0 + loss.clustering)
+        mean = mean + number * loss.mean_seconds
+        each = np.minimum(loss.mean_seconds, LARGEST_LOSS)
+        square = loss.variance + (1.0 + loss.clustering) * each**2
+        variance = variance + number * np.minimum(square, 1e250)
+        least = np.where(number > 0.0, np.minimum(least, loss.least_seconds), least)
+    mean = np.minimum(mean, expected - work)
+    free = np.exp(-np.minimum(weight, 700.0))
+    happens = np.maximum(1.0 - free, SMALLEST)
+    middle = mean / happens
+    least = np.minimum(np.where(np.isfinite(least), least, 0.0), 0.9 * middle)
+    # Of the delay given that there is one: second moment over its probability, less the mean's.
+    spread = np.maximum((variance + mean**2) / happens - middle**2, 1e-12 * middle**2)
+    beyond = np.maximum(middle - least, SMALLEST)
+    shape = np.clip(beyond**2 / np.maximum(spread, SMALLEST), 1e-3, 1e9)
+    shares = run.terms["lost work"]
+    every = np.broadcast_arrays(
+        expected,
+        # Of a hopeless run the difference is all rounding.
+        np.maximum(expected - mean, work),
+        np.minimum(shares * expected, LARGEST_SECONDS),
+        count,
+        free,
+        least,
+        shape,
+        np.maximum(beyond / shape, SMALLEST),
+    )
+    return Finish(*every)

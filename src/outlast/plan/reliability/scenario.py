@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.reliability.failures import FailureCause
+from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.recovery import (
     Guard,
     Pace,
@@ -87,7 +87,7 @@ class Scenario:
         self._require_whole()
 
     def _require_whole(self) -> None:
-        """What is counted one by one; the closed form takes numbers in between."""
+        """Refuse fractions of what is counted one by one."""
         run = self.reliability
         counts = {
             "nodes": run.nodes,

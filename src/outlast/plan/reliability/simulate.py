@@ -5,21 +5,279 @@ Between two events all trials advance to their own next one: a failure, a silent
 noticed, a replica group that comes back, the end. Repair times are exponential; all other
 durations are as given. Failures strike while the run computes, saves, restarts and restores; what
 is cut short begins anew, the longest of what is still to be made good.
+
+Times are seconds of exposure: of the run's life in which failures can strike. Each block of nodes
+that fail together renews itself: after a failure it is as good as new.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outlast.plan.cases import Array
-from outlast.plan.reliability.recovery import DAY_SECONDS, HOUR_SECONDS, lost_nodes
-from outlast.plan.reliability.repairs import Repairs
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.schedule import Schedule
-from outlast.plan.reliability.strikes import END, Indices, Strikes
+from outlast.plan.batch import Array
+from outlast.plan.cluster import FailureCause
+from outlast.plan.reliability.recovery import DAY_SECONDS, HOUR_SECONDS, Reliability, lost_nodes
+from outlast.plan.reliability.scenario import Lemons, Scenario
+
+
+class Schedule:
+    """Saves at every multiple of the interval, of those tiers whose turn it is.
+
+    The clock counts running time and what saves add to it. A version is named by its round: the
+    number of base intervals before it.
+    """
+
+    def __init__(self, run: Reliability) -> None:
+        tiers = [tier for tier in run.tiers if float(np.max(tier.every)) > 0.0]
+        self.tiers = tiers
+        self.interval = float(np.max(run.interval_seconds))
+        self.every = np.array([float(np.max(tier.every)) for tier in tiers])
+        self.latency = np.array([float(tier.latency_seconds[0]) for tier in tiers])
+        self.survives = np.array([tier.survives_nodes for tier in tiers])
+        self.restore = np.array([float(np.max(tier.restore_seconds)) for tier in tiers])
+        self._overhead = np.array([float(tier.overhead_seconds[0]) for tier in tiers])
+        self._kept = np.array([float(tier.kept) for tier in tiers])
+        self._rounds = int(self.every[-1])
+        rounds = np.arange(self._rounds + 1.0)
+        self._table = rounds * self.interval + self.saved(rounds)
+
+    def saved(self, rounds: Array) -> Array:
+        """Clock time that all saves up to a round have taken."""
+        whole = np.floor(np.asarray(rounds, dtype=np.float64)[..., None] / self.every)
+        found: Array = whole @ self._overhead
+        return found
+
+    def kept(self, clock: Array) -> Array:
+        """Of a clock's time, what keeping states in the nodes' memory has taken."""
+        rounds, _ = self.position(clock)
+        whole = np.floor(rounds[..., None] / self.every)
+        found: Array = whole @ (self._overhead * self._kept)
+        return found
+
+    def clock(self, rounds: Array) -> Array:
+        """Time at which the saves of a round are over."""
+        cycles, rest = np.divmod(rounds, self._rounds)
+        found: Array = cycles * self._table[-1] + self._table[rest.astype(np.int64)]
+        return found
+
+    def clock_of_work(self, running_seconds: float) -> float:
+        """Time at which so much running is done."""
+        rounds = np.array([np.floor(running_seconds / self.interval)])
+        return float(running_seconds + self.saved(rounds)[0])
+
+    def position(self, clock: Array) -> tuple[Array, Array]:
+        """The last round whose saves are over, and the running time done."""
+        cycles, rest = np.divmod(clock, self._table[-1])
+        inside = np.searchsorted(self._table, rest, side="right") - 1
+        inside = np.minimum(inside, self._rounds - 1)
+        rounds: Array = cycles * self._rounds + inside
+        begun: Array = np.minimum(rest - self._table[inside], self.interval)
+        return rounds, rounds * self.interval + begun
+
+    def durable(self, rounds: Array, work: Array) -> Array:
+        """Of each tier, the newest version that can be restored: (rows, tiers)."""
+        newest = np.floor(rounds[:, None] / self.every) * self.every
+        late = work[:, None] < newest * self.interval + self.latency
+        found: Array = np.maximum(newest - np.where(late, self.every, 0.0), 0.0)
+        return found
+
+
+Indices = NDArray[np.int64]
+END = -1
+"""Cause of the entry that ends a trial's events in a chunk."""
+EVENTS_PER_CHUNK = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Failures of a stretch of exposure, (trials, events), in order; each row ends with END.
+
+    Attributes:
+        seconds: When.
+        cause: Index of the cause; the number of causes for a false alarm.
+        first_node: Of the nodes hit.
+    """
+
+    seconds: Array
+    cause: Indices
+    first_node: Indices
+
+
+Drawn = tuple[Indices, Array, Indices]
+"""Trial, time and block of each event."""
+
+
+class FailureSampler:
+    """Draws one chunk after the other."""
+
+    def __init__(self, scenario: Scenario, generator: np.random.Generator) -> None:
+        self._run, self._trials = scenario.reliability, scenario.trials
+        self._nodes = int(float(np.max(self._run.nodes)))
+        self._generator = generator
+        self._sources: list[_Memoryless | _Renewed] = []
+        per_second = 1e-12
+        for cause in self._run.causes:
+            each = float(cause.per_day(self._nodes)) / DAY_SECONDS
+            per_second += each * scenario.lemons.mean_factor
+            blocks = max(1, round(self._nodes / cause.nodes_hit))
+            if cause.shape == 1.0 and scenario.lemons.share == 0.0:
+                self._sources.append(_Memoryless(each, blocks))
+            else:
+                shape = (scenario.trials, blocks)
+                self._sources.append(_Renewed(cause, each, shape, scenario.lemons, generator))
+        alarms = float(np.max(self._run.guard.false_alarms_per_day)) / DAY_SECONDS
+        self._sources.append(_Memoryless(alarms, 1))
+        expected = (per_second + alarms) * scenario.trials
+        self._length = min(EVENTS_PER_CHUNK / expected, scenario.limit_days * DAY_SECONDS)
+        self._start = 0.0
+
+    def next_chunk(self) -> Chunk:
+        """The failures of the next stretch of exposure."""
+        start, end = self._start, self._start + self._length
+        self._start = end
+        drawn = [s.draw(start, end, self._trials, self._generator) for s in self._sources]
+        last = np.arange(self._trials, dtype=np.int64)
+        trial = np.concatenate([*(item[0] for item in drawn), last])
+        seconds = np.concatenate([*(item[1] for item in drawn), np.full(self._trials, end)])
+        cause = np.concatenate(
+            [np.full(item[0].size, index, dtype=np.int64) for index, item in enumerate(drawn)]
+            + [np.full(self._trials, END, dtype=np.int64)]
+        )
+        hits = [cause.nodes_hit for cause in self._run.causes] + [1]
+        first = np.concatenate(
+            [item[2] * hit for item, hit in zip(drawn, hits, strict=True)] + [last * 0]
+        )
+        order = np.lexsort((seconds, trial))
+        counts = np.bincount(trial, minlength=self._trials)
+        column = np.arange(trial.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        shape, row = (self._trials, int(counts.max())), trial[order]
+        times, kinds = np.full(shape, end), np.full(shape, END, dtype=np.int64)
+        places = np.zeros(shape, dtype=np.int64)
+        times[row, column], kinds[row, column] = seconds[order], cause[order]
+        places[row, column] = first[order]
+        return Chunk(times, kinds, places)
+
+
+class _Memoryless:
+    """Exponential times: all blocks together are one Poisson process."""
+
+    def __init__(self, per_second: float, blocks: int) -> None:
+        self._per_second, self._blocks = per_second, blocks
+
+    def draw(self, start: float, end: float, trials: int, generator: np.random.Generator) -> Drawn:
+        counts = generator.poisson(self._per_second * (end - start), trials)
+        total = int(counts.sum())
+        return (
+            np.repeat(np.arange(trials, dtype=np.int64), counts),
+            generator.uniform(start, end, total),
+            generator.integers(0, self._blocks, total),
+        )
+
+
+class _Renewed:
+    """Weibull times of every block, some of which are lemons."""
+
+    def __init__(
+        self,
+        cause: FailureCause,
+        per_second: float,
+        shape: tuple[int, int],
+        lemons: Lemons,
+        generator: np.random.Generator,
+    ) -> None:
+        self._shape = cause.shape
+        self._scale = math.inf
+        if per_second > 0.0:
+            self._scale = shape[1] / per_second / math.gamma(1.0 + 1.0 / cause.shape)
+        self._lemons = lemons
+        chosen = generator.permutation(shape[1])[: round(lemons.share * shape[1])]
+        self._factor = np.ones(shape)
+        self._factor[:, chosen] = lemons.factor
+        self._failed = np.zeros(shape, dtype=np.int32)
+        self._next = generator.weibull(self._shape, shape) * self._scale / self._factor
+
+    def draw(self, start: float, end: float, trials: int, generator: np.random.Generator) -> Drawn:
+        found: list[Drawn] = []
+        trial, block = np.nonzero(self._next < end)
+        while trial.size:
+            found.append((trial, self._next[trial, block], block))
+            self._failed[trial, block] += 1
+            factor = self._factor[trial, block]
+            if self._lemons.removed_after:
+                gone = self._failed[trial, block] >= self._lemons.removed_after
+                factor = np.where(gone, 1.0, factor)
+            drawn = generator.weibull(self._shape, trial.size) * self._scale / factor
+            self._next[trial, block] += drawn
+            again = self._next[trial, block] < end
+            trial, block = trial[again], block[again]
+        if not found:
+            empty = np.zeros(0, dtype=np.int64)
+            return empty, np.zeros(0), empty
+        return (
+            np.concatenate([strikes[0] for strikes in found]),
+            np.concatenate([strikes[1] for strikes in found]),
+            np.concatenate([strikes[2] for strikes in found]),
+        )
+
+
+class Repairs:
+    """Nodes in repair of every trial, and the trials that wait for them.
+
+    A lost node is replaced from the stock, or by the first one to come back for which nobody waits
+    yet. What comes back and is not waited for goes to the stock.
+    """
+
+    def __init__(self, trials: int, spares: float) -> None:
+        self._spares = spares
+        self._ends = np.full((trials, 8), -np.inf)
+        self._unclaimed = np.zeros((trials, 8))
+
+    def replace(self, rows: Indices, now: Array, ends: Array, nodes: Array) -> Array:
+        """Sends nodes to repair and says when there is one for each of them.
+
+        Args:
+            rows: Trials, each once; all arrays (rows,).
+            now: When the nodes are lost.
+            ends: When they will have been repaired, all of a trial together.
+            nodes: How many.
+
+        Returns:
+            When the trial has enough nodes again.
+        """
+        here = self._ends[rows] > now[:, None]
+        self._unclaimed[rows] *= here
+        stock = self._spares - self._unclaimed[rows].sum(axis=1)
+        self._add(rows, now, ends, nodes)
+        missing = np.maximum(nodes - stock, 0.0)
+        ready = now.copy()
+        if not (missing > 0.0).any():
+            return ready
+        order = np.argsort(self._ends[rows], axis=1)
+        free = np.take_along_axis(self._unclaimed[rows], order, 1)
+        before = free.cumsum(axis=1) - free
+        claimed = np.clip(missing[:, None] - before, 0.0, free)
+        comes = np.take_along_axis(self._ends[rows], order, 1)
+        latest = np.where(claimed > 0.0, comes, -np.inf).max(axis=1)
+        left = np.empty_like(free)
+        np.put_along_axis(left, order, free - claimed, 1)
+        self._unclaimed[rows] = left
+        found: Array = np.maximum(ready, latest)
+        return found
+
+    def _add(self, rows: Indices, now: Array, ends: Array, nodes: Array) -> None:
+        slot = self._ends[rows].argmin(axis=1)
+        if (self._ends[rows, slot] > now).any():
+            slot = np.full(rows.size, self._ends.shape[1])
+            more = np.full_like(self._ends, -np.inf)
+            self._ends = np.concatenate([self._ends, more], axis=1)
+            self._unclaimed = np.concatenate([self._unclaimed, np.zeros_like(more)], axis=1)
+        self._ends[rows, slot], self._unclaimed[rows, slot] = ends, nodes
+
 
 LOSSES = (
     "checkpoint saves",
@@ -37,7 +295,7 @@ LOSSES = (
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What happened; all figures are simulated.
+    """Outcome of a simulation; all figures are simulated.
 
     Attributes:
         ettr: Progress over wall time, all trials together.
@@ -83,7 +341,7 @@ class _Trials:
         self.scenario, self.run = scenario, run
         self.random = np.random.default_rng(scenario.seed)
         self.schedule = Schedule(run)
-        self.strikes = Strikes(scenario, self.random)
+        self.strikes = FailureSampler(scenario, self.random)
         self.chunk = self.strikes.next_chunk()
         count = scenario.trials
         self.names = [*(cause.name for cause in run.causes), "false alarms"]
@@ -240,7 +498,7 @@ class _Trials:
         self._roll_back(rows, cause, self.lost_nodes[cause])
 
     def _nodes_ready(self, rows: Indices, cause: Indices) -> Array:
-        """When there is a node for each lost one, which go to repair."""
+        """Time at which there is a node for each lost one, which go to repair."""
         ready = self.wall[rows]
         broken = self.lost_nodes[cause] > 0
         rows, cause = rows[broken], cause[broken]

@@ -1,0 +1,267 @@
+"""Many runs at once: the numbers that the model's formulas read, one array per number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast.errors import PlanError
+from outlast.plan.facts import facts
+
+if TYPE_CHECKING:
+    from outlast.plan.cluster import Cluster
+    from outlast.plan.configuration import Configuration
+    from outlast.plan.transformer import Transformer
+
+
+Array: TypeAlias = NDArray[np.float64]
+SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
+RECOMPUTE = {"none": 0, "attention": 1, "full": 2}
+WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cases:
+    """Fields have shape (cases,), or (1,) where all cases agree: they broadcast.
+
+    Attributes:
+        layers: Blocks; the next fields are of `Transformer`, with widths in features.
+        attention_parameters: Of one block.
+        data: Replicas; the next fields are of `Configuration`.
+        zero_bubble: 1 for that schedule, else 0; `gpipe` likewise.
+        by_cost: 1 where stages are balanced by cost, else 0.
+        sharding: 0 to 3, as ZeRO counts.
+        sharding_ranks: Ranks of one sharding group.
+        recompute: 0 none, 1 attention, 2 full.
+        value_bytes: Of an activation or a weight in a product.
+        half: 1 where an optimizer keeps fp32 copies of weights beside those of the products.
+        quantized: 1 for fp8.
+        muon: 1 where hidden matrices are updated by Muon, else 0.
+        micro_batches: Passes of one replica in a step.
+        peak_flop_per_s: Of the products' precision; the next fields are of `Cluster`.
+        processor: 1 where devices are shares of a node's processors, whose threads compute and
+            start kernels in turn.
+        cores: Of a node, for each device; at least 1.
+        fp32_flop_per_s: Best fp32 product.
+        newton_flop_per_s: Best bf16 product, in which Muon computes whatever the run's precision.
+        devices: Accelerators of the run.
+    """
+
+    layers: Array
+    hidden: Array
+    heads: Array
+    query_width: Array
+    kv_width: Array
+    attention_parameters: Array
+    intermediate: Array
+    matrices: Array
+    vocabulary: Array
+    tied: Array
+    mixture_layers: Array
+    experts: Array
+    experts_per_token: Array
+    expert_intermediate: Array
+    shared_intermediate: Array
+
+    data: Array
+    tensor: Array
+    sequence_parallel: Array
+    context: Array
+    pipeline: Array
+    stages_per_rank: Array
+    zero_bubble: Array
+    gpipe: Array
+    by_cost: Array
+    expert: Array
+    sharding: Array
+    sharding_ranks: Array
+    sequence: Array
+    micro_batch: Array
+    batch: Array
+    micro_batches: Array
+    recompute: Array
+    value_bytes: Array
+    half: Array
+    quantized: Array
+    gradient_bytes: Array
+    fused_attention: Array
+    loss_bytes: Array
+    muon: Array
+
+    devices: Array
+    devices_per_node: Array
+    fast_domain: Array
+    peak_flop_per_s: Array
+    matmul_flop_per_s: Array
+    memory_bytes: Array
+    memory_bytes_per_s: Array
+    fast_bytes_per_s: Array
+    fabric_bytes_per_s: Array
+    fabric_latency_seconds: Array
+    processor: Array
+    cores: Array
+    fp32_flop_per_s: Array
+    newton_flop_per_s: Array
+
+    def __len__(self) -> int:
+        return int(max(getattr(self, field.name).size for field in fields(self)))
+
+    @property
+    def shards(self) -> Array:
+        """Ranks of one sharding group, with the context ranks that hold the same weights."""
+        shards: Array = self.sharding_ranks * self.context
+        return shards
+
+    @property
+    def gathers_once(self) -> NDArray[np.bool_]:
+        """Mask of cases that keep gathered weights and whole gradients for all passes.
+
+        A pipeline would otherwise gather its stage again for every micro-batch (torchtitan, whose
+        default is `reshard_after_forward = "default"`).
+        """
+        once: NDArray[np.bool_] = (self.pipeline > 1.0) & (self.micro_batches > 1.0)
+        return once
+
+    def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Cases:
+        """The cases of some rows.
+
+        Args:
+            rows: (n,) indices, or (cases,) of bool.
+        """
+        return Cases(
+            **{
+                field.name: value if value.size == 1 else value[rows]
+                for field in fields(self)
+                for value in [getattr(self, field.name)]
+            }
+        )
+
+
+def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, float]:
+    """The numbers of one run, by the names of `Cases`.
+
+    Raises:
+        PlanError: The cluster says nothing of the precision.
+    """
+    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
+        known = getattr(cluster, name)
+        if run.precision not in known:
+            raise PlanError(
+                f"precision = {run.precision!r}: {name} of {cluster.name} is known for "
+                f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
+            )
+    products = cluster.matmul_flop_per_s
+    return {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "query_width": model.query_width,
+        "kv_width": model.kv_width,
+        "attention_parameters": model.attention_parameters,
+        "intermediate": model.intermediate,
+        "matrices": model.matrices,
+        "vocabulary": model.vocabulary,
+        "tied": model.tied,
+        "mixture_layers": model.mixture_layers,
+        "experts": model.experts,
+        "experts_per_token": model.experts_per_token,
+        "expert_intermediate": model.expert_intermediate,
+        "shared_intermediate": model.shared_intermediate,
+        "data": run.data,
+        "tensor": run.tensor,
+        "sequence_parallel": run.sequence_parallel,
+        "context": run.context,
+        "pipeline": run.pipeline,
+        "stages_per_rank": run.stages_per_rank,
+        "zero_bubble": run.schedule == "zero_bubble",
+        "gpipe": run.schedule == "gpipe",
+        "by_cost": run.balance == "cost",
+        "expert": run.expert,
+        "sharding": SHARDING[run.sharding],
+        "sharding_ranks": run.sharding_ranks or run.data,
+        "sequence": run.sequence,
+        "micro_batch": run.micro_batch,
+        "batch": run.batch,
+        "micro_batches": run.micro_batches,
+        "recompute": RECOMPUTE[run.recompute],
+        "value_bytes": WEIGHT_BYTES[run.precision],
+        "half": run.precision != "fp32",
+        "quantized": run.precision == "fp8",
+        "gradient_bytes": run.gradient_bytes,
+        "fused_attention": run.fused_attention,
+        "loss_bytes": run.loss_bytes,
+        "muon": run.optimizer == "muon",
+        "devices": run.devices,
+        "devices_per_node": cluster.devices_per_node,
+        "fast_domain": cluster.fast_domain,
+        "peak_flop_per_s": cluster.peak_flop_per_s[run.precision],
+        "matmul_flop_per_s": cluster.matmul_flop_per_s[run.precision],
+        "memory_bytes": cluster.memory_bytes,
+        "memory_bytes_per_s": cluster.memory_bytes_per_s,
+        "fast_bytes_per_s": cluster.fast_bytes_per_s,
+        "fabric_bytes_per_s": cluster.fabric_bytes_per_s,
+        "fabric_latency_seconds": cluster.fabric_latency_seconds,
+        "processor": cluster.processor,
+        "cores": max(cluster.host_cores / cluster.devices_per_node, 1.0),
+        "fp32_flop_per_s": products.get("fp32", min(products.values())),
+        "newton_flop_per_s": products.get("bf16", min(products.values())),
+    }
+
+
+def cases(runs: Sequence[tuple[Transformer, Configuration, Cluster]]) -> Cases:
+    """The numbers of several runs.
+
+    Raises:
+        PlanError: No run, or what `case` raises.
+    """
+    if not runs:
+        raise PlanError("there is no run to predict: give at least one configuration")
+    rows = [case(*run) for run in runs]
+    return Cases(**{name: np.array([float(row[name]) for row in rows]) for name in rows[0]})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A term of many cases; `estimate.Term` is the same of one.
+
+    Attributes:
+        name: In the field's words.
+        values: (cases,) or (1,), in the unit of the total.
+        formula: As a reader would write it down.
+        inputs: (cases,) or (1,) each: the values in the formula, by their names in it.
+        constants: Names of the constants in the formula.
+        source: Paper and equation, or "own".
+    """
+
+    name: str
+    values: Array
+    formula: str
+    inputs: Mapping[str, Array] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    source: str = "own"
+
+
+class Text(NamedTuple):
+    """Text that `explain` prints beside a term's value."""
+
+    formula: str
+    constants: tuple[str, ...] = ()
+    source: str = "own"
+    inputs: tuple[str, ...] = ()
+
+
+def texts(figure: str) -> dict[str, Text]:
+    """Texts of the terms of a figure, by their names."""
+    return {
+        name: Text(
+            table["formula"],
+            tuple(table.get("constants", ())),
+            table.get("source", "own"),
+            tuple(table.get("inputs", ())),
+        )
+        for name, table in facts("terms")[figure].items()
+    }

@@ -1,0 +1,663 @@
+"""Fits of the memory models to measured runs, and their constants in a calibration.
+
+    found = fit_device_memory(rows)                     # by framework
+    found["torchtitan"].fit.constants(("torchtitan",))
+
+Runs that failed for want of memory count beside those whose memory was measured. How far unseen
+runs of a framework lie from the model says how wide its intervals are.
+
+    memory = fit_resident(rows)
+    memory.bytes(numbers)
+
+What a process needs beside the model (Python, torch, its threads' buffers) is most of it for small
+models, and the system gives freed pages back at its own pace, so the shares are fitted to probes of
+the machine: least squares on relative errors with a normal prior on each coefficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast.errors import PlanError
+from outlast.plan.batch import Array, Cases, cases
+from outlast.plan.calibration.calibration_file import Calibration, Constant
+from outlast.plan.calibration.conformal import folds, scale_of_few
+from outlast.plan.calibration.fit import most_probable
+from outlast.plan.calibration.rows import Row
+from outlast.plan.calibration.step_model import StepModel, step_model_of
+from outlast.plan.constants import (
+    MEMORY_NAMES,
+    MEMORY_PRIORS,
+    MemoryConstants,
+    memory_constants,
+)
+from outlast.plan.memory import LOG_DEVIATION, Demand, demand
+from outlast.plan.shard_sizes import stage, stage_parameters
+
+ALLOCATED_NOISE = 0.01
+PEAK_NOISE = 0.03
+RESERVED_NOISE = 0.05
+LIMIT_NOISE = 0.03
+"""Log standard deviations around a perfect model: of what tensors hold after a step, of the most
+that they hold, of what is reserved, and of the place of the limit."""
+RELEASE_DEVIATION = 0.1
+"""Standard deviation, on the scale of `unbounded`, by which a constant of one release of a
+framework may differ from that of another (own prior)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRuns:
+    """Measured runs.
+
+    Attributes:
+        cases: (runs,).
+        allocated_bytes: (runs,) after a step; NaN where not known.
+        peak_bytes: (runs,) the most that tensors hold; NaN where not known.
+        reserved_bytes: (runs,) the most during a step; NaN where not known.
+        out_of_memory: (runs,) runs that did not fit.
+        software: (runs,) of each: constants that differ between programs are fitted for each.
+        first_stage: The figures are of rank 0, as many logs are; else of the rank with most.
+    """
+
+    cases: Cases
+    allocated_bytes: Array
+    peak_bytes: Array
+    reserved_bytes: Array
+    out_of_memory: NDArray[np.bool_]
+    software: tuple[str, ...]
+    first_stage: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {
+            len(self.cases),
+            len(self.allocated_bytes),
+            len(self.peak_bytes),
+            len(self.reserved_bytes),
+            len(self.out_of_memory),
+            len(self.software),
+        }
+        if len(sizes) > 1 or not len(self.software):
+            raise PlanError(f"runs of {sorted(sizes)} entries: give one entry for each run")
+        known = np.concatenate([self.allocated_bytes, self.peak_bytes, self.reserved_bytes])
+        if (known <= 0.0).any():
+            raise PlanError("memory of a run must be above 0 bytes: leave it out or correct it")
+
+    def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> MemoryRuns:
+        """Some of the runs, by indices or a mask."""
+        places = np.arange(len(self.software))[rows]
+        return MemoryRuns(
+            cases=self.cases.taken(places),
+            allocated_bytes=self.allocated_bytes[places],
+            peak_bytes=self.peak_bytes[places],
+            reserved_bytes=self.reserved_bytes[places],
+            out_of_memory=self.out_of_memory[places],
+            software=tuple(self.software[place] for place in places),
+            first_stage=self.first_stage,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Fitted constants.
+
+    Attributes:
+        values: By name, common to all programs.
+        differences: By name and program, on the scale of `unbounded`.
+        deviations: By name, standard deviation of the common value on the scale of `unbounded`.
+        log_deviation: Of measured over predicted reserved bytes, where none are known peaks: the
+            robust standard deviation among the runs that were fitted.
+        runs: How many were fitted.
+    """
+
+    values: Mapping[str, float]
+    differences: Mapping[tuple[str, str], float]
+    deviations: Mapping[str, float]
+    log_deviation: float
+    runs: int
+
+    def constants(
+        self, software: Sequence[str], moment_bytes: float | Array = 8.0
+    ) -> MemoryConstants:
+        """Of some runs, by the program of each; an unknown program has the common values."""
+        own: dict[str, float | Array] = dict(self.values)
+        for name in {name for name, _ in self.differences}:
+            prior = MEMORY_PRIORS[name]
+            position = prior.unbounded(np.array(self.values[name]))
+            offsets = [self.differences.get((name, program), 0.0) for program in software]
+            own[name] = prior.bounded(position + np.array(offsets))
+        return memory_constants(own, moment_bytes=moment_bytes)
+
+
+def fit_memory(
+    runs: MemoryRuns,
+    *,
+    moment_bytes: float | Array = 8.0,
+    before: MemoryFit | None = None,
+) -> MemoryFit:
+    """Most probable constants (maximum a posteriori).
+
+    Robust least squares (soft L1) on log bytes, normal priors on the scale of `unbounded`. A run
+    out of memory says that what it needed exceeds the usable memory, one that fitted the opposite:
+    both count by how far they are on the wrong side, as censored observations do.
+
+    Args:
+        runs: Measured.
+        moment_bytes: Of the optimizer's state per parameter, of shape () or (runs,).
+        before: What other runs have taught: its values and their deviations, widened by
+            `RELEASE_DEVIATION`, take the place of the priors.
+    """
+    problem = _Problem(runs, moment_bytes, before)
+    begin = np.zeros(len(problem.deviations))
+    distances, covariance = most_probable(
+        problem.residuals, begin, problem.deviations, evaluations=60
+    )
+    return problem.fit(distances, np.sqrt(np.diag(covariance)))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Residuals of the fit as a function of distances from what is believed before it."""
+
+    runs: MemoryRuns
+    moment_bytes: float | Array
+    before: MemoryFit | None
+
+    @cached_property
+    def columns(self) -> tuple[tuple[str, str], ...]:
+        """Name and program of each fitted number; the common ones have no program."""
+        programs = sorted(set(self.runs.software))
+        own = [
+            (name, program)
+            for name in MEMORY_NAMES
+            if MEMORY_PRIORS[name].spreads and len(programs) > 1
+            for program in programs
+        ]
+        return (*((name, "") for name in MEMORY_NAMES), *own)
+
+    @cached_property
+    def deviations(self) -> Array:
+        """(columns,) of the priors, on the scale of `unbounded`.
+
+        Of one program alone, the common values are its own, and may be as far off.
+        """
+        found = []
+        for name, program in self.columns:
+            prior = MEMORY_PRIORS[name]
+            if self.before is not None and not program:
+                found.append(np.hypot(self.before.deviations[name], RELEASE_DEVIATION))
+                continue
+            wide = prior.spreads["framework"] if program else prior.log_deviation
+            if len(set(self.runs.software)) == 1:
+                wide = float(np.hypot(wide, prior.spreads.get("framework", 0.0)))
+            found.append(wide / (1.0 - prior.median / prior.most))
+        return np.array(found)
+
+    def believed(self, name: str) -> Array:
+        """The value of a constant before the fit, on the scale of `unbounded`."""
+        prior = MEMORY_PRIORS[name]
+        value = prior.median if self.before is None else self.before.values[name]
+        return prior.unbounded(np.array(value))
+
+    def fit(self, distances: Array, deviations: Array) -> MemoryFit:
+        """Interpret distances and their standard deviations as a fit."""
+        values, differences, spreads = {}, {}, {}
+        rows = zip(self.columns, distances, deviations, strict=True)
+        for (name, program), distance, deviation in rows:
+            prior = MEMORY_PRIORS[name]
+            if program:
+                differences[name, program] = float(distance)
+            else:
+                values[name] = float(prior.bounded(self.believed(name) + distance))
+                spreads[name] = float(deviation)
+        blank = MemoryFit(values, differences, spreads, 1.0, len(self.runs.software))
+        _, peak, reserved, _ = self._errors(blank)
+        error = reserved if reserved.size else peak
+        # 1.4826 times the median of absolute errors is a normal's standard deviation.
+        spread = 1.4826 * float(np.median(np.abs(error))) if error.size else RESERVED_NOISE
+        return replace(blank, log_deviation=max(spread, LIMIT_NOISE))
+
+    def residuals(self, distances: Array) -> Array:
+        """(5 runs + columns,) or fewer, where figures are not known."""
+        values: dict[str, float | Array] = {}
+        positions = {name: np.zeros(1) for name in MEMORY_NAMES}
+        for (name, program), distance in zip(self.columns, distances, strict=True):
+            share = self._members[program] if program else 1.0
+            positions[name] = positions[name] + distance * share
+        for name in MEMORY_NAMES:
+            values[name] = MEMORY_PRIORS[name].bounded(positions[name] + self.believed(name))
+        constants = memory_constants(values, moment_bytes=self.moment_bytes)
+        allocated, peak, reserved, beyond = self._compare(constants)
+        wrong = np.where(self.runs.out_of_memory, -beyond, beyond)
+        return np.concatenate(
+            [
+                _soft(allocated / ALLOCATED_NOISE),
+                _soft(peak / PEAK_NOISE),
+                _soft(reserved / RESERVED_NOISE),
+                _soft(np.maximum(wrong, 0.0) / LIMIT_NOISE),
+                # What a run has reserved could be had.
+                _soft(np.maximum(self._over(constants), 0.0) / ALLOCATED_NOISE),
+                distances / self.deviations,
+            ]
+        )
+
+    def _over(self, constants: MemoryConstants) -> Array:
+        """(runs whose reserved memory is known,) log of that over what the model says is usable."""
+        known = np.isfinite(self.runs.reserved_bytes)
+        usable = np.broadcast_to(constants.usable_share * self.runs.cases.memory_bytes, known.shape)
+        found: Array = np.log(self.runs.reserved_bytes[known] / usable[known])
+        return found
+
+    @cached_property
+    def _members(self) -> dict[str, Array]:
+        programs = self.runs.software
+        return {
+            program: np.array([float(name == program) for name in programs])
+            for program in set(programs)
+        }
+
+    def _errors(self, fit: MemoryFit) -> tuple[Array, Array, Array, Array]:
+        return self._compare(fit.constants(self.runs.software, self.moment_bytes))
+
+    def _compare(self, constants: MemoryConstants) -> tuple[Array, Array, Array, Array]:
+        """Log errors of allocated, most allocated and reserved bytes; log of the limit's share."""
+        runs = self.runs
+        first = demand(runs.cases, constants, stage(runs.cases, "first"))
+        last = demand(runs.cases, constants, stage(runs.cases, "last"))
+
+        def largest(of: Callable[..., Array]) -> Array:
+            return of(first) if runs.first_stage else np.maximum(of(first), of(last))
+
+        errors = []
+        for measured, modelled in (
+            (runs.allocated_bytes, largest(lambda item: item.allocated)),
+            (runs.peak_bytes, largest(lambda item: item.peak)),
+            (runs.reserved_bytes, largest(lambda item: item.reserved)),
+        ):
+            known = np.isfinite(measured)
+            errors.append(np.log(np.broadcast_to(modelled, known.shape)[known] / measured[known]))
+        beyond = np.log(np.maximum(first.pressing, last.pressing) / first.usable)
+        return errors[0], errors[1], errors[2], beyond
+
+
+def _soft(error: Array) -> Array:
+    """Signed root of the soft L1 loss `2 (sqrt(1 + e^2) - 1)`."""
+    return np.sign(error) * np.sqrt(2.0 * (np.sqrt(1.0 + error**2) - 1.0))
+
+
+OF_RANK_ZERO = ("nanotron",)
+"""Frameworks whose logs have the memory of rank 0 alone; others give the largest of all ranks."""
+_DEVICE_PREFIX, _SPREAD = "device memory of ", "spread"
+_FOLDS = 10
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Memory fit of one framework's runs.
+
+    Attributes:
+        fit: Its constants; `log_deviation` is that of runs that a fit has not seen, and of the
+            prior spread (`conformal.scale_of_few`).
+        unseen: Log of predicted over measured memory, by fits that have not seen the
+            configuration; empty where all runs are of one.
+        before: The same by what was believed before: other runs, or the priors.
+    """
+
+    fit: MemoryFit
+    unseen: Array
+    before: Array
+
+
+def software(row: Row) -> str:
+    """The program of a run, as far as its memory differs.
+
+    Before nanotron's pipeline was repaired, stages waited for each other in every pass, so that
+    the host could not run ahead of the device.
+    """
+    waits = row.run.pipeline > 1 and row.version == "before its pipeline fix"
+    return f"{row.framework}, waiting" if waits else row.framework
+
+
+def usable(rows: Sequence[Row]) -> list[Row]:
+    """Those on accelerators that say something of memory: how much of it, or that it ran out."""
+    return [
+        row
+        for row in rows
+        if not row.cluster.processor and (row.fits_memory or (row.out_of_memory and not row.flags))
+    ]
+
+
+def runs_of(rows: Sequence[Row]) -> MemoryRuns:
+    """Rows of one framework as the fit reads them."""
+    return MemoryRuns(
+        cases=cases([(row.model, row.run, row.cluster) for row in rows]),
+        allocated_bytes=_figures([row.held_bytes for row in rows]),
+        peak_bytes=_figures([row.allocated_bytes for row in rows]),
+        reserved_bytes=_figures([row.reserved_bytes for row in rows]),
+        out_of_memory=np.array([row.out_of_memory for row in rows]),
+        software=tuple(software(row) for row in rows),
+        first_stage=rows[0].framework in OF_RANK_ZERO,
+    )
+
+
+def fit_device_memory(
+    rows: Sequence[Row], before: Mapping[str, MemoryFit] | None = None
+) -> dict[str, Learned]:
+    """Constants of each framework that some row says something of.
+
+    Args:
+        rows: Of any kind; those that are not `usable` do not count.
+        before: What other runs have taught of a framework; where nothing, the priors stand.
+
+    Returns:
+        By framework.
+    """
+    known = before or {}
+    found = {}
+    for framework, own in _by_framework(rows).items():
+        start = known.get(framework)
+        fitted = fit_memory(runs_of(own), before=start)
+        alone = fitted.constants((framework,))
+        values = {name: float(getattr(alone, name)[0]) for name in MEMORY_NAMES}
+        errors = _unseen(own, start)
+        prior = LOG_DEVIATION if start is None else start.log_deviation
+        spread = scale_of_few(prior, float((errors**2).sum()), errors.size)
+        fitted = replace(fitted, values=values, differences={}, log_deviation=spread)
+        found[framework] = Learned(fitted, errors, _errors(runs_of(own), start))
+    return found
+
+
+def _unseen(rows: Sequence[Row], before: MemoryFit | None) -> Array:
+    keys = [row.key for row in rows]
+    configurations = len(set(keys))
+    if configurations < 2:
+        return np.zeros(0)
+    place = folds(keys, min(_FOLDS, configurations))
+    runs = runs_of(rows)
+    found = []
+    for fold in range(int(place.max()) + 1):
+        seen = place != fold
+        fitted = fit_memory(runs.taken(seen), before=before)
+        found.append(_errors(runs.taken(~seen), fitted))
+    return np.concatenate(found)
+
+
+def device_constants(fits: Mapping[str, MemoryFit]) -> dict[str, Constant]:
+    """Device memory fits as constants of a calibration file."""
+    found = {}
+    for framework, fitted in fits.items():
+        start = f"{_DEVICE_PREFIX}{framework}: "
+        for name in MEMORY_NAMES:
+            unit, deviation = MEMORY_PRIORS[name].unit, fitted.deviations[name]
+            value = fitted.values[name]
+            found[start + name] = Constant(value, deviation, unit, "calibrated", framework)
+        spread = fitted.log_deviation
+        found[start + _SPREAD] = Constant(spread, 0.0, "1", "calibrated", framework)
+    return found
+
+
+def device_memory_of(calibration: Calibration) -> dict[str, MemoryFit]:
+    """The memory constants that a calibration knows, by framework.
+
+    Raises:
+        PlanError: Some of a framework are missing, or beyond their bounds.
+    """
+    tables: dict[str, dict[str, Constant]] = {}
+    for name, constant in calibration.constants.items():
+        if name.startswith(_DEVICE_PREFIX):
+            framework, _, own = name.removeprefix(_DEVICE_PREFIX).rpartition(": ")
+            tables.setdefault(framework, {})[own] = constant
+    rows = len(calibration.provenance.rows)
+    return {framework: _fit(framework, table, rows) for framework, table in tables.items()}
+
+
+def _fit(framework: str, table: Mapping[str, Constant], rows: int) -> MemoryFit:
+    where = f"{_DEVICE_PREFIX}{framework}"
+    for name in (*MEMORY_NAMES, _SPREAD):
+        if name not in table:
+            raise PlanError(
+                f"the calibration lacks {where}: {name}; calibrate again with this version"
+            )
+        most = MEMORY_PRIORS[name].most if name in MEMORY_PRIORS else np.inf
+        if not 0.0 < table[name].value < most:
+            raise PlanError(
+                f"{where}: {name} = {table[name].value:g} of the calibration is not above 0 and "
+                f"below {most:g}: calibrate again"
+            )
+    return MemoryFit(
+        values={name: table[name].value for name in MEMORY_NAMES},
+        differences={},
+        deviations={name: table[name].log_deviation for name in MEMORY_NAMES},
+        log_deviation=table[_SPREAD].value,
+        runs=rows,
+    )
+
+
+def _by_framework(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in usable(rows):
+        found.setdefault(row.framework, []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _figures(values: Sequence[float | None]) -> Array:
+    return np.array([np.nan if value is None else value for value in values])
+
+
+def _errors(runs: MemoryRuns, fitted: MemoryFit | None) -> Array:
+    """Of what is reserved; where that is not known, of the most that tensors hold."""
+    constants = memory_constants() if fitted is None else fitted.constants(runs.software)
+    first = demand(runs.cases, constants, stage(runs.cases, "first"))
+    last = demand(runs.cases, constants, stage(runs.cases, "last"))
+    errors = np.log(_largest("reserved", runs, first, last) / runs.reserved_bytes)
+    peaks = np.log(_largest("peak", runs, first, last) / runs.peak_bytes)
+    found = np.where(np.isfinite(runs.reserved_bytes), errors, peaks)
+    chosen: Array = found[np.isfinite(found)]
+    return chosen
+
+
+def _largest(name: str, runs: MemoryRuns, first: Demand, last: Demand) -> Array:
+    one: Array = getattr(first, name)
+    return one if runs.first_stage else np.maximum(one, getattr(last, name))
+
+
+_MIB = 2.0**20
+_RESIDENT_PREFIX, _RESIDENT_SPREAD = "resident memory: ", "spread"
+RESIDENT_NOISE = 0.04
+"""Relative standard deviation of a peak around a perfect model."""
+
+RESIDENT_PRIORS: dict[str, tuple[float, float, str]] = {
+    "process": (600.0, 100.0, "MiB of a process that has imported torch and computed once"),
+    "started rank": (-100.0, 60.0, "MiB by which a rank that a launcher started has less"),
+    "states": (1.4, 0.4, "of the bytes of weights, gradients and moments"),
+    "activations": (1.2, 0.3, "of the bytes that fp32 blocks keep for the backward pass"),
+    "activations, bf16": (0.85, 0.3, "of the bytes that fp32 blocks would keep, with autocast"),
+    "logits": (3.0, 1.0, "fp32 copies of a micro-batch's logits"),
+}
+"""Mean and standard deviation of each coefficient, and what it is."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Fitted coefficients.
+
+    Attributes:
+        values: By the names of `PRIORS`.
+        covariance: (terms, terms) of the coefficients.
+        log_deviation: Relative standard deviation of a probe around the model.
+        rows: Probes that were fitted.
+    """
+
+    values: Mapping[str, float]
+    covariance: Array
+    log_deviation: float
+    rows: int
+
+    def parts(self, cases: Cases) -> dict[str, Array]:
+        """(cases,) bytes of each term; they add up to `bytes`."""
+        design = _design(cases)
+        return {
+            name: design[:, place] * self.values[name] for place, name in enumerate(RESIDENT_PRIORS)
+        }
+
+    def bytes(self, cases: Cases) -> Array:
+        """(cases,) the largest resident set of a rank."""
+        total: Array = _design(cases) @ np.array([self.values[name] for name in RESIDENT_PRIORS])
+        return total
+
+    def half_widths(self, cases: Cases, quantile: float = 2.0) -> Array:
+        """(cases,) half of the interval in log space.
+
+        Args:
+            cases: (cases,).
+            quantile: 90 % of Student's distribution with half a dozen degrees of freedom, which a
+                dozen probes leave.
+        """
+        shares = _design(cases) / self.bytes(cases)[:, None]
+        variance = np.einsum("ij,jk,ik->i", shares, self.covariance, shares)
+        widths: Array = quantile * np.sqrt(variance + self.log_deviation**2)
+        return widths
+
+
+def fit_resident(rows: Sequence[Row]) -> Resident:
+    """Most probable coefficients.
+
+    Args:
+        rows: Of one machine's processors, each with `reserved_bytes`: the resident peak.
+
+    Raises:
+        PlanError: No row has a memory figure.
+    """
+    known = [row for row in rows if row.fits_memory and row.reserved_bytes is not None]
+    if not known:
+        raise PlanError("no probe has a memory figure: train with this version of Outlast")
+    numbers = cases([(row.model, row.run, row.cluster) for row in known])
+    measured = np.array([row.reserved_bytes for row in known], dtype=np.float64)
+    design = _design(numbers) / measured[:, None] / RESIDENT_NOISE
+    means = np.array([mean for mean, _, _ in RESIDENT_PRIORS.values()])
+    spreads = np.array([spread for _, spread, _ in RESIDENT_PRIORS.values()])
+    weights = np.ones(len(known))
+    for _ in range(8):
+        # Huber's weights: a probe during which the machine ran short of memory counts less.
+        root = np.sqrt(weights)[:, None]
+        precision = (design * root).T @ (design * root) + np.diag(spreads**-2.0)
+        right = (design * root).T @ (root[:, 0] / RESIDENT_NOISE) + means / spreads**2
+        values = np.linalg.solve(precision, right)
+        error = np.abs(design @ values - 1.0 / RESIDENT_NOISE)
+        weights = 1.0 / np.maximum(error / 2.0, 1.0)
+    relative = np.abs(design @ values * RESIDENT_NOISE - 1.0)
+    # 1.4826 times the median of absolute errors is a normal's standard deviation.
+    spread = max(1.4826 * float(np.median(relative)), RESIDENT_NOISE)
+    found = dict(zip(RESIDENT_PRIORS, values.tolist(), strict=True))
+    covariance = np.asarray(np.linalg.inv(precision), np.float64)
+    return Resident(found, covariance, spread, len(known))
+
+
+def resident_constants(memory: Resident, group: str) -> dict[str, Constant]:
+    """Resident memory fit as constants of a calibration file; the errors' correlation is left out.
+
+    Args:
+        memory: Fitted.
+        group: The machine, for people.
+    """
+    deviations = np.sqrt(np.diag(memory.covariance))
+    found = {
+        _RESIDENT_PREFIX + name: Constant(
+            memory.values[name],
+            float(deviation),
+            ("MiB" if text.startswith("MiB") else "1"),
+            "calibrated",
+            group,
+        )
+        for (name, (_, _, text)), deviation in zip(RESIDENT_PRIORS.items(), deviations, strict=True)
+    }
+    spread = Constant(memory.log_deviation, 0.0, "1", "calibrated", group)
+    return {**found, _RESIDENT_PREFIX + _RESIDENT_SPREAD: spread}
+
+
+def resident_of(calibration: Calibration) -> Resident | None:
+    """The memory of ranks on processors that a calibration knows; None where it knows none.
+
+    Raises:
+        PlanError: Some of its constants are missing.
+    """
+    known = calibration.constants
+    names = [_RESIDENT_PREFIX + name for name in (*RESIDENT_PRIORS, _RESIDENT_SPREAD)]
+    missing = [name for name in names if name not in known]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise PlanError(f"the calibration lacks {missing[0]}: calibrate again with this version")
+    deviations = np.array(
+        [known[_RESIDENT_PREFIX + name].log_deviation for name in RESIDENT_PRIORS]
+    )
+    return Resident(
+        {name: known[_RESIDENT_PREFIX + name].value for name in RESIDENT_PRIORS},
+        np.diag(deviations**2),
+        known[_RESIDENT_PREFIX + _RESIDENT_SPREAD].value,
+        len(calibration.provenance.rows),
+    )
+
+
+def _design(cases: Cases) -> Array:
+    """(cases, terms): bytes by which each coefficient is multiplied."""
+    count = len(cases)
+    ends = np.where(cases.tied > 0.0, 1.0, 2.0)
+    parameters = stage_parameters(cases, cases.layers / cases.pipeline, ends)
+    shards = np.where(cases.sharding == 3.0, cases.sharding_ranks, 1.0)
+    # Weights and gradients in fp32, and one or two moments.
+    states = parameters / shards * np.where(cases.muon > 0.0, 12.0, 16.0)
+    tokens = cases.micro_batch * cases.sequence / cases.context
+    wide = cases.intermediate + cases.experts_per_token * cases.expert_intermediate
+    block = 4.0 * tokens * (10.0 * cases.hidden + 4.0 * (cases.query_width + wide) / cases.tensor)
+    layers = cases.layers / cases.pipeline
+    kept = np.where(
+        cases.recompute == 2.0, layers * 4.0 * tokens * cases.hidden + block, layers * block
+    )
+    logits = 4.0 * tokens * cases.vocabulary / cases.tensor
+    columns = (
+        np.full(1, _MIB),
+        _MIB * (cases.devices > 1.0),
+        states,
+        kept * (1.0 - cases.half),
+        kept * cases.half,
+        logits,
+    )
+    found: Array = np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
+    return found
+
+
+OUTLAST = "outlast"
+COMPILED = "outlast compiled"
+"""Names of our own runs, as calibrations count: compiled steps take less time and memory."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A calibration as the model uses it.
+
+    Attributes:
+        step: Of the time.
+        memory: Constants of the memory of devices, by framework.
+    """
+
+    step: StepModel
+    memory: Mapping[str, MemoryFit] = field(default_factory=dict)
+
+    def times(self, framework: str) -> bool:
+        """True if runs of a framework have taught its time."""
+        columns = self.step.constants.columns
+        return any(column.level == "framework" and column.group == framework for column in columns)
+
+
+def known_of(calibration: Calibration) -> Known:
+    """Read all models of a calibration.
+
+    Raises:
+        PlanError: It has constants that this version does not know, or lacks some.
+    """
+    return Known(step_model_of(calibration), device_memory_of(calibration))

@@ -1,0 +1,488 @@
+"""Fault tolerance of candidates: checkpoint tiers, intervals, replicas, in-memory states.
+
+Prices come from `outlast.recover.cost`; here they are asked for once per different node, and spread
+over the candidates. Ranks are placed as the trainer does: stages outermost, then replicas, then
+what divides one replica.
+
+Prices of checkpoints come from `outlast.checkpoint.cost`, once for each different combination of
+nodes, state and tiers, those of recovery without them through `kept`; `reliability` does the rest
+for all candidates at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
+from outlast.errors import PlanError
+from outlast.plan.reliability.goodput import Goodput, goodput
+from outlast.plan.reliability.recovery import (
+    DAY_SECONDS,
+    Guard,
+    Pace,
+    Reliability,
+    Replicas,
+    Restart,
+    Tier,
+    lost_nodes,
+)
+from outlast.recover.cost import (
+    RECONNECT_SECONDS,
+    SILENCE_SHARE,
+    detection_seconds,
+    keep_seconds,
+    parity_groups,
+    parity_seconds,
+    rebuild_seconds,
+    transfer_seconds,
+)
+
+if TYPE_CHECKING:
+    from outlast.plan.batch import Array
+    from outlast.plan.cluster import Cluster
+    from outlast.plan.context import Context
+    from outlast.plan.mechanisms import Step
+    from outlast.plan.pareto.settings import Settings
+    from outlast.plan.pareto.space import Block
+
+
+SLACK_SHARE = 0.5
+"""Prior: of a step, in which devices compute and links and the host's memory are free."""
+SOCKET_BYTES_PER_S = 4e9
+"""Prior, of a process that sends to another one over sockets, as `outlast.recover` does."""
+COMBINE_BYTES_PER_S = 3e9
+"""Prior, of a process that sums stripes of parity."""
+NOT_KEPT = -1.0
+"""Nodes that may be lost where nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryCheckpoints:
+    """Cost and survivors of in-memory checkpoints; arrays have shape (candidates,).
+
+    Attributes:
+        outlives: Nodes lost together of which a state is left; `NOT_KEPT` where none is kept.
+        every_seconds: Running time from one kept state to the next.
+        blocked_seconds: By how much keeping one makes a step longer.
+        copied_seconds: Until a node has its copy.
+        safe_seconds: Until its parity is there, too.
+        load_seconds: To load the state from the node's own memory.
+        rebuild_seconds: To have a lost node's state first, from parity or from a replica.
+    """
+
+    outlives: Array
+    every_seconds: Array
+    blocked_seconds: Array
+    copied_seconds: Array
+    safe_seconds: Array
+    load_seconds: Array
+    rebuild_seconds: Array
+
+    @property
+    def used(self) -> np.ndarray:
+        """(candidates,) of bool."""
+        return self.outlives > NOT_KEPT
+
+    def tiers(self, cluster: Cluster) -> list[Tier]:
+        """One for each number of nodes that the cluster's failures take; together they cost once.
+
+        From the one that survives least; where a candidate's state survives less, it is not used.
+        """
+        losses = sorted({0, *(lost_nodes(cause) for cause in cluster.failures)})
+        return [
+            Tier(
+                name="kept" if lost == 0 else f"kept, {lost} lost",
+                survives_nodes=float(lost),
+                every=np.where(self.outlives >= lost, 1.0, 0.0),
+                blocked_seconds=self.blocked_seconds if lost == 0 else 0.0,
+                write_seconds=self.copied_seconds if lost == 0 else self.safe_seconds,
+                restore_seconds=self.load_seconds + (self.rebuild_seconds if lost else 0.0),
+                kept=True,
+            )
+            for lost in losses
+        ]
+
+
+def in_memory_checkpoints(
+    cluster: Cluster, block: Block, step: Step, *, nodes: Array, state: Array, memory_rate: float
+) -> InMemoryCheckpoints | None:
+    """In-memory checkpoints of the candidates; None where none of them keeps anything.
+
+    Args:
+        cluster: On what they run.
+        block: The candidates.
+        step: Their steps.
+        nodes: (candidates,) that they take.
+        state: (candidates,) bytes, every replica counted once.
+        memory_rate: Bytes per second between a node's devices and its memory.
+    """
+    chosen = [setting.recovery for setting in block.settings]
+    if all(recovery.mode != "restart" for recovery in chosen):
+        return None
+    devices, held, copies = _held(block, cluster, state)
+    wanted = block.by_setting(
+        [-1.0 if recovery.parity is None else recovery.parity for recovery in chosen]
+    )
+    largest = block.by_setting([recovery.parity_group for recovery in chosen])
+    used = block.by_setting([recovery.mode == "restart" for recovery in chosen]) > 0.0
+    used &= devices > 1.0
+    processes = np.minimum(devices, cluster.devices_per_node)
+    sockets = cluster.storage.peer_bytes_per_s / cluster.devices_per_node
+    link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
+    keys = np.column_stack([nodes, held, copies, wanted, largest, processes])
+    found, inverse = np.unique(keys, axis=0, return_inverse=True)
+    prices = np.array([_price(row, link, memory_rate) for row in found])[inverse.ravel()]
+    outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
+    # Copying takes a processor's own time, and a device's step does not notice it.
+    slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds
+    every = block.by_setting([recovery.every_steps for recovery in chosen])
+    return InMemoryCheckpoints(
+        outlives=np.where(used, outlives, NOT_KEPT),
+        every_seconds=every * step.seconds,
+        blocked_seconds=np.maximum(copy + parity - slack, 0.0),
+        copied_seconds=np.minimum(copy, slack),
+        safe_seconds=np.minimum(copy + parity, slack),
+        load_seconds=load,
+        rebuild_seconds=rebuild,
+    )
+
+
+def smallest_groups(nodes: Array, largest: Array) -> Array:
+    """(candidates,) nodes of the smallest group that shares parity."""
+    found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
+    sizes = [parity_groups(int(count), int(most))[0] for count, most in found]
+    return np.array(sizes, dtype=np.float64)[inverse.ravel()]
+
+
+def _held(block: Block, cluster: Cluster, state: Array) -> tuple[Array, Array, Array]:
+    """(candidates,) devices, bytes that a node keeps, and nodes that hold the same."""
+    layouts, count = block.layouts, len(block.layouts)
+
+    def spread(values: Array) -> Array:
+        rows: Array = np.broadcast_to(values, (count,))[block.layout]
+        return rows
+
+    sharded = layouts.sharding > 0.0
+    divided = np.where(sharded, layouts.sharding_ranks, layouts.expert)
+    replicas = spread(np.maximum(layouts.data // divided, 1.0))
+    # Ranks from a rank to the one that holds the same; and parts that differ among them.
+    apart = spread(layouts.tensor * layouts.context * divided)
+    parts = spread(layouts.tensor * divided * np.where(sharded, layouts.context, 1.0))
+    stages, devices = spread(layouts.pipeline), spread(layouts.devices)
+    node = float(cluster.devices_per_node)
+    copies = np.minimum(replicas, np.ceil(((replicas - 1.0) * apart + 1.0) / node))
+    stages_here = np.clip(node / (replicas * apart), 1.0, stages)
+    here = np.minimum(np.minimum(node, devices), parts * stages_here)
+    return devices, state / (stages * parts) * here, copies
+
+
+def _price(row: Array, link: float, memory_rate: float) -> tuple[float, float, float, float, float]:
+    """Of one kind of node: lost nodes outlived, seconds of copy, parity, load and rebuild."""
+    nodes, held, copies, wanted, largest, processes = row.tolist()
+    smallest, size = parity_groups(int(nodes), int(largest))
+    losses = int(wanted)
+    if wanted < 0.0:
+        losses = int(copies < 2.0)
+    if smallest <= losses:
+        losses = 0
+    share = held / processes
+    copy = keep_seconds(held, memory_rate)
+    parity = parity_seconds(share, losses, link, COMBINE_BYTES_PER_S)
+    rebuild = transfer_seconds(share, link)
+    if losses > copies - 1.0:
+        rebuild = rebuild_seconds(share, size, link, COMBINE_BYTES_PER_S)
+    return max(copies - 1.0, losses), copy, parity, transfer_seconds(held, memory_rate), rebuild
+
+
+def live_replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas | None:
+    """Groups of the candidates that go on live; None where none does.
+
+    Args:
+        cluster: On what they run.
+        block: The candidates.
+        step: Their steps.
+        state: (candidates,) bytes of a group.
+    """
+    chosen = [setting.recovery for setting in block.settings]
+    live = block.by_setting([recovery.mode == "live" for recovery in chosen]) > 0.0
+    if not live.any():
+        return None
+    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
+    silence = [
+        detection_seconds(
+            look_seconds=0.0, silence_seconds=SILENCE_SHARE * recovery.heartbeat_seconds
+        )
+        for recovery in chosen
+    ]
+    link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
+    sizes, inverse = np.unique(state, return_inverse=True)
+    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
+    return Replicas(
+        groups=np.where(live, data, 1.0),
+        step_seconds=np.where(live, step.seconds, 0.0),
+        regroup_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
+        rejoin_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
+        recovery_seconds=np.where(live, healing, 0.0),
+        detection_seconds=np.where(live, block.by_setting(silence), 0.0),
+    )
+
+
+STAGING_BYTES_PER_S = 4e10
+"""Prior, of a node from its devices to its memory, where the cluster says nothing: two PCIe 4 links
+at two thirds of their rate (`outlast.hardware`: 31 GB/s each)."""
+ABSENT_BYTES_PER_S = 1e15
+"""Of a tier that the cluster lacks. A run with it is impossible (`feasibility`), and its other
+figures are as if saving there took no time."""
+ENCODING_BYTES_PER_S = 2e9
+"""Prior, of a node: what two writers of `outlast.checkpoint` encode (docs/checkpoint.md)."""
+WRITING_SLOWDOWN = 0.02
+"""Prior: by how much a step is longer while a save is written."""
+NO_FAILURES_SECONDS = 3600.0
+"""Between saves where nothing is expected to fail."""
+SURVIVES = {"memory": 0.0, "local": 0.0, "peer": 1.0, "shared": np.inf}
+"""Nodes lost at once that a tier outlives; the order is that of the tiers."""
+MOST_KEPT = 100_000.0
+"""States kept in memory between two checkpoints, however seldom anything fails."""
+NOTICED = 0.5
+"""Own prior: of the wrong numbers that no guard finds, the share that people notice, as a loss that
+rises; the others stay in the model."""
+LEAST_RATE = 1e-12
+LEAST_OVERHEAD_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class FaultTolerance:
+    """Arrays have shape (candidates,).
+
+    Attributes:
+        run: The candidates as `reliability` sees them.
+        goodput: ETTR and what the rest is lost to.
+        interval_seconds: Between saves of the tier of checkpoints that saves most often.
+    """
+
+    run: Reliability
+    goodput: Goodput
+    interval_seconds: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Saves:
+    """Of one combination: its interval and the shortest one in which all saves become durable.
+
+    For each of `SURVIVES`: every, costs and restore seconds.
+    """
+
+    interval: float
+    shortest: float
+    every: tuple[int, ...]
+    costs: tuple[SaveCost, ...]
+    restores: tuple[float, ...]
+
+
+def fault_tolerance(context: Context, block: Block, step: Step) -> FaultTolerance:
+    """Goodput of candidates.
+
+    Args:
+        context: What the candidates share.
+        block: The candidates.
+        step: Their steps.
+    """
+    cluster, count = context.cluster, len(block.layouts)
+    nodes_of = np.ceil(block.layouts.devices / cluster.devices_per_node)
+    nodes = np.broadcast_to(nodes_of, (count,))[block.layout]
+    weights = np.broadcast_to(
+        np.where(block.layouts.half > 0.0, block.layouts.value_bytes + 12.0, 12.0), (count,)
+    )[block.layout]
+    state = step.parameters * weights
+
+    kept = in_memory_checkpoints(
+        cluster, block, step, nodes=nodes, state=state, memory_rate=_rate(cluster, "memory")
+    )
+    outlives = np.full(len(block), NOT_KEPT) if kept is None else kept.outlives
+    keys = np.column_stack([block.setting, nodes, state, outlives])
+    found, inverse = np.unique(keys, axis=0, return_inverse=True)
+    table = [
+        _saves(context, block.settings[int(setting)], number, held, left)
+        for setting, number, held, left in found
+    ]
+    at = inverse.ravel()
+    interval = np.array([row.interval for row in table])[at]
+    base, times = interval, np.ones(1)
+    if kept is not None:
+        shortest = np.array([row.shortest for row in table])[at]
+        given = block.by_setting([setting.checkpoint_seconds for setting in block.settings])
+        most = np.where(given > 0.0, np.inf, MOST_KEPT)
+        base, times = _counted(kept, interval, np.maximum(shortest, most * kept.every_seconds))
+        interval = base * times
+    tiers = [_tier(table, at, number, times) for number in range(len(SURVIVES))]
+    tiers += [] if kept is None else kept.tiers(cluster)
+    run = Reliability(
+        nodes=nodes,
+        causes=cluster.failures,
+        interval_seconds=base,
+        # What is kept goes first among those that survive as much: it is newest.
+        tiers=tuple(sorted(tiers, key=lambda tier: (tier.survives_nodes, not tier.kept))),
+        restart=Restart(
+            restart_seconds=context.restart.restart_seconds,
+            replace_seconds=context.restart.replace_seconds,
+            spares=cluster.spares,
+        ),
+        replicas=_replicas(cluster, block, step, state),
+        guard=Guard(
+            coverage=step.guard_coverage,
+            overhead=step.guard_overhead,
+            latency_seconds=step.seconds,
+            correction_seconds=step.seconds,
+            noticed=NOTICED,
+        ),
+        pace=Pace(
+            straggler_factor=step.straggler_factor,
+            # A simulated step has the claims in it, which are a term of their own.
+            coding_ratio=step.coding_ratio / (1.0 + step.coding_overhead),
+            coding_overhead=step.coding_overhead,
+        ),
+    )
+    return FaultTolerance(run, goodput(run), interval)
+
+
+def _counted(kept: InMemoryCheckpoints, interval: Array, longest: Array) -> tuple[Array, Array]:
+    """Running time of a base interval, and base intervals between checkpoints, (candidates,)."""
+    every = np.where(kept.used, kept.every_seconds, interval)
+    # It must be a whole number, and no save begins before the last one is durable.
+    times = np.ceil(np.minimum(interval, longest) / every * (1.0 - 1e-9))
+    return every, np.where(kept.used, np.maximum(times, 1.0), 1.0)
+
+
+def _rate(cluster: Cluster, tier: str) -> float:
+    """Bytes per second of a node, of the whole cluster for shared storage."""
+    storage = cluster.storage
+    if tier == "memory":
+        return storage.memory_bytes_per_s or STAGING_BYTES_PER_S
+    rate = {
+        "peer": storage.peer_bytes_per_s,
+        "local": storage.local_bytes_per_s,
+        "shared": storage.shared_bytes_per_s,
+    }[tier]
+    return rate if rate > 0.0 else ABSENT_BYTES_PER_S
+
+
+def _saves(
+    context: Context, settings: Settings, nodes: float, state: float, outlives: float = NOT_KEPT
+) -> _Saves:
+    """Of the tiers that survive more than `outlives` nodes, which memory does without them."""
+    cluster = context.cluster
+    if "shared" not in settings.tiers:
+        raise PlanError(
+            f"tiers = {', '.join(settings.tiers)}: nothing is left when a node is lost for good; "
+            "add shared"
+        )
+    used = [tier for tier in SURVIVES if tier in settings.tiers and SURVIVES[tier] > outlives]
+    priced = _priced(cluster, used, nodes, state)
+    rates = _rates(cluster, used, nodes, outlives)
+    base, every = _least_waste(context, [priced[tier] for tier in used], rates)
+    if outlives > NOT_KEPT and not settings.checkpoint_seconds:
+        # Memory goes when all nodes do, which no list of failures has: files are not for never.
+        rarest = max(_saves(context, settings, nodes, state).interval, NO_FAILURES_SECONDS)
+        base = min(base, rarest) if sum(rates) > 0.0 else rarest
+    base = settings.checkpoint_seconds or base
+    # A version must be durable before the next one of its tier is begun.
+    shortest = max(
+        priced[tier][0].latency_seconds / times
+        for tier, times in zip(used, every, strict=True)
+        if times
+    )
+    counts = dict(zip(used, every, strict=True))
+    blank = SaveCost(0.0), 0.0
+    return _Saves(
+        max(base, shortest),
+        shortest,
+        tuple(counts.get(tier, 0) for tier in SURVIVES),
+        tuple(priced.get(tier, blank)[0] for tier in SURVIVES),
+        tuple(priced.get(tier, blank)[1] for tier in SURVIVES),
+    )
+
+
+def _priced(
+    cluster: Cluster, used: list[str], nodes: float, state: float
+) -> dict[str, tuple[SaveCost, float]]:
+    """Of each tier: what a save costs, and seconds to restore it."""
+    sizes, priced = Sizes(state_bytes=state), {}
+    staging = state / (nodes * _rate(cluster, "memory"))
+    for tier in used:
+        rate = _rate(cluster, tier) * (1.0 if tier == "shared" else nodes)
+        written = save_seconds(sizes, ENCODING_BYTES_PER_S * nodes, rate)
+        write = 0.0 if tier == "memory" else written
+        blocked = max(staging, LEAST_OVERHEAD_SECONDS)
+        priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), transfer_seconds(state, rate)
+    return priced
+
+
+def _least_waste(
+    context: Context, priced: list[tuple[SaveCost, float]], rates: list[float]
+) -> tuple[float, tuple[int, ...]]:
+    """The base interval and what each tier's is in terms of it."""
+    if sum(rates) <= 0.0:
+        return NO_FAILURES_SECONDS, tuple(1 for _ in rates)
+    waits = float(np.max(context.restart.restart_seconds))
+    chosen = choose_tiers(
+        [
+            (save, Failures(max(rate, LEAST_RATE), waits, restore))
+            for (save, restore), rate in zip(priced, rates, strict=True)
+        ]
+    )
+    return chosen.base_seconds, chosen.every
+
+
+def _rates(cluster: Cluster, used: list[str], nodes: float, outlives: float) -> list[float]:
+    """Failures per second that each tier survives and none before it does, nor memory."""
+    rates = [0.0] * len(used)
+    for cause in cluster.failures:
+        # After wrong numbers memory is not trusted.
+        if lost_nodes(cause) <= outlives and not cause.silent:
+            continue
+        place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
+        rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
+    return rates
+
+
+def _tier(table: list[_Saves], at: np.ndarray, number: int, times: Array) -> Tier:
+    name, outlives = list(SURVIVES.items())[number]
+
+    def column(values: list[float]) -> Array:
+        spread: Array = np.array(values, dtype=np.float64)[at]
+        return spread
+
+    return Tier(
+        name=name,
+        survives_nodes=outlives,
+        every=column([float(row.every[number]) for row in table]) * times,
+        blocked_seconds=column([row.costs[number].blocked_seconds for row in table]),
+        write_seconds=column([row.costs[number].write_seconds for row in table]),
+        slowdown=column([row.costs[number].slowdown for row in table]),
+        restore_seconds=column([row.restores[number] for row in table]),
+    )
+
+
+def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas:
+    """Live groups, or workers of a gradient code; no candidate is both.
+
+    Of workers, all but as many as hold a chunk may be lost without a restart.
+    """
+    live = live_replicas(cluster, block, step, state)
+    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
+    if copies.max() == 1:
+        return live or Replicas()
+    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
+    groups = np.where(copies > 1, data, 1.0)
+    least = np.where(copies > 1, np.maximum(data - copies + 1.0, 1.0), 1.0)
+    if live is None:
+        return Replicas(groups=groups, minimum=least, step_seconds=step.seconds)
+    return replace(
+        live,
+        groups=np.where(copies > 1, groups, live.groups),
+        minimum=least,
+        step_seconds=step.seconds,
+    )

@@ -1,1 +1,0 @@
-"""Bytes of a training run on its devices, term by term, for many configurations at once."""
