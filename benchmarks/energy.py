@@ -14,7 +14,6 @@ from pathlib import Path
 
 from energy_frontier import frontier_bars
 from energy_gpu import gpu_bars
-from energy_levers import cap_bars, pipeline_bars, reclamation_bars
 from energy_measured import iteration_time_bars, plan_energy_bars
 from energy_meter import meter_bars
 from energy_model import model_bars
@@ -31,7 +30,7 @@ def main() -> None:
     bars = [*frontier_bars(options.quick, options.data), *_budget_bars(options.quick)]
     if options.data is not None:
         bars += _data_bars(options.data, options.quick)
-    bars += [*reclamation_bars(), *meter_bars(), *gpu_bars()]
+    bars += [*meter_bars(), *gpu_bars()]
     publish("energy", bars, options.json)
 
 
@@ -48,8 +47,6 @@ def _data_bars(data: Path, quick: bool) -> Iterator[Bar]:
     yield from iteration_time_bars(data)
     yield from plan_energy_bars(data)
     yield from model_bars(data, quick)
-    yield from cap_bars(data / "zeus_nsdi23")
-    yield from pipeline_bars(data / "zeus_power_limit")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from outlast.energy.example import profile
 from outlast.energy.frontier.plan import ClockPlan
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.profile import Profile, effective
-from outlast.energy.schedule.dag import Schedule
+from outlast.energy.schedule.graph import Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
 
 STAGES, POINTS = 8, 20

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness import Bar
 
-from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.equations import DeviceConstants
 from outlast.energy.schedule import (
     ExecutedStep,
     Schedule,

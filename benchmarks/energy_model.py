@@ -19,10 +19,9 @@ from harness import Bar, at_least, at_most
 
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.model.fit import Calibration, calibrate
-from outlast.energy.model.predict import chosen_clock, predicted_profile
-from outlast.energy.model.probe import choose_probes
+from outlast.energy.model.predict import choose_probes, chosen_clock, predicted_profile
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.dag import Schedule
+from outlast.energy.schedule.graph import Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
 
 DEVICES = {

@@ -19,7 +19,7 @@ from outlast.energy.frontier.plan import SWITCHES, ClockPlan
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.frontier.smoothing import MARGIN_PER_NOISE, margin_for, smoothed
 from outlast.energy.profile import Curve, Point, Profile, effective
-from outlast.energy.schedule.dag import Schedule
+from outlast.energy.schedule.graph import Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
 from outlast.errors import EnergyError
 

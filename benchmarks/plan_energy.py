@@ -21,11 +21,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from energy_levers import Sweep, pipelines
 from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
-from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.equations import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, Schedule
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power
@@ -38,6 +37,30 @@ from outlast.plan.energy import (
     clock_factors,
     step_energy,
 )
+
+
+@dataclass(frozen=True)
+class CapPoint:
+    """What a pipeline takes under one power cap on all devices: seconds, and watts of a device."""
+
+    seconds: float
+    watts: float
+
+
+Sweep = dict[float, CapPoint]
+
+
+def sweeps_of(path: Path) -> list[Sweep]:
+    """Sweeps of power caps (W) of the pipelines in a file."""
+    sweeps: dict[str, Sweep] = collections.defaultdict(dict)
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            devices = int(row["dp"]) * int(row["tp"]) * int(row["pp"])
+            seconds = float(row["time"])
+            watts = float(row["energy"]) / seconds / devices
+            sweeps[row["model_name"]][float(row["power_limit_0"])] = CapPoint(seconds, watts)
+    return list(sweeps.values())
+
 
 GOAL = 8.0
 """Per cent, mean absolute error of unseen runs (the notes' G9)."""
@@ -205,7 +228,7 @@ def _sweep(pipeline: Pipeline, data: Path) -> Sweep:
     path = data / "zeus_power_limit" / f"{pipeline.gpu}_zeus_global.csv"
     with path.open(newline="") as file:
         names = list(dict.fromkeys(row["model_name"] for row in csv.DictReader(file)))
-    return pipelines(path)[names.index(pipeline.model)]
+    return sweeps_of(path)[names.index(pipeline.model)]
 
 
 def rows(quick: bool, data: Path | None = None) -> list[Bar]:

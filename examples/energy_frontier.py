@@ -8,7 +8,7 @@ import sys
 from outlast.energy import example
 from outlast.energy.frontier.picture import save_picture
 from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.profile_file import read_profile
+from outlast.energy.profile import read_profile
 from outlast.energy.schedule.pipelines import one_f_one_b
 
 

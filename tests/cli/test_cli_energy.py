@@ -18,7 +18,7 @@ import pytest
 from outlast.cli.main import main
 from outlast.energy import EnergyMeter, Frontier
 from outlast.energy.control.lease import Held, Lease
-from outlast.energy.devices.protocol import DeviceState
+from outlast.energy.replay import DeviceState
 from outlast.energy.sources.available import available_sources
 from outlast.records import RunDirectory
 

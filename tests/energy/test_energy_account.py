@@ -21,7 +21,7 @@ from outlast.energy.account import (
     account,
     split,
 )
-from outlast.energy.reading import Energy
+from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

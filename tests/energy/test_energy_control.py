@@ -10,16 +10,14 @@ from energy_fakes import FakeNvml
 
 from outlast.energy import example
 from outlast.energy.control import slurm
-from outlast.energy.control.apply import Setting, applied, device_settings
-from outlast.energy.control.controller import DryRun
-from outlast.energy.control.nvml import NvmlController
-from outlast.energy.control.playback import ClockPlayback
-from outlast.energy.devices.nvml import NvmlDevice
-from outlast.energy.devices.plan_replay import replay_profile
+from outlast.energy.control.apply import ClockPlayback, DryRun, Setting, applied, device_settings
+from outlast.energy.control.gpu import NvmlController
 from outlast.energy.frontier.plan import ClockPlan
 from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.schedule.dag import Operation, Schedule
+from outlast.energy.replay import replay_profile
+from outlast.energy.schedule.graph import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.sources.nvml import NvmlDevice
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

@@ -16,11 +16,9 @@ import pytest
 from energy_fakes import FakeNvml, FileController, open_file
 
 from outlast.energy.control import lease as leases
-from outlast.energy.control.apply import Setting, applied
-from outlast.energy.control.controller import DryRun
-from outlast.energy.control.nvml import NvmlController
-from outlast.energy.control.restore import leases as found_leases
-from outlast.energy.control.restore import restore
+from outlast.energy.control.apply import DryRun, Setting, applied
+from outlast.energy.control.gpu import NvmlController, restore
+from outlast.energy.control.gpu import leases as found_leases
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

@@ -11,7 +11,7 @@ import pytest
 from energy_fakes import FakeNvml
 
 from outlast.energy.control.apply import Setting, applied
-from outlast.energy.control.zeusd import Zeusd, ZeusdController
+from outlast.energy.control.gpu import Zeusd, ZeusdController
 from outlast.errors import EnergyError
 
 FIELDS = {

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.energy import example
-from outlast.energy.devices.analytic import POWER_CAP, AnalyticDevice, Heat, Load
-from outlast.energy.devices.plan_replay import replay_plan, replay_profile
-from outlast.energy.devices.replay import ReplayDevice
 from outlast.energy.frontier.plan import ClockPlan
 from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.equations import DeviceConstants
 from outlast.energy.profile import Curve, Key, Point, Profile
-from outlast.energy.schedule.dag import Operation, Schedule
+from outlast.energy.replay import ReplayDevice, replay_plan, replay_profile
+from outlast.energy.schedule.graph import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
@@ -39,8 +37,6 @@ CONSTANTS = DeviceConstants(
     power_limit_watts=math.inf,
     blocking_watts=70.0,
 )
-LOAD = Load(fixed_seconds=0.02, megacycles=100.0, watts_per_mhz=0.2)
-NO_LEAKAGE = Heat(leakage_per_kelvin=0.0)
 
 
 def plan_of(clocks, deadline_seconds):
@@ -54,11 +50,6 @@ def plan_of(clocks, deadline_seconds):
         switches=0,
         kind="measured",
     )
-
-
-def analytic(**settings):
-    settings = {"heat": NO_LEAKAGE, "clocks_mhz": (600, 900, 1200, 1500), **settings}
-    return AnalyticDevice(settings.pop("constants", CONSTANTS), {FORWARD: LOAD}, **settings)
 
 
 @pytest.mark.parametrize("name", ["a100", "a40"])
@@ -186,128 +177,3 @@ def test_a_replay_device_says_what_it_does_not_know_and_refuses_other_clocks():
     device.lock_clock(500)
     device.unlock()
     assert device.read().sm_clock_mhz == 1000
-
-
-def test_time_cannot_go_back_or_stand_still_for_ever():
-    for device in (ReplayDevice(SMALL), analytic()):
-        for seconds in (-1.0, math.inf, math.nan):
-            with pytest.raises(EnergyError, match="cannot pass"):
-                device.advance(seconds)
-
-
-@pytest.mark.parametrize("clock_mhz", [600, 900, 1200, 1500])
-def test_analytic_time_and_power_follow_the_formulas(clock_mhz):
-    device = analytic()
-    device.lock_clock(clock_mhz)
-    ran = device.run(FORWARD)
-    voltage = 1.0 + 0.5 * max(0, clock_mhz - 1000) / 1000
-    assert ran.seconds == pytest.approx(0.02 + 100.0 / clock_mhz)
-    assert ran.joules / ran.seconds == pytest.approx(60.0 + 0.2 * clock_mhz * voltage**2)
-    assert device.read().throttle_reasons == ()
-
-
-def test_a_power_limit_lowers_the_effective_clock_and_is_named():
-    device = analytic()
-    device.limit_power(300.0)
-    ran = device.run(FORWARD)
-    state = device.read()
-    assert ran.joules / ran.seconds == pytest.approx(300.0, rel=1e-3)
-    assert 900 < state.sm_clock_mhz < 1500
-    assert state.throttle_reasons == (POWER_CAP,)
-    assert ran.seconds == pytest.approx(0.02 + 100.0 / state.sm_clock_mhz, rel=1e-3)
-    # Above the cap, asking for more changes nothing: those clocks are free to drop.
-    device.lock_clock(1200)
-    assert device.run(FORWARD).seconds == pytest.approx(ran.seconds, rel=1e-6)
-    device.unlock()
-    assert device.run(FORWARD).seconds == pytest.approx(0.02 + 100.0 / 1500)
-    with pytest.raises(EnergyError, match="power limit = 50 W is not above the 70 W"):
-        device.limit_power(50.0)
-
-
-def test_a_warm_device_leaks_more_and_cools_when_it_waits():
-    heat = Heat(ambient_celsius=30.0, kelvin_per_watt=0.1, leakage_per_kelvin=0.01)
-    device = analytic(heat=heat)
-    cold = device.run(FORWARD)
-    device.advance(200.0, FORWARD)
-    warm = device.run(FORWARD)
-    celsius = device.read().celsius
-    assert celsius == pytest.approx(30.0 + 0.1 * warm.joules / warm.seconds, abs=0.1)
-    assert warm.joules > cold.joules + 1.0
-    assert warm.seconds == pytest.approx(cold.seconds)
-    device.advance(200.0)
-    assert device.read().celsius == pytest.approx(30.0 + 0.1 * 70.0, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("time_constant_seconds", 0.0),
-        ("time_constant_seconds", float("nan")),
-        ("kelvin_per_watt", -0.1),
-        ("leakage_per_kelvin", float("inf")),
-        ("ambient_celsius", float("nan")),
-    ],
-)
-def test_heat_that_no_device_has_is_refused(name: str, value: float):
-    with pytest.raises(EnergyError, match=f"{name} = {value} of the heat"):
-        Heat(**{name: value})
-
-
-def test_an_analytic_clock_comes_into_force_after_its_latency():
-    device = analytic(switch_seconds=0.5)
-    device.lock_clock(600)
-    device.advance(0.4)
-    assert device.read().sm_clock_mhz == 1500
-    assert device.target_clock_mhz == 600
-    device.advance(0.1)
-    assert device.read().sm_clock_mhz == 600
-
-
-def test_noise_belongs_to_the_seed_and_has_the_stated_size():
-    def ratios(seed):
-        device = analytic(noise=0.02, seed=seed)
-        return [device.run(FORWARD).seconds / LOAD.seconds(1500) for _ in range(400)]
-
-    one = ratios(1)
-    assert one == ratios(1)
-    assert one != ratios(2)
-    deviation = math.sqrt(sum((ratio - 1) ** 2 for ratio in one) / len(one))
-    assert 0.015 < deviation < 0.025
-
-
-def test_an_analytic_plan_is_labelled_simulated():
-    schedule = one_f_one_b(1, 2)
-    loads = {FORWARD: LOAD, BACKWARD: LOAD}
-    device = AnalyticDevice(CONSTANTS, loads, clocks_mhz=(600, 1500), heat=NO_LEAKAGE)
-    run = replay_plan(plan_of([600] * 4, 1.0), schedule, [device])
-    assert run.kind == "simulated"
-    assert "simulated" in run.source
-    assert run.seconds == pytest.approx(4 * LOAD.seconds(600))
-
-
-def test_a_power_limit_below_what_the_lowest_clock_draws_is_exceeded_not_waited_for():
-    device = analytic()
-    device.limit_power(75.0)
-    ran = device.run(FORWARD)
-    assert device.read().sm_clock_mhz == 600
-    assert ran.joules / ran.seconds == pytest.approx(60.0 + 0.2 * 600)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Load(fixed_seconds=0.0, megacycles=0.0, watts_per_mhz=1.0),
-        lambda: Load(fixed_seconds=-1.0, megacycles=1.0, watts_per_mhz=1.0),
-        lambda: Load(fixed_seconds=math.nan, megacycles=1.0, watts_per_mhz=1.0),
-        lambda: analytic(clocks_mhz=(900, 600)),
-        lambda: analytic(noise=-0.1),
-        lambda: analytic(switch_seconds=-0.1),
-        lambda: analytic(counter_seconds=0.0),
-        lambda: analytic().run(BACKWARD),
-        lambda: analytic().lock_clock(601),
-        lambda: ReplayDevice(Profile({FORWARD: Curve((Point(0, 1.0, 1.0),))}, 20.0)),
-    ],
-)
-def test_impossible_devices_are_refused(make):
-    with pytest.raises(EnergyError):
-        make()

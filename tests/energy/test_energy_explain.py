@@ -7,8 +7,7 @@ import random
 import pytest
 
 from outlast.energy import example
-from outlast.energy.profile import Key
-from outlast.energy.profile_check import check_profile
+from outlast.energy.profile import Key, check_profile
 from outlast.energy.schedule import (
     ExecutedStep,
     Schedule,

@@ -9,15 +9,14 @@ import pytest
 from energy_fake_nvml import Clock, FakeNvml, Gpu
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.reading import Energy, Still
 from outlast.energy.sources.amd import amd_sources
 from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.file import FileSource
-from outlast.energy.sources.integral import PowerIntegral
-from outlast.energy.sources.node import CallableSource
+from outlast.energy.sources.node import CallableSource, FileSource
 from outlast.energy.sources.nvml import nvml_sources
-from outlast.energy.sources.optional import UnreadableSource
+from outlast.energy.sources.protocol import UnreadableSource
 from outlast.energy.sources.rapl import rapl_sources
+from outlast.energy.sources.track import PowerIntegral
+from outlast.energy.window import Energy, Still
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

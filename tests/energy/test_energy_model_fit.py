@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.example import profile
-from outlast.energy.model.constants import DeviceConstants
-from outlast.energy.model.fit import calibrate, fit_constants
-from outlast.energy.model.response import (
+from outlast.energy.model.equations import (
+    DeviceConstants,
     Response,
     cap_clock_mhz,
     effective_clocks_mhz,
     evaluate,
 )
+from outlast.energy.model.fit import calibrate, fit_constants
 from outlast.energy.profile import Curve, Key, Point, Profile
 from outlast.errors import EnergyError
 

@@ -10,10 +10,18 @@ import pytest
 
 from outlast.energy.example import profile
 from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.equations import (
+    DeviceConstants,
+    Response,
+    Work,
+    crossover_mhz,
+    roofline_response,
+    roofline_seconds,
+)
 from outlast.energy.model.fit import Calibration, calibrate
 from outlast.energy.model.predict import (
     Prediction,
+    choose_probes,
     chosen_clock,
     fit_response,
     margin_of,
@@ -21,10 +29,6 @@ from outlast.energy.model.predict import (
     predicted_profile,
     predictions,
 )
-from outlast.energy.model.probe import choose_probes
-from outlast.energy.model.response import Response
-from outlast.energy.model.roofline import crossover_mhz, roofline_response, roofline_seconds
-from outlast.energy.model.work import Work
 from outlast.energy.profile import Key, Point, Profile
 from outlast.energy.schedule.pipelines import one_f_one_b
 from outlast.errors import EnergyError

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from outlast.energy.devices.analytic import AnalyticDevice, Load
-from outlast.energy.devices.replay import ReplayDevice
 from outlast.energy.example import profile
-from outlast.energy.model.constants import DeviceConstants
-from outlast.energy.model.fit import Calibration
-from outlast.energy.model.predict import Prediction, fit_response, predict
-from outlast.energy.model.probe import choose_probes, measure_on, probe
-from outlast.energy.model.response import Response
+from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model.predict import (
+    choose_probes,
+    measure_on,
+    probe,
+)
 from outlast.energy.profile import Key, Point
+from outlast.energy.replay import ReplayDevice
 from outlast.errors import EnergyError
 
 FORWARD = Key(0, "forward")
@@ -57,24 +57,6 @@ def test_a_replayed_device_gives_its_profile_back() -> None:
         # The counter changes every 0.1 s in a window of 10 s.
         assert point.joules == pytest.approx(truth.joules, rel=0.02)
     assert device.target_clock_mhz == 1410
-
-
-def test_probes_of_a_simulated_device_predict_its_other_clocks() -> None:
-    load = Load(fixed_seconds=0.02, megacycles=60.0, watts_per_mhz=0.12)
-    device = AnalyticDevice(CONSTANTS, {FORWARD: load}, noise=0.005, seed=1)
-    measure = measure_on(device, lambda: device.run(FORWARD), lambda: device.now_seconds)
-    points = probe(measure, choose_probes(CLOCKS, CONSTANTS))
-
-    response = fit_response(points, Calibration(CONSTANTS))
-    assert isinstance(response, Response)
-    found = predict(response, CONSTANTS, [990, 1200, 1350])
-
-    assert isinstance(found, Prediction)
-    for point in found.curve.points:
-        seconds = load.seconds(point.clock_mhz)
-        watts = device.power_watts(load, point.clock_mhz)
-        assert point.seconds == pytest.approx(seconds, rel=0.02)
-        assert point.joules == pytest.approx(seconds * watts, rel=0.04)
 
 
 def test_the_clock_is_given_back_when_the_work_fails() -> None:

@@ -8,11 +8,15 @@ import pytest
 from energy_fake_nvml import Clock, FakeNvml, Gpu
 
 import outlast.energy
-from outlast.energy.devices.nvml import NvmlDevice, start_nvml, throttle_words
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.reading import Energy
 from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.nvml import nvml_sources
+from outlast.energy.sources.nvml import (
+    NvmlDevice,
+    nvml_sources,
+    start_nvml,
+    throttle_words,
+)
+from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -20,7 +24,6 @@ PACKAGE = Path(outlast.energy.__file__).parent
 READING_CODE = [
     PACKAGE / "meter.py",
     PACKAGE / "window.py",
-    PACKAGE / "devices" / "nvml.py",
     *(PACKAGE / "sources").glob("*.py"),
 ]
 

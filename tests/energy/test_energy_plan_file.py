@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from outlast.energy import example
-from outlast.energy.frontier.plan import ClockPlan
-from outlast.energy.frontier.plan_file import fingerprint
+from outlast.energy.frontier.plan import ClockPlan, fingerprint
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.schedule.pipelines import one_f_one_b
 from outlast.errors import EnergyError

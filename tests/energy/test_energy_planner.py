@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 
 from outlast.energy import example
-from outlast.energy.devices.plan_replay import replay_profile
 from outlast.energy.frontier.linear import Programme
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile
-from outlast.energy.schedule.additions import with_tail, with_transfers
-from outlast.energy.schedule.dag import Operation, Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
-from outlast.energy.schedule.sharded import sharded
+from outlast.energy.replay import replay_profile
+from outlast.energy.schedule.graph import Operation, Schedule
+from outlast.energy.schedule.pipelines import one_f_one_b, sharded, with_tail, with_transfers
 from outlast.errors import EnergyError
 
 PROFILE = example.profile("a100")

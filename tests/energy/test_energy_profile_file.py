@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from outlast.energy import example
-from outlast.energy.profile import Curve, Key, Point, Profile
-from outlast.energy.profile_check import check_profile
-from outlast.energy.profile_file import read_profile, write_profile
+from outlast.energy.profile import (
+    Curve,
+    Key,
+    Point,
+    Profile,
+    check_profile,
+    read_profile,
+    write_profile,
+)
 from outlast.errors import EnergyError
 
 HEADER = "stage,phase,clock_mhz,seconds,joules"

@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.beam import Beam, Leaning, Width, mirrored, mirrored_optimum
-from outlast.energy.frontier.hull import lower_hull
-from outlast.energy.frontier.linear import Programme
-from outlast.energy.frontier.rounding import Choices, rounded
-from outlast.energy.frontier.table import Curves
+from outlast.energy.frontier.linear import Programme, lower_hull
+from outlast.energy.frontier.operations import Curves
+from outlast.energy.frontier.rounding import (
+    Beam,
+    Choices,
+    Leaning,
+    Width,
+    mirrored,
+    mirrored_optimum,
+    rounded,
+)
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.dag import Operation, Schedule
+from outlast.energy.schedule.graph import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
 
 

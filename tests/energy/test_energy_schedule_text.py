@@ -19,7 +19,8 @@ from outlast.errors import EnergyError
 
 
 @pytest.mark.parametrize(
-    "schedule", [with_tail(with_transfers(zero_bubble(3, 4))), interleaved(2, 4, 2), sharded(3, 2)]
+    "schedule",
+    [with_tail(with_transfers(zero_bubble(3, 4))), interleaved(2, 4, 2), sharded(3, 2)],
 )
 def test_a_schedule_survives_its_file(schedule):
     assert schedule_from_text(schedule_text(schedule)) == schedule

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from outlast.energy.meter import EnergyMeter
 from outlast.energy.sources.amd import amd_sources
-from outlast.energy.sources.file import FileSource
-from outlast.energy.sources.integral import PowerIntegral
-from outlast.energy.sources.modelled import ModelledSource
-from outlast.energy.sources.node import CallableSource
+from outlast.energy.sources.node import CallableSource, FileSource, ModelledSource
 from outlast.energy.sources.rapl import rapl_sources
+from outlast.energy.sources.track import PowerIntegral
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

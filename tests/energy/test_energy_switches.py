@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy import example
-from outlast.energy.frontier.delays import SwitchDelays
+from outlast.energy.frontier.operations import SwitchDelays
 from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
 from outlast.energy.schedule.pipelines import one_f_one_b

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.reading import Energy
-from outlast.energy.sources.integral import PowerIntegral
 from outlast.energy.sources.nvml import nvml_sources
-from outlast.energy.sources.optional import WithPower
+from outlast.energy.sources.protocol import WithPower
+from outlast.energy.sources.track import PowerIntegral
+from outlast.energy.window import Energy
 from outlast.hardware.figure import Unavailable
 
 pynvml = pytest.importorskip("pynvml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast.energy.sources.file import FileSource
+from outlast.energy.sources.node import FileSource
 
 
 class Counter:

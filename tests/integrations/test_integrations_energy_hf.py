@@ -13,7 +13,7 @@ from energy_counter import Counter
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from outlast.energy.reading import Energy
+from outlast.energy.window import Energy
 from outlast.hardware.figure import Unavailable
 from outlast.integrations.hf_trainer import EnergyCallback, add_energy
 

@@ -11,7 +11,7 @@ from energy_counter import Counter
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from outlast.energy.reading import Energy
+from outlast.energy.window import Energy
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:

@@ -43,7 +43,9 @@ from outlast.records import (
 from outlast.report import write_report
 from outlast.report.overview import load
 from outlast.report.summary import KeyFigure, Unavailable, key_figures
-from outlast.report.tables import job_table
+from outlast.report.tables import (
+    job_table,
+)
 
 
 def figures(folder: Path) -> dict[str, KeyFigure]:

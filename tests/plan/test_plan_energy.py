@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.energy.cost import Watts, cap_effect, clock_effect, node_joules, power_at, step_joules
-from outlast.energy.model.constants import DeviceConstants
+from outlast.energy.model.equations import DeviceConstants
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power

@@ -9,13 +9,11 @@ import pytest
 from report_runs import TOKENS_PER_STEP, figures_of, run_with
 from test_report import page_of, visible
 
-from outlast.energy.account.carbon import intensity
+from outlast.energy.account.prices import intensity
 from outlast.hardware.figure import Unavailable
 from outlast.job import EnergySection
 from outlast.records import EnergyMeasured, energy_totals, read_run
-from outlast.report.energy import energy_sentence
-from outlast.report.joules import energy_amount
-from outlast.report.priced import account_of, settings_of
+from outlast.report.energy import account_of, energy_amount, energy_sentence, settings_of
 
 if TYPE_CHECKING:
     from pathlib import Path

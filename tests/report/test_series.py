@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.report.series import (
+from outlast.report.overview import (
     downsample,
     histogram,
     histogram_edges,

@@ -35,7 +35,7 @@ LOADED = (
     "outlast.cluster.transfers",
     "outlast.plan.api",
     "outlast.plan.prediction",
-    "outlast.report.page",
+    "outlast.report.sections",
     "outlast.train.launch",
     "outlast.train.live_launch",
     "plotly.offline",

@@ -13,9 +13,9 @@ import torch
 from forked import run_ranks
 
 from outlast.distributed.ranks import Ranks, join, leave, ranks_from
-from outlast.energy.devices.protocol import DeviceState
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.file import FileSource
+from outlast.energy.replay import DeviceState
+from outlast.energy.sources.node import FileSource
 from outlast.hardware.figure import Unavailable
 from outlast.job import load_job
 from outlast.train.metering import RunMeter, boot, find_sources, run_meter
@@ -23,8 +23,8 @@ from outlast.train.metering import RunMeter, boot, find_sources, run_meter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outlast.energy.reading import Kind
     from outlast.energy.sources.protocol import Part
+    from outlast.energy.window import Kind
     from outlast.train.guarding import RunGuard
 
 STATE = DeviceState(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.energy.account.prometheus import Sample
-    from outlast.energy.devices.protocol import DeviceState
     from outlast.energy.meter import EnergyMeter
+    from outlast.energy.replay import DeviceState
     from outlast.energy.window import Window
 
 energy = typer.Typer(
@@ -114,7 +114,7 @@ def report(
     ``outlast report RUN`` draws it.
     """
     from outlast.records import read_run
-    from outlast.report.priced import account_of, settings_of
+    from outlast.report.energy import account_of, settings_of
 
     _check_prices(tariff, region, {"--pue": pue, "--loss": loss})
     recorded = read_run(run)
@@ -122,7 +122,7 @@ def report(
     settings = settings_of(recorded).model_copy(update={k: v for k, v in given.items() if v})
     found = account_of(recorded, loss_target=loss, settings=settings)
     if isinstance(found, Unavailable):
-        from outlast.report.joules import missing_energy
+        from outlast.report.energy import missing_energy
 
         print(f"energy {missing_energy(recorded)}")
         raise typer.Exit(EXIT_CRASHED)
@@ -146,9 +146,9 @@ def restore(
 
     Tries all leases, says which could not be given back, and ends with 2 if one could not.
     """
+    from outlast.energy.control.gpu import leases
+    from outlast.energy.control.gpu import restore as give_back
     from outlast.energy.control.lease import DIRECTORY_VARIABLE, lease_directory
-    from outlast.energy.control.restore import leases
-    from outlast.energy.control.restore import restore as give_back
 
     found = [lease] if lease is not None else list(leases())
     if not found:
@@ -181,8 +181,7 @@ def _check_prices(
     tariff: Path | None, region: str | None, numbers: dict[str, float | None]
 ) -> None:
     """Refuse what the report would else call unavailable: it was asked for just now."""
-    from outlast.energy.account.carbon import carbon
-    from outlast.energy.account.tariff import Tariff
+    from outlast.energy.account.prices import Tariff, carbon
 
     for name, value in numbers.items():
         if value is not None and not math.isfinite(value):

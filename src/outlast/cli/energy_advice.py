@@ -11,10 +11,9 @@ from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.model.constants import DeviceConstants
-    from outlast.energy.model.work import Work
+    from outlast.energy.model.equations import DeviceConstants, Work
     from outlast.energy.profile import Curve, Key, Profile
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
     from outlast.hardware.catalogue import Device
     from outlast.job import Job
     from outlast.train.preflight import Plan
@@ -45,8 +44,7 @@ def print_advice(
         EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
     """
     from outlast.cli.figures import Column, output, print_table
-    from outlast.energy.control.apply import device_settings
-    from outlast.energy.control.controller import DryRun
+    from outlast.energy.control.apply import DryRun, device_settings
     from outlast.energy.control.slurm import batch_lines
     from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.job import load_job
@@ -160,8 +158,8 @@ def _with_rates(constants: DeviceConstants, facts: Device) -> DeviceConstants:
 
 
 def _curve(work: Work, constants: DeviceConstants, clocks: list[int]) -> Curve:
+    from outlast.energy.model.equations import roofline_response
     from outlast.energy.model.predict import predict
-    from outlast.energy.model.roofline import roofline_response
 
     response = roofline_response(work, constants)
     prediction = (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outlast.energy.frontier.plan import ClockPlan, Switches
     from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.profile import Profile
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
 
 EXAMPLES = "example:"
 KINDS = ("1f1b", "gpipe", "zero-bubble", "interleaved")
@@ -130,9 +130,9 @@ def replay(
     Shows what the plan is worth on another profile than its own, and what slow changes of clocks
     cost. The result is replayed, not measured.
     """
-    from outlast.energy.devices.plan_replay import replay_profile
     from outlast.energy.frontier.plan import ClockPlan
     from outlast.energy.frontier.stragglers import Frontier
+    from outlast.energy.replay import replay_profile
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule(schedule, measured, microbatches, stages_per_device)
@@ -184,7 +184,7 @@ def advise(
 
 def _profile(name: str, blocking_watts: float | None) -> Profile:
     from outlast.energy import example
-    from outlast.energy.profile_file import read_profile
+    from outlast.energy.profile import read_profile
 
     if name.startswith(EXAMPLES):
         return example.profile(name.removeprefix(EXAMPLES))
@@ -194,7 +194,7 @@ def _profile(name: str, blocking_watts: float | None) -> Profile:
 def _schedule(name: str, profile: Profile, microbatches: int, per_device: int) -> Schedule:
     """A named schedule for the profile's stages, or that of a file."""
     from outlast.energy.schedule import pipelines
-    from outlast.energy.schedule.text import schedule_from_text
+    from outlast.energy.schedule.graph import schedule_from_text
 
     if name.endswith(".json"):
         try:

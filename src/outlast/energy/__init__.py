@@ -26,65 +26,60 @@ if TYPE_CHECKING:
     from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.energy.frontier.smoothing import margin_for, smoothed
     from outlast.energy.frontier.stragglers import Frontier
-    from outlast.energy.levers.lever import Lever, compare
     from outlast.energy.meter import EnergyMeter
-    from outlast.energy.model.constants import DeviceConstants
+    from outlast.energy.model.equations import DeviceConstants, Work
     from outlast.energy.model.fit import Calibration, calibrate
     from outlast.energy.model.predict import predicted_profile
-    from outlast.energy.model.work import Work
-    from outlast.energy.profile import Curve, Key, Point, Profile
-    from outlast.energy.profile_file import read_profile, write_profile
-    from outlast.energy.reading import Energy
-    from outlast.energy.schedule.additions import with_tail, with_transfers
-    from outlast.energy.schedule.dag import Schedule
-    from outlast.energy.schedule.explain import explained
-    from outlast.energy.schedule.from_torch import from_torch
+    from outlast.energy.profile import Curve, Key, Point, Profile, read_profile, write_profile
+    from outlast.energy.schedule.graph import Schedule
+    from outlast.energy.schedule.measured import explained
     from outlast.energy.schedule.pipelines import (
+        from_torch,
         gpipe,
         interleaved,
         one_f_one_b,
+        sharded,
         single_stage,
+        with_tail,
+        with_transfers,
         zero_bubble,
     )
-    from outlast.energy.schedule.sharded import sharded
     from outlast.energy.sources.available import available_sources
-    from outlast.energy.window import Window
+    from outlast.energy.window import Energy, Window
 
 _HOMES = {
     "Calibration": "model.fit",
     "ClockPlan": "frontier.plan",
     "Curve": "profile",
-    "DeviceConstants": "model.constants",
-    "Energy": "reading",
+    "DeviceConstants": "model.equations",
+    "Energy": "window",
     "EnergyMeter": "meter",
     "EnergyPlanner": "frontier.planner",
     "EnergyReport": "account.report",
     "Frontier": "frontier.stragglers",
     "Key": "profile",
-    "Lever": "levers.lever",
     "Point": "profile",
     "Profile": "profile",
-    "Schedule": "schedule.dag",
+    "Schedule": "schedule.graph",
     "Window": "window",
-    "Work": "model.work",
+    "Work": "model.equations",
     "applied": "control.apply",
     "available_sources": "sources.available",
     "calibrate": "model.fit",
-    "compare": "levers.lever",
-    "explained": "schedule.explain",
-    "from_torch": "schedule.from_torch",
+    "explained": "schedule.measured",
+    "from_torch": "schedule.pipelines",
     "gpipe": "schedule.pipelines",
     "interleaved": "schedule.pipelines",
     "margin_for": "frontier.smoothing",
     "one_f_one_b": "schedule.pipelines",
     "predicted_profile": "model.predict",
-    "read_profile": "profile_file",
-    "sharded": "schedule.sharded",
+    "read_profile": "profile",
+    "sharded": "schedule.pipelines",
     "single_stage": "schedule.pipelines",
     "smoothed": "frontier.smoothing",
-    "with_tail": "schedule.additions",
-    "with_transfers": "schedule.additions",
-    "write_profile": "profile_file",
+    "with_tail": "schedule.pipelines",
+    "with_transfers": "schedule.pipelines",
+    "write_profile": "profile",
     "zero_bubble": "schedule.pipelines",
 }
 
@@ -99,7 +94,6 @@ __all__ = [
     "EnergyReport",
     "Frontier",
     "Key",
-    "Lever",
     "Point",
     "Profile",
     "Schedule",
@@ -109,7 +103,6 @@ __all__ = [
     "applied",
     "available_sources",
     "calibrate",
-    "compare",
     "example",
     "explained",
     "from_torch",

@@ -1,4 +1,4 @@
-"""What a step costs in joules, money and carbon, as pure functions; needs no torch.
+"""Joules, money and carbon of a step, as pure functions; needs no torch.
 
 The planner composes these. Every figure that comes out is modelled. Joules of a device are not
 joules of a node: `node_joules` adds the rest when it is known, and applies the PUE last.
@@ -14,15 +14,14 @@ from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
-    from outlast.energy.model.constants import DeviceConstants
-    from outlast.energy.model.work import Work
+    from outlast.energy.model.equations import DeviceConstants, Work
 
 JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watts:
-    """What a device draws in the states of a step.
+    """Power of a device in the states of a step.
 
     Attributes:
         busy: While it computes.
@@ -109,7 +108,7 @@ def carbon_grams(joules: float, grams_per_kwh: float) -> float:
 def metering_seconds(
     windows: int, *, read_seconds: float = 2e-4, devices: int = 1, samples: int = 0
 ) -> float:
-    """What metering adds to a rank: two reads per device and window, and samples in between.
+    """Seconds that metering adds to a rank: two reads per device and window, and samples.
 
     Args:
         windows: Windows that are opened.
@@ -197,7 +196,7 @@ def roofline(
     """
     import numpy as np
 
-    from outlast.energy.model.roofline import roofline_seconds
+    from outlast.energy.model.equations import roofline_seconds
 
     if not rate_factor > 0.0:
         raise EnergyError(f"rate_factor = {rate_factor} is not above 0")
@@ -222,7 +221,7 @@ def _step(
     """Fixed seconds, clock seconds and activity of a step of 1 s at the top clock."""
     import numpy as np
 
-    from outlast.energy.model.response import effective_clocks_mhz
+    from outlast.energy.model.equations import effective_clocks_mhz
 
     _in_unit("compute_share", compute_share)
     _at_least("activity", activity)
@@ -238,7 +237,7 @@ def _evaluated(
     """Seconds and joules by `model.response.evaluate`; numpy is imported when this is called."""
     import numpy as np
 
-    from outlast.energy.model.response import Response, evaluate
+    from outlast.energy.model.equations import Response, evaluate
 
     fixed, clock, activity = step
     response = Response(fixed_seconds=fixed, clock_seconds=clock, activity_watts_per_mhz=activity)

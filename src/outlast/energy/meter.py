@@ -13,24 +13,20 @@ import math
 import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from outlast.energy.reading import Energy, Still
 from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.check import IMPLAUSIBLE_WATTS, power_check
-from outlast.energy.sources.optional import Described, Interval
-from outlast.energy.sources.track import Track, state_of
-from outlast.energy.sources.watch import Watch
-from outlast.energy.window import NO_METER, States, Window, no_meter
+from outlast.energy.sources.protocol import Described, Interval
+from outlast.energy.sources.track import IMPLAUSIBLE_WATTS, Track, Watch, power_check, state_of
+from outlast.energy.window import NO_METER, Energy, States, Still, Window, no_meter
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from outlast.energy.devices.protocol import DeviceState
-    from outlast.energy.reading import Reading
-    from outlast.energy.sources.integral import Snapshot
+    from outlast.energy.replay import DeviceState
     from outlast.energy.sources.protocol import Part, Source
-    from outlast.energy.sources.track import Count
+    from outlast.energy.sources.track import Count, Snapshot
+    from outlast.energy.window import Reading
 
 UPDATES_OF_A_LONG_WINDOW = 10
 """A window of fewer updates of its counter is flagged: one update is over 10 % of it."""

@@ -1,22 +1,61 @@
-"""What a meter found in one span of time: joules per device, sums, states, and as JSON."""
+"""Joules of one span of time: per device, sums, states, and as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from outlast.energy.reading import Energy, Still
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outlast.energy.devices.protocol import DeviceState
-    from outlast.energy.reading import Kind, Reading
+    from outlast.energy.replay import DeviceState
     from outlast.energy.sources.protocol import Part
+
+
+Kind: TypeAlias = Literal["measured", "modelled", "replayed", "simulated"]
+
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """Joules, with the interval in which the truth lies and what made them.
+
+    Attributes:
+        joules: Best estimate.
+        low_joules: Lower end of the 95 % interval; `joules` where the error is not known.
+        high_joules: Upper end of it.
+        kind: "measured" (a meter), "modelled" (computed from other measurements), "replayed" (from
+            a measured table) or "simulated".
+        source: The meter or model, in words that let a reader find it.
+        flags: What a reader must know before trusting the figure, one sentence each.
+    """
+
+    joules: float
+    low_joules: float
+    high_joules: float
+    kind: Kind
+    source: str
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.joules:,.4g} J ({self.kind}: {self.source})"
+
+
+@dataclass(frozen=True, slots=True)
+class Still(Unavailable):
+    """A counter did not move in the window: its joules are in the next figure, if one comes."""
+
+
+Reading: TypeAlias = Energy | Unavailable
+
 
 NO_METER = "energy"
 """Key of the one reading of a window on a machine without any meter."""
+
 
 _ADDED_PARTS: tuple[Part, ...] = ("gpu", "cpu", "memory")
 

@@ -11,8 +11,8 @@ from outlast.hardware.figure import Unavailable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
+    from outlast.energy.window import Reading
 
 
 class StepEnergy:

@@ -31,7 +31,7 @@ def write_report(runs: Sequence[Path | str], output: Path | None = None) -> Path
     """
     from outlast.records import replace_file
     from outlast.report.overview import load
-    from outlast.report.page import render
+    from outlast.report.sections import render
 
     overviews = load(runs)
     if output is None:

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.records import forecast_of
 from outlast.report import text
-from outlast.report.curves import Figure, layout
-from outlast.report.tables import Cell, digits, table, words
+from outlast.report.charts import Figure, layout
+from outlast.report.tables import (
+    Cell,
+    digits,
+    table,
+    words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +157,7 @@ def _scatter(
 
 
 def forecast_part(overview: Overview, picture: str) -> str:
-    """What the figures are from, the picture, and the tables."""
+    """Origin of the figures, the picture, and the tables."""
     found = forecast_of(overview.run)
     if found is None:
         return '<p class="about">Nothing was predicted of this run.</p>'

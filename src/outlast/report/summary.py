@@ -20,9 +20,14 @@ from outlast.records import (
     guard_totals,
 )
 from outlast.report import text
-from outlast.report.joules import energy_amount, gaps, metered, missing_energy
-from outlast.report.priced import account_of
-from outlast.report.series import percentiles, smoothing_window
+from outlast.report.energy import (
+    account_of,
+    energy_amount,
+    gaps,
+    metered,
+    missing_energy,
+)
+from outlast.report.overview import OUTCOME_WORDS, percentiles, smoothing_window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,12 +36,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["measured", "modelled", "predicted", "replayed", "simulated", "published"]
 
-OUTCOME_WORDS = {
-    "completed": "completed",
-    "to_be_continued": "to be continued",
-    "failed": "failed",
-    "died": "died",
-}
 
 _NO_STEP = "no step is recorded"
 _NO_START = "the start of the run is not recorded"
@@ -69,7 +68,7 @@ class KeyFigure:
 
 
 def outcome(overview: Overview) -> tuple[str, str]:
-    """How the run ended: one of ``good``, ``caution``, ``bad``, and the words for it."""
+    """End of the run: one of ``good``, ``caution``, ``bad``, and the words for it."""
     attempts = overview.run.attempts
     if not attempts:
         return "caution", "not started"

@@ -1,4 +1,4 @@
-"""The report's tables and lists as HTML."""
+"""Tables and lists of the report as HTML."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 from outlast.errors import JobError
 from outlast.job import identity, settings_from_text
 from outlast.records import Warned
-from outlast.report import palette, text
+from outlast.report import (
+    palette,
+    text,
+)
 from outlast.report.charts import PURPOSE_WORDS, purposes
-from outlast.report.summary import OUTCOME_WORDS
+from outlast.report.overview import (
+    OUTCOME_WORDS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,11 +24,15 @@ if TYPE_CHECKING:
     from outlast.job import Job, LoopJob
     from outlast.report.overview import Overview
 
+
 MOST_WARNINGS = 200
+
 
 _LONG_TABLE = 30
 
+
 _NO_SETTING = "the script's"
+
 
 _OUTCOME_GRADES = {"completed": "good", "failed": "bad", "died": "bad"}
 

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.distributed.group import gather_objects
-from outlast.energy.account.carbon import intensity
+from outlast.energy.account.prices import Tariff, intensity
 from outlast.energy.account.prometheus import Exporter, Labels, Sample
-from outlast.energy.account.tariff import Tariff
-from outlast.energy.devices.protocol import DeviceState
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.reading import Still
+from outlast.energy.replay import DeviceState
 from outlast.energy.sources import rapl
 from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.file import FileSource
+from outlast.energy.sources.node import FileSource
 from outlast.energy.sources.track import shown_state
+from outlast.energy.window import Still
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 from outlast.records import EnergyMeasured
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from outlast.distributed.ranks import Ranks
-    from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
+    from outlast.energy.window import Reading
     from outlast.job import EnergySection
     from outlast.train.guarding import RunGuard
 

@@ -1,18 +1,21 @@
 """From joules to kWh by purpose, cost and carbon."""
 
-from outlast.energy.account.carbon import Provider, intensity
+from outlast.energy.account.prices import Provider, Tariff, intensity
 from outlast.energy.account.prometheus import Exporter, Labels, Sample, exposition
-from outlast.energy.account.purposes import PURPOSES, Purpose, Split, Window, split
 from outlast.energy.account.report import (
+    PURPOSES,
     Amount,
     EnergyReport,
     LossPoint,
+    Purpose,
     Rates,
     Run,
+    Split,
+    Window,
     account,
     joules_to_loss,
+    split,
 )
-from outlast.energy.account.tariff import Tariff
 
 __all__ = [
     "PURPOSES",

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
     from types import TracebackType
 
-    from outlast.energy.devices.protocol import DeviceState
+    from outlast.energy.replay import DeviceState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Where a sample comes from; empty labels are left out.
+    """Origin of a sample; empty labels are left out.
 
     Attributes:
         job: Slurm's job number.

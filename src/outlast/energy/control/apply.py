@@ -8,26 +8,264 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
+import time
+import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from outlast.energy.control.controller import DryRun
-from outlast.energy.control.guarded import guarded
 from outlast.energy.control.lease import Held, Lease, read_lease
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from types import FrameType
 
-    from outlast.energy.control.controller import Controller
     from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
+
+
+class Controller(Protocol):
+    """Sets the clock and the power limit of one device.
+
+    Attributes:
+        uuid: Of the device.
+    """
+
+    @property
+    def uuid(self) -> str:
+        """Of the device."""
+
+    def clocks_mhz(self) -> tuple[int, ...] | Unavailable:
+        """Clocks that can be locked, ascending."""
+
+    def power_limit_watts(self) -> float | Unavailable:
+        """The power limit in force, to be put back later."""
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Run at this SM clock from now on.
+
+        Raises:
+            EnergyError: When it cannot be set; says why and what helps.
+        """
+
+    def limit_power(self, watts: float) -> None:
+        """Do not draw more than this from now on.
+
+        Raises:
+            EnergyError: When it cannot be set; says why and what helps.
+        """
+
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
+        """Give the clock back to the driver, and put the power limit back where one is given.
+
+        Args:
+            power_watts: The power limit to put back; None leaves it alone.
+            clock: Whether the clock is given back; False leaves it alone.
+
+        Raises:
+            EnergyError: When one of both cannot be done; the other is done nevertheless.
+        """
+
+    def description(self) -> Mapping[str, str]:
+        """Text in the lease file from which another process makes this controller again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that would be set.
+
+    Attributes:
+        words: In plain English.
+        command: The equivalent command line.
+    """
+
+    words: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"would {self.words}: {self.command}"
+
+
+class DryRun:
+    """Takes settings like a controller, sets nothing, and says exactly what would be set.
+
+    Args:
+        uuid: Of the device; ``nvidia-smi --id`` takes UUIDs as well as indices.
+        clocks_mhz: Clocks that the device supports, where known: others are refused as they would
+            be by the device.
+        power_limit_watts: The limit in force, where known.
+        write: Gets every action as a line; `print` by default.
+
+    Attributes:
+        actions: What would have been set, in order.
+    """
+
+    def __init__(
+        self,
+        uuid: str,
+        *,
+        clocks_mhz: tuple[int, ...] | Unavailable | None = None,
+        power_limit_watts: float | None = None,
+        write: Callable[[str], object] = print,
+    ) -> None:
+        self.uuid = uuid
+        self.actions: list[Action] = []
+        unknown = Unavailable("a dry run asks no device for its clocks")
+        self._clocks_mhz = unknown if clocks_mhz is None else clocks_mhz
+        self._power_limit_watts = power_limit_watts
+        self._write = write
+
+    def clocks_mhz(self) -> tuple[int, ...] | Unavailable:
+        """Those that it was given."""
+        return self._clocks_mhz
+
+    def power_limit_watts(self) -> float | Unavailable:
+        """The one that it was given."""
+        if self._power_limit_watts is None:
+            return Unavailable("a dry run asks no device for its power limit")
+        return self._power_limit_watts
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Say that the clock would be locked.
+
+        Raises:
+            EnergyError: When the device is known not to support it.
+        """
+        check_clock(clock_mhz, self._clocks_mhz, self.uuid)
+        self._say(
+            f"lock the SM clock of {self.uuid} to {clock_mhz} MHz",
+            f"nvidia-smi --id={self.uuid} --lock-gpu-clocks={clock_mhz},{clock_mhz}",
+        )
+
+    def limit_power(self, watts: float) -> None:
+        """Say that the power would be limited."""
+        self._say(
+            f"limit the power of {self.uuid} to {watts:g} W",
+            f"nvidia-smi --id={self.uuid} --power-limit={watts:g}",
+        )
+
+    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
+        """Say that the clock would be given back, and the power limit put back."""
+        if clock:
+            self._say(
+                f"give the SM clock of {self.uuid} back to the driver",
+                f"nvidia-smi --id={self.uuid} --reset-gpu-clocks",
+            )
+        if power_watts is not None:
+            self.limit_power(power_watts)
+
+    def description(self) -> Mapping[str, str]:
+        """It needs none: it writes no lease."""
+        return {"kind": "dry-run", "uuid": self.uuid}
+
+    def _say(self, words: str, command: str) -> None:
+        action = Action(words, command)
+        self.actions.append(action)
+        self._write(str(action))
+
+
+def try_all(*steps: Callable[[], None]) -> None:
+    """Do every step, also when one before it failed.
+
+    Raises:
+        EnergyError: With the sentences of all that failed.
+    """
+    failures = []
+    for step in steps:
+        try:
+            step()
+        except EnergyError as error:
+            failures.append(str(error))
+    if failures:
+        raise EnergyError("; ".join(failures))
+
+
+def check_clock(clock_mhz: int, known: tuple[int, ...] | Unavailable, device: str) -> None:
+    """Refuse a clock that a device is known not to support.
+
+    Raises:
+        EnergyError: With the nearest supported clock.
+    """
+    if clock_mhz <= 0:
+        raise EnergyError(
+            f"clock = {clock_mhz} MHz cannot be locked on {device}: it must be above 0"
+        )
+    if isinstance(known, Unavailable) or clock_mhz in known:
+        return
+    nearest = min(known, key=lambda clock: abs(clock - clock_mhz))
+    raise EnergyError(
+        f"clock = {clock_mhz} MHz is not supported by {device}; the nearest is {nearest} MHz"
+    )
+
+
+# What ends a job: the scheduler's request, and the end of the terminal.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+_NO_HANDLERS = (
+    "clocks are applied outside the main thread, where Python sets no signal handlers: after "
+    "SIGTERM or SIGHUP they stay locked until outlast energy restore; apply them in the main thread"
+)
+
+
+@contextmanager
+def guarded(handle: Applied, lasts_seconds: float) -> Iterator[None]:
+    """Give back also when a signal, the end of the process or the lease's time ends the block.
+
+    Warns with a RuntimeWarning outside the main thread, where no signal can be handled.
+    """
+    timer = threading.Timer(min(lasts_seconds, threading.TIMEOUT_MAX), handle.give_back)
+    timer.daemon = True
+    timer.start()
+    # It keeps the handle until it is detached, and is called when the process ends before that.
+    at_exit = weakref.finalize(handle, handle.give_back)
+    with contextlib.ExitStack() as handlers:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handlers.enter_context(_handled(number, handle))
+        else:
+            warnings.warn(_NO_HANDLERS, RuntimeWarning, stacklevel=2)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            at_exit.detach()
+
+
+@contextmanager
+def _handled(number: signal.Signals, handle: Applied) -> Iterator[None]:
+    earlier = signal.getsignal(number)
+
+    def on_signal(received: int, frame: FrameType | None) -> None:
+        try:
+            handle.give_back()
+        finally:
+            _pass_on(earlier, received, frame)
+
+    signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        # A handler that somebody put before this one calls it: leave both then.
+        if signal.getsignal(number) is on_signal:
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def _pass_on(earlier: Any, received: int, frame: FrameType | None) -> None:
+    """Do what would have happened without our handler."""
+    if callable(earlier):
+        earlier(received, frame)
+    elif earlier != signal.SIG_IGN:
+        signal.signal(received, signal.SIG_DFL)
+        os.kill(os.getpid(), received)
 
 
 class _Part(NamedTuple):
@@ -39,7 +277,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a device shall run with.
+    """Clock and power limit of a device.
 
     Attributes:
         clock_mhz: SM clock; None leaves it to the driver.
@@ -99,7 +337,7 @@ class Applied:
 
     @property
     def over(self) -> bool:
-        """Whether the settings have been given back: from now on clocks are left alone."""
+        """True once the settings have been given back; clocks are left alone from then on."""
         return self._over
 
     def lock_clock(self, clock_mhz: int, device: int = 0) -> bool:
@@ -292,3 +530,106 @@ def _wanted(settings: int | Setting | Sequence[Setting], devices: int) -> tuple[
             f"{len(settings)} settings are given for {devices} devices: give one each"
         )
     return tuple(settings)
+
+
+class Clock(Protocol):
+    """Protocol of a playback: a controller, or better the handle of `applied`, which restores."""
+
+    def lock_clock(self, clock_mhz: int, /) -> object:
+        """Run at this clock from now on."""
+
+
+class ClockPlayback:
+    """Sets the clock of one device when an operation begins, if it is not the one in force.
+
+    It never synchronises with the device: that would change what it controls. The host runs ahead
+    of the device, so a clock comes into force some kernels early.
+
+    Lowering the clock soon after another change is held back, since it costs a switch and saves
+    little; raising it never is, since the deadline may depend on it. Every operation thus runs at
+    its planned clock or above.
+
+    Args:
+        plan: A clock for every operation.
+        schedule: The operations.
+        clock: Sets the clock.
+        device: Which of the schedule's devices this is.
+        dwell_seconds: How long a clock stays before it is lowered.
+        now: Seconds on a clock that never goes back.
+
+    Attributes:
+        switches: How often the clock was set.
+        held_back: How often it was not lowered because of the dwell.
+
+    Raises:
+        EnergyError: When the plan is not of this schedule, or has no clock for the device.
+    """
+
+    def __init__(
+        self,
+        plan: ClockPlan,
+        schedule: Schedule,
+        clock: Clock,
+        device: int,
+        *,
+        dwell_seconds: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(plan.clocks_mhz) != len(schedule.operations):
+            raise EnergyError(
+                f"the plan has clocks for {len(plan.clocks_mhz)} operations, but the schedule has "
+                f"{len(schedule.operations)}: play it with the schedule that it was made for"
+            )
+        self._clocks_mhz = {
+            (operation.stage, operation.phase, operation.microbatch): clock_mhz
+            for operation, clock_mhz in zip(schedule.operations, plan.clocks_mhz, strict=True)
+            if operation.device == device
+        }
+        if not any(self._clocks_mhz.values()):
+            raise EnergyError(f"device = {device} has no operation with a clock in the plan")
+        self._stages = sorted({stage for stage, _, _ in self._clocks_mhz})
+        self._device = device
+        self._clock = clock
+        self._dwell_seconds = dwell_seconds
+        self._now = now
+        self._in_force_mhz: int | None = None
+        self._changed_at_seconds = 0.0
+        self.switches = 0
+        self.held_back = 0
+
+    def on_operation(self, phase: str, microbatch: int, stage: int | None = None) -> None:
+        """To be called just before an operation is launched.
+
+        Args:
+            phase: As in the schedule.
+            microbatch: From 0; -1 for what happens once per step.
+            stage: Needed only where the device has several (interleaved schedules).
+
+        Raises:
+            EnergyError: When the plan has no such operation on this device.
+        """
+        if stage is None:
+            if len(self._stages) > 1:
+                raise EnergyError(
+                    f"device {self._device} has stages {self._stages}: say which one begins"
+                )
+            stage = self._stages[0]
+        clock_mhz = self._clocks_mhz.get((stage, phase, microbatch))
+        if clock_mhz is None:
+            raise EnergyError(
+                f"the plan has no {phase} of microbatch {microbatch} in stage {stage} on device "
+                f"{self._device}: it was made for another schedule"
+            )
+        if clock_mhz and clock_mhz != self._in_force_mhz:
+            self._change(clock_mhz)
+
+    def _change(self, clock_mhz: int) -> None:
+        now_seconds = self._now()
+        lowered = self._in_force_mhz is not None and clock_mhz < self._in_force_mhz
+        if lowered and now_seconds - self._changed_at_seconds < self._dwell_seconds:
+            self.held_back += 1
+            return
+        self._clock.lock_clock(clock_mhz)
+        self._in_force_mhz = clock_mhz
+        self._changed_at_seconds = now_seconds
+        self.switches += 1

@@ -54,7 +54,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Who holds devices, and until when.
+    """Holder of devices, and the time until which it holds them.
 
     Attributes:
         host: Where the process runs.
@@ -92,12 +92,12 @@ class Lease:
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """True if its time is over."""
         return time.time() >= self.expires_unix_seconds
 
     @property
     def alive(self) -> bool:
-        """Whether its process lives. On another host that cannot be known: it counts as alive."""
+        """True if its process lives. On another host that cannot be known: it counts as alive."""
         if self.host != socket.gethostname():
             return True
         if self.boot != boot_identity():
@@ -110,7 +110,7 @@ class Lease:
             return False
 
     def same_holder(self, other: Lease) -> bool:
-        """Whether both are one lease, whatever has been set under it meanwhile."""
+        """True if both are one lease, whatever has been set under it meanwhile."""
         return replace(self, devices=()) == replace(other, devices=())
 
     def publish(self, path: Path) -> None:
@@ -170,7 +170,7 @@ class Lease:
 
 
 def lease_path(uuid: str) -> Path:
-    """Where the lease of a device is kept by default: one per device and user of this machine.
+    """Default path of a device's lease: one per device and user of this machine.
 
     It may outlive a reboot, which locked clocks do not: to restore then does no harm.
     """
@@ -178,7 +178,7 @@ def lease_path(uuid: str) -> Path:
 
 
 def lease_directory() -> Path:
-    """Where leases are kept by default: one place for all jobs and logins of a user on a machine.
+    """Default folder of leases: one place for all jobs and logins of a user on a machine.
 
     It is ``$OUTLAST_LEASES``, else a directory in /var/tmp. Not in /tmp or /dev/shm, of which
     Slurm gives every job its own at many sites, nor in /run/user, which goes with the last login.

@@ -1,4 +1,4 @@
-"""What to give Slurm so that it sets the clocks: options, and scripts for a site's prolog.
+"""Clocks set by Slurm: its options, and scripts for a site's prolog.
 
 Options as in Slurm 22.05's sbatch(1), variables as in its slurm.conf(5).
 """

@@ -1,16 +1,27 @@
-"""What the operations of a step may run at, checked, and what a step takes without a plan."""
+"""Clocks that the operations of a step may run at, and the time of a step without a plan."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.energy.profile import Curve, Point
+import numpy as np
+
+from outlast.energy.frontier.linear import slopes
+from outlast.energy.profile import Curve, Point, effective
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from outlast.energy.frontier.linear import Relaxed
+    from outlast.energy.frontier.rounding import Choices
     from outlast.energy.profile import Key, Profile
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
+
 
 # Times that differ by less are taken for equal: the top clock is then the baseline.
 _ALIKE = 1e-3
@@ -86,3 +97,162 @@ def _check(key: Key, curve: Curve) -> None:
                 f"{name} at {point.clock_mhz} MHz has joules = {point.joules:g}, which must not be "
                 "below 0: measure it again"
             )
+
+
+Places = list[int]
+"""A plan: of each operation, which of its points it runs at; 0 is the fastest one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Time and energy of each operation at its clocks, as arrays; equal operations share theirs.
+
+    Attributes:
+        seconds: (operations,) arrays of (points,), rising.
+        joules: (operations,) arrays of (points,) effective energy, falling.
+        corners: (operations,) which places are corners of the lower hull.
+    """
+
+    seconds: list[npt.NDArray[np.float64]]
+    joules: list[npt.NDArray[np.float64]]
+    corners: list[list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        points: Sequence[Sequence[Point]],
+        hulls: Sequence[Sequence[Point]],
+        blocking_watts: float,
+    ) -> Curves:
+        """The arrays of Pareto points and their hulls, fastest first."""
+        known: dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[int]]] = {}
+        for own, hull in zip(points, hulls, strict=True):
+            if id(own) not in known:
+                corners = set(hull)
+                known[id(own)] = (
+                    np.array([point.seconds for point in own]),
+                    np.array([effective(point, blocking_watts) for point in own]),
+                    [place for place, point in enumerate(own) if point in corners],
+                )
+        found = [known[id(own)] for own in points]
+        return cls([f[0] for f in found], [f[1] for f in found], [f[2] for f in found])
+
+    def durations(self, places: Sequence[int]) -> list[float]:
+        """(operations,) seconds of a plan."""
+        return [float(own[place]) for own, place in zip(self.seconds, places, strict=True)]
+
+    def energy(self, places: Sequence[int]) -> float:
+        """Effective joules of a plan."""
+        return float(sum(own[place] for own, place in zip(self.joules, places, strict=True)))
+
+    def below(self, seconds: Sequence[float]) -> Places:
+        """The slowest corners of the hulls that are not slower than given durations."""
+        return [
+            max((c for c in corners if own[c] <= limit * (1 + 1e-9)), default=0)
+            for own, corners, limit in zip(self.seconds, self.corners, seconds, strict=True)
+        ]
+
+
+class SwitchDelays:
+    """Delays of operations by changes of clock.
+
+    Args:
+        schedule: The step.
+        switch_seconds: Of one change.
+    """
+
+    def __init__(self, schedule: Schedule, switch_seconds: float) -> None:
+        self._schedule, self.switch_seconds = schedule, switch_seconds
+
+    def before(self, clocked: Sequence[bool]) -> list[int]:
+        """(operations,) the operation that sets the clock which each finds; itself if none does.
+
+        Args:
+            clocked: (operations,) whether a clock changes its time.
+        """
+        on_device: dict[int, list[int]] = {}
+        for index in self._schedule.order:
+            if clocked[index]:
+                on_device.setdefault(self._schedule.operations[index].device, []).append(index)
+        found = list(range(len(self._schedule.operations)))
+        for indices in on_device.values():
+            # The first operation of a step finds the clock of the last one of the step before.
+            for last, index in zip([indices[-1], *indices], indices, strict=False):
+                found[index] = last
+        return found
+
+    def changes(self, points: Sequence[Point]) -> list[bool]:
+        """(operations,) whether the clock changes before each."""
+        before = self.before([bool(point.clock_mhz) for point in points])
+        return [
+            points[last].clock_mhz != point.clock_mhz
+            for last, point in zip(before, points, strict=True)
+        ]
+
+    def seconds(self, points: Sequence[Point]) -> list[float]:
+        """(operations,) durations with the changes before them."""
+        return [
+            point.seconds + self.switch_seconds * change
+            for point, change in zip(points, self.changes(points), strict=True)
+        ]
+
+
+def merged(
+    schedule: Schedule,
+    curves: Sequence[Curve],
+    choices: Choices,
+    relaxed: Relaxed,
+    switch_seconds: float,
+) -> list[Point]:
+    """(operations,) points where clocks change only when that pays at the programme's prices.
+
+    The optimum of the linear programme prices each operation's time: where its duration lies on a
+    segment of the hull, one more second is worth minus that segment's slope in watts. On each
+    device the clocks with the least energy plus priced time, changes included, are a shortest
+    path over (operation, clock), found by dynamic programming (Viterbi 1967). It heeds prices, not
+    the deadline, which the caller must check.
+    """
+    points = [curve.points[-1] for curve in curves]
+    prices = _prices(choices, relaxed)
+    sequences: dict[int, list[int]] = {}
+    for index in schedule.order:
+        if any(point.clock_mhz for point in curves[index].points):
+            sequences.setdefault(schedule.operations[index].device, []).append(index)
+    for indices in sequences.values():
+        clocks = sorted({point.clock_mhz for index in indices for point in curves[index].points})
+        place = {clock: i for i, clock in enumerate(clocks)}
+        total = np.zeros(len(clocks))
+        came_from = []
+        for index in indices:
+            price = prices[index]
+            own = np.full(len(clocks), np.inf)
+            for point in curves[index].points:
+                joules = effective(point, choices.blocking_watts)
+                own[place[point.clock_mhz]] = joules + price * point.seconds
+            best = int(np.argmin(total))
+            changed = total[best] + price * switch_seconds
+            came_from.append(np.where(total <= changed, np.arange(len(clocks)), best))
+            total = np.minimum(total, changed) + own
+        at = int(np.argmin(total))
+        for index, before in zip(reversed(indices), reversed(came_from), strict=True):
+            points[index] = curves[index].at(clocks[at])
+            at = int(before[at])
+    return points
+
+
+def _prices(choices: Choices, relaxed: Relaxed) -> list[float]:
+    """(operations,) watts that one more second of each is worth."""
+    found = []
+    for hull, seconds in zip(choices.hulls, relaxed.seconds.tolist(), strict=True):
+        falls = [-slope for slope in slopes(hull, choices.blocking_watts)]
+        if not falls:
+            found.append(0.0)
+            continue
+        # Beyond the ends the price is only known to be higher or lower: twice and half are guesses.
+        prices = [2 * falls[0], *falls, falls[-1] / 2]
+        inner = [corner.seconds for corner in hull]
+        slack = 1e-9 * inner[-1]
+        left = int(np.searchsorted(inner, seconds - slack, side="right"))
+        right = int(np.searchsorted(inner, seconds + slack, side="right"))
+        found.append((prices[min(left, right)] + prices[max(left, right)]) / 2)
+    return found

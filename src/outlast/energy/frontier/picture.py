@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from outlast.energy.frontier.plan_file import publish_text
+from outlast.energy.frontier.plan import publish_text
 from outlast.energy.frontier.stragglers import Frontier
 from outlast.errors import EnergyError
 

@@ -13,12 +13,9 @@ import math
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from outlast.energy.frontier.delays import SwitchDelays, merged
-from outlast.energy.frontier.hull import lower_hull
-from outlast.energy.frontier.linear import DeadlineError, Programme
-from outlast.energy.frontier.operations import baseline, curves_of
-from outlast.energy.frontier.plan import SWITCHES, ClockPlan
-from outlast.energy.frontier.plan_file import fingerprint
+from outlast.energy.frontier.linear import DeadlineError, Programme, lower_hull
+from outlast.energy.frontier.operations import SwitchDelays, baseline, curves_of, merged
+from outlast.energy.frontier.plan import SWITCHES, ClockPlan, fingerprint
 from outlast.energy.frontier.rounding import Choices, rounded
 from outlast.energy.frontier.stragglers import Frontier
 from outlast.energy.frontier.switches import Grouped, GroupedProgramme
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from outlast.energy.frontier.linear import Relaxed
     from outlast.energy.frontier.plan import Switches
     from outlast.energy.profile import Point, Profile
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
 
 LONGEST = 1.1
 """A frontier ends at this multiple of the baseline's time, where not told otherwise."""

@@ -13,12 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.energy.frontier.plan_file import is_number, matches, plan_of, publish, read
+from outlast.energy.frontier.plan import (
+    is_number,
+    matches,
+    plan_of,
+    publish,
+    read,
+)
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
     from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.schedule.dag import Schedule
+    from outlast.energy.schedule.graph import Schedule
 
 _FORMAT = "outlast frontier"
 _VERSION = 1
@@ -37,7 +43,7 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What to run while another pipeline is slower.
+    """Plan for the time in which another pipeline is slower.
 
     Attributes:
         plan: The clocks.
@@ -58,7 +64,7 @@ class Answer:
 
     @property
     def saving(self) -> float:
-        """What share of the energy of top clocks is saved."""
+        """Share of the energy of top clocks that is saved."""
         return 1.0 - self.joules / self.fastest_joules
 
 

@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from scipy.sparse import csc_array, vstack
 
-from outlast.energy.frontier.delays import SwitchDelays
-from outlast.energy.frontier.highs import Rows, programme
-from outlast.energy.frontier.linear import DeadlineError, unit_of
-from outlast.energy.frontier.operations import curves_of
+from outlast.energy.frontier.linear import DeadlineError, Rows, programme, unit_of
+from outlast.energy.frontier.operations import SwitchDelays, curves_of
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
     from outlast.energy.frontier.plan import Switches
     from outlast.energy.profile import Point, Profile
-    from outlast.energy.schedule.dag import Operation, Schedule
+    from outlast.energy.schedule.graph import Operation, Schedule
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -334,7 +332,7 @@ class GroupedProgramme:
 
 
 def _label(operation: Operation, budget: Switches, part: str) -> tuple[object, ...]:
-    """What operations of one clock have in common."""
+    """Common trait of the operations of one clock."""
     if budget == "none":
         return ("all",)
     if budget == "per_stage":

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from outlast.energy.model.work import Work
+from outlast.energy.model.equations import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class _Operation:
     consumers: list[_Operation] = field(default_factory=list)
 
     def joins(self, maker: _Operation | None) -> bool:
-        """Whether this one is fused with the maker of an input: nothing else runs between."""
+        """True if this one is fused with the maker of an input: nothing else runs between."""
         return maker is not None and self.pointwise and maker.run == self.run
 
 
@@ -139,7 +139,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _work(one: _Operation, fused: bool) -> Work:
-    """What an operation adds, given whom it can be fused with."""
+    """Work that an operation adds, given the operations it can be fused with."""
     reads = sum(size for maker, size in one.reads if not (fused and one.joins(maker)))
     inside = [consumer.joins(one) for consumer in one.consumers] if fused else []
     kept = inside and all(inside)
@@ -152,7 +152,7 @@ def _work(one: _Operation, fused: bool) -> Work:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the result shares memory with an input and nothing is written."""
+    """True if the result shares memory with an input and nothing is written."""
     aliases = [
         return_.alias_info for return_ in func._schema.returns if return_.alias_info is not None
     ]

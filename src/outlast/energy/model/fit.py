@@ -4,29 +4,104 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import median_filter
 from scipy.optimize import least_squares
 
-from outlast.energy.model.constants import DeviceConstants
-from outlast.energy.model.deviation import Deviation, deviation_of
-from outlast.energy.model.response import Response, cap_clock_mhz, evaluate
+from outlast.energy.model.equations import (
+    DeviceConstants,
+    Response,
+    cap_clock_mhz,
+    evaluate,
+)
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy.typing as npt
-
     from outlast.energy.profile import Curve, Key, Profile
 
-    Array = npt.NDArray[np.float64]
+
+Array: TypeAlias = NDArray[np.float64]
+
+
+SMOOTHED_CLOCKS = 3
+"""A median over as many clocks keeps steps of the device and drops noise of single points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """Logarithms of measured over modelled by clock.
+
+    Attributes:
+        clocks_mhz: Ascending.
+        seconds: Of time, at each clock.
+        joules: Of energy, at each clock.
+        time_noise: Standard deviation of what smoothing took away, of time.
+        energy_noise: Likewise of energy.
+    """
+
+    clocks_mhz: tuple[float, ...]
+    seconds: tuple[float, ...]
+    joules: tuple[float, ...]
+    time_noise: float
+    energy_noise: float
+
+    def at(self, clocks_mhz: Array) -> tuple[Array, Array]:
+        """Of time and energy at other clocks; constant beyond the measured ones."""
+        return (
+            np.interp(clocks_mhz, self.clocks_mhz, self.seconds),
+            np.interp(clocks_mhz, self.clocks_mhz, self.joules),
+        )
+
+
+def deviation_of(curve: Curve, response: Response, constants: DeviceConstants) -> Deviation:
+    """Difference of a measured curve from its fit."""
+    clocks, seconds, joules = np.array(curve.points, dtype=float).T
+    modelled_seconds, modelled_joules = evaluate(response, constants, clocks)
+    time, time_noise = _smooth(np.log(seconds / modelled_seconds))
+    energy, energy_noise = _smooth(np.log(joules / modelled_joules))
+    return Deviation(
+        clocks_mhz=tuple(clocks.tolist()),
+        seconds=tuple(time.tolist()),
+        joules=tuple(energy.tolist()),
+        time_noise=time_noise,
+        energy_noise=energy_noise,
+    )
+
+
+def mean(deviations: Sequence[Deviation]) -> Deviation:
+    """Of several operations, at the clocks of the first."""
+    clocks = np.array(deviations[0].clocks_mhz)
+    found = [deviation.at(clocks) for deviation in deviations]
+    return Deviation(
+        clocks_mhz=deviations[0].clocks_mhz,
+        seconds=tuple(np.mean([pair[0] for pair in found], axis=0).tolist()),
+        joules=tuple(np.mean([pair[1] for pair in found], axis=0).tolist()),
+        time_noise=float(np.mean([deviation.time_noise for deviation in deviations])),
+        energy_noise=float(np.mean([deviation.energy_noise for deviation in deviations])),
+    )
+
+
+def _smooth(values: Array) -> tuple[Array, float]:
+    """The running median and the standard deviation around it."""
+    if len(values) < SMOOTHED_CLOCKS:
+        return np.zeros_like(values), float(np.sqrt(np.mean(values**2)))
+    smoothed = median_filter(values, size=SMOOTHED_CLOCKS, mode="nearest")
+    return smoothed, float(np.std(values - smoothed))
+
 
 TIME_ERROR, ENERGY_ERROR = 0.01, 0.01
 """Relative errors of a measured point that residuals are counted in."""
+
+
 LEARNED = 0.8
 """A constant is known when data made its standard error smaller than this share of the prior's."""
+
+
 FITTED = ("static_watts", "knee_mhz", "knee_per_ghz", "power_limit_watts", "cap_sharpness")
 
 

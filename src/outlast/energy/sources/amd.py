@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast.energy.sources.optional import UnreadableSource
+from outlast.energy.sources.protocol import UnreadableSource
 from outlast.energy.sources.track import asked
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
-    from outlast.energy.reading import Kind
     from outlast.energy.sources.protocol import Part, Source
+    from outlast.energy.window import Kind
 
 _DRIVER = Path("/dev/kfd")
 

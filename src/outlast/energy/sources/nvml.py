@@ -2,22 +2,175 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outlast.energy.devices.nvml import NvmlDevice, start_nvml
-from outlast.energy.sources.integral import PowerIntegral
-from outlast.energy.sources.optional import UnreadableSource
+from outlast.energy.replay import DeviceState
+from outlast.energy.sources.protocol import UnreadableSource
+from outlast.energy.sources.track import PowerIntegral
 from outlast.hardware.figure import Unavailable
 from outlast.hardware.nvml import visible_indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outlast.energy.devices.protocol import DeviceState
-    from outlast.energy.reading import Kind
     from outlast.energy.sources.protocol import Part, Source
+    from outlast.energy.window import Kind
+
+
+Value = TypeVar("Value")
+
+
+COUNTER_SECONDS = 0.1
+"""How often the total-energy counter changes: about 100 ms (ML.ENERGY blog on measuring GPUs)."""
+
+
+# Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h, nvmlClocksThrottleReason*; newer
+# drivers call the same bits event reasons).
+THROTTLE_REASONS: dict[int, str] = {
+    0x1: "gpu idle",
+    0x2: "applications clocks setting",
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake slowdown",
+    0x100: "display clock setting",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+
+
+# Field of nvmlDeviceGetFieldValues: power of this moment in mW. nvmlDeviceGetPowerUsage is a mean
+# over the last second on Ampere (except GA100) and later, which lags behind a change of load.
+_POWER_INSTANT = 186
+
+
+def throttle_words(bits: int) -> tuple[str, ...]:
+    """NVML's mask of throttle reasons in words; a bit without a name is given as a number."""
+    named = tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
+    rest = bits & ~sum(THROTTLE_REASONS)
+    return (*named, f"reason {rest:#x}") if rest else named
+
+
+def start_nvml(nvml: Any = None) -> Any:
+    """Starts NVML and leaves it running until the process ends, since handles live as long.
+
+    Args:
+        nvml: The module to use; pynvml by default.
+
+    Returns:
+        The module, or Unavailable where the package or the driver is missing.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return Unavailable("the package nvidia-ml-py is missing", "pip install nvidia-ml-py")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Unavailable(
+            f"NVML does not start ({error})",
+            "on a machine with NVIDIA GPUs, install the driver; nvidia-smi must work",
+        )
+    return nvml
+
+
+class NvmlDevice:
+    """One GPU, read through NVML.
+
+    Attributes:
+        name: Model that NVML reports.
+        uuid: Identifier that survives reordering.
+        kind: Always "measured".
+        counter_seconds: How often its energy counter changes.
+        split: Whether it is split into MIG slices, which other users may hold.
+
+    Args:
+        nvml: A started NVML module (`start_nvml`).
+        handle: NVML's handle of the GPU.
+    """
+
+    kind: Kind = "measured"
+    counter_seconds = COUNTER_SECONDS
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.name = str(nvml.nvmlDeviceGetName(handle))
+        self.uuid = str(nvml.nvmlDeviceGetUUID(handle))
+        # A GPU that cannot be split says "not supported".
+        mode = self._ask(lambda: int(nvml.nvmlDeviceGetMigMode(handle)[0]), "MIG mode")
+        self.split = not isinstance(mode, Unavailable) and mode != 0
+        self._instant = not isinstance(self._instant_watts(), Unavailable)
+
+    def read(self) -> DeviceState:
+        """The state now; what NVML does not give is Unavailable with its error."""
+        nvml, handle = self._nvml, self._handle
+        return DeviceState(
+            joules=self.joules(),
+            watts=self.watts(),
+            sm_clock_mhz=self._ask(
+                lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), "SM clock"
+            ),
+            memory_clock_mhz=self._ask(
+                lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+                "memory clock",
+            ),
+            celsius=self._ask(
+                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+                "temperature",
+            ),
+            throttle_reasons=self.throttle_reasons(),
+        )
+
+    def joules(self) -> float | Unavailable:
+        """The total-energy counter, in joules since the driver was loaded."""
+        try:
+            millijoules: int = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except Exception as error:  # see _ask
+            return self._missing("energy counter", error)
+        return millijoules / 1000
+
+    def watts(self) -> float | Unavailable:
+        """Power: of this moment where the driver gives it, else NVML's own mean."""
+        if self._instant:
+            return self._instant_watts()
+        nvml, handle = self._nvml, self._handle
+        return self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, "power")
+
+    def throttle_reasons(self) -> tuple[str, ...] | Unavailable:
+        """Why the clock is below the one asked for, in words."""
+        nvml, handle = self._nvml, self._handle
+        return self._ask(
+            lambda: throttle_words(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))),
+            "throttle reasons",
+        )
+
+    def _instant_watts(self) -> float | Unavailable:
+        nvml = self._nvml
+
+        def read() -> float | Unavailable:
+            field = nvml.nvmlDeviceGetFieldValues(self._handle, [_POWER_INSTANT])[0]
+            # Each field has its own return code: the call succeeds where the field does not.
+            if field.nvmlReturn != nvml.NVML_SUCCESS:
+                return Unavailable(f"NVML gives no instant power of {self.uuid}")
+            return float(field.value.uiVal) / 1000
+
+        return self._ask(read, "instant power")
+
+    def _ask(self, read: Callable[[], Value], what: str) -> Value | Unavailable:
+        try:
+            return read()
+        except Exception as error:  # old bindings lack calls, old drivers symbols
+            return self._missing(what, error)
+
+    def _missing(self, what: str, error: Exception) -> Unavailable:
+        return Unavailable(f"NVML gives no {what} of {self.uuid} ({error})")
 
 
 class NvmlSource:
@@ -81,7 +234,7 @@ class NvmlPowerSource(PowerIntegral):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """How the figure came about, and what the device adds."""
+        """Notes on the origin of the figure, and those of the device."""
         return (*super().flags, *self._more_flags)
 
     def state(self) -> DeviceState:

@@ -9,14 +9,14 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.energy.sources.optional import UnreadableSource
+from outlast.energy.sources.protocol import UnreadableSource
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outlast.energy.reading import Kind
     from outlast.energy.sources.protocol import Part, Source
+    from outlast.energy.window import Kind
 
 POWERCAP = Path("/sys/class/powercap")
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
+    from outlast.energy.window import Reading
 
 
 class EnergyCallback(TrainerCallback):  # type: ignore[misc]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from outlast.energy.reading import Reading
     from outlast.energy.sources.protocol import Source
+    from outlast.energy.window import Reading
 
 
 class EnergyCallback(Callback):  # type: ignore[misc]

@@ -1,1 +1,0 @@
-"""Real, replayed and analytic devices behind one protocol."""
