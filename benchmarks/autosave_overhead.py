@@ -180,7 +180,7 @@ def _analysis(script: Path, layers: int) -> Bar:
     from torch import nn
 
     from outlast.autosave import find_state
-    from outlast.cli.run_program import read_and_rewrite
+    from outlast.autosave.libraries import read_and_rewrite
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -16,7 +16,7 @@ from typing import Any
 from harness import Bar, at_most, median
 from recover_torchrun import reload_seconds
 
-from outlast.cli.drill_processes import Asked, drill_processes
+from outlast.cli.drill import DrillOptions, drill_processes
 from outlast.job import load_job
 
 _SMALL = ("train.steps=40", "checkpoint.every_steps=5")
@@ -62,7 +62,9 @@ def goodput_bars(quick: bool) -> list[Bar]:
         return _goodput(Path(folder), quick)
 
 
-def _drilled(folder: Path, name: str, settings: tuple[str, ...], asked: Asked) -> dict[str, Any]:
+def _drilled(
+    folder: Path, name: str, settings: tuple[str, ...], asked: DrillOptions
+) -> dict[str, Any]:
     places = [f'run.directory="{folder}"', f"run.name={name}"]
     return drill_processes(None, [*_ALWAYS, *settings, *places], asked)
 
@@ -70,7 +72,7 @@ def _drilled(folder: Path, name: str, settings: tuple[str, ...], asked: Asked) -
 def _reload(folder: Path, quick: bool) -> list[Bar]:
     size, workers, trials = (_SMALL, 2, 1) if quick else (_LARGE, 4, 2)
     phases = _PHASES[-2:] if quick else _PHASES
-    asked = Asked("", phases, 0.0, trials, 0)
+    asked = DrillOptions("", phases, 0.0, trials, 0)
     found = {
         mode: _drilled(
             folder,
@@ -134,7 +136,7 @@ def _goodput(folder: Path, quick: bool) -> list[Bar]:
     found = []
     for rate, steps in {"8/min": 400}.items() if quick else _RATES.items():
         settings = (f"train.steps={steps}", "launch.nproc=2", "checkpoint.every_steps=100")
-        asked = Asked(rate, (), 0.0, 1 if quick else _KILLS, 1)
+        asked = DrillOptions(rate, (), 0.0, 1 if quick else _KILLS, 1)
         result = _drilled(folder, f"rate-{rate[0]}", settings, asked)
         measured, predicted = (
             100.0 * result["goodput"][name] for name in ("measured", "predicted")

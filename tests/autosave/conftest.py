@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outlast.autosave.resume.foreign import ForeignModules
+from outlast.autosave.resume.modules import ForeignModules
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from outlast.autosave.resume import objects
-from outlast.autosave.resume.randomness import random_states, set_random_states
+from outlast.autosave.resume import session
+from outlast.autosave.resume.process import random_states, set_random_states
 
 LENGTH = 23
 EPOCHS = 2
@@ -199,7 +199,7 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
 
-        for kind, reduce in objects.REDUCERS.items():
+        for kind, reduce in session.REDUCERS.items():
             if isinstance(value, kind):
                 return reduce(value)
         if isinstance(value, torch.Generator):

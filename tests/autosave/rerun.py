@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.autosave.heap.capture import Captured
-from outlast.autosave.program.importing import rewritten_imports
 from outlast.autosave.program.rewrite import rewrite
-from outlast.autosave.program.sites import RUNTIME
-from outlast.autosave.program.source import read_program
+from outlast.autosave.program.source import RUNTIME, read_program, rewritten_imports
 from outlast.autosave.program.training import find_training
-from outlast.autosave.resume.caches import visible_caches
 from outlast.autosave.resume.loaders import resumable_loaders
+from outlast.autosave.resume.process import visible_caches
 from outlast.autosave.resume.session import Session
 
 if TYPE_CHECKING:

@@ -204,8 +204,8 @@ def in_process(
             "torch",
             # An optimizer imports it when it is made, which takes longer than a training here.
             "torch._dynamo",
-            "outlast.cli.run_keeper",
-            "outlast.cli.run_start",
+            "outlast.autosave.keeper",
+            "outlast.autosave.run",
             "outlast.integrations.run",
         ]
     )

@@ -17,9 +17,14 @@ from typing import Any
 import pytest
 from loading import written
 
-from outlast.autosave.resume.files import IN_PLACE, place, set_place
-from outlast.autosave.resume.first_sizes import FirstSizes, begin_logs
-from outlast.autosave.resume.logs import reopened_logs
+from outlast.autosave.resume.files import (
+    IN_PLACE,
+    FirstSizes,
+    begin_logs,
+    place,
+    reopened_logs,
+    set_place,
+)
 from outlast.errors import AutosaveError
 from outlast.records.directory import RunDirectory
 

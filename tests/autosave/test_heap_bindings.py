@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from outlast.autosave.program.bindings import attribute_line, binding_line
+from outlast.autosave.program.scopes import attribute_line, binding_line
 
 TEXT = """\
 import socket as net

@@ -6,8 +6,8 @@ from heap_runs import copied
 from torch import nn
 
 from outlast.autosave.heap.capture import capture, restore
-from outlast.autosave.heap.gradients import GradientUse
 from outlast.autosave.heap.names import Names
+from outlast.autosave.heap.tensors import GradientUse
 from outlast.errors import AutosaveError
 
 

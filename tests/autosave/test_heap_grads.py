@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.autosave.program.grads import reads_gradients_between_steps
+from outlast.autosave.program.calls import reads_gradients_between_steps
 from outlast.autosave.program.source import read_program
 from outlast.autosave.program.training import find_training
 

@@ -10,7 +10,7 @@ from heap_runs import resume
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.autosave.heap.blocks import geometry
+from outlast.autosave.heap.tensors import geometry
 
 
 class Node:

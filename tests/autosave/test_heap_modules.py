@@ -7,7 +7,7 @@ import pytest
 import torch
 from heap_runs import resume
 
-from outlast.autosave.heap.modules import module_named
+from outlast.autosave.heap.objects import module_named
 
 
 def test_modules_come_back_also_those_that_cannot_be_imported():

@@ -9,8 +9,7 @@ import torch
 from heap_runs import resume
 
 from outlast.autosave.heap.capture import capture, restore
-from outlast.autosave.heap.names import Names
-from outlast.autosave.heap.refusal import SetupDiffersError, Unsaveable
+from outlast.autosave.heap.names import Names, SetupDiffersError, Unsaveable
 from outlast.errors import AutosaveError
 
 

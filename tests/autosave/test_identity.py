@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from outlast.autosave.identity import (
+from outlast.autosave.program.rewrite import rewrite
+from outlast.autosave.program.source import read_program
+from outlast.autosave.program.training import find_training
+from outlast.autosave.run_folder import (
     arguments_hash,
     from_json,
     identity_of,
     refuse_changes,
     version_warnings,
 )
-from outlast.autosave.program.rewrite import rewrite
-from outlast.autosave.program.source import read_program
-from outlast.autosave.program.training import find_training
 from outlast.errors import AutosaveError
 
 SCRIPT = """\

@@ -17,9 +17,9 @@ from loading import Numbers, written
 from rerun import check_every_step
 from torch.utils.data import DataLoader
 
+from outlast.autosave.resume.files import reopened_logs
 from outlast.autosave.resume.iterators import IN_PLACE, ShownIterator, resumable, resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
-from outlast.autosave.resume.logs import reopened_logs
 from outlast.errors import AutosaveError
 
 

@@ -9,8 +9,7 @@ import torch
 from loading import Numbers, Program, with_breaks, written
 from torch.utils.data import IterableDataset
 
-from outlast.autosave.resume.loaders import resumable_loaders
-from outlast.autosave.resume.stateful import StatefulIterator
+from outlast.autosave.resume.loaders import StatefulIterator, resumable_loaders
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 

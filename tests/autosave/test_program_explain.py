@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast.autosave.program.explain import explain
-from outlast.autosave.program.live import liveness
 from outlast.autosave.program.rewrite import rewrite
+from outlast.autosave.program.scopes import liveness
 from outlast.autosave.program.source import read_program
-from outlast.autosave.program.training import find_training
+from outlast.autosave.program.training import explain, find_training
 
 TEXT = '''"""Trains."""
 from model import build, fit

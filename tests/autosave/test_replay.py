@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.autosave.trace.replay import replay
+from outlast.autosave.trace.plan import replay
 from outlast.errors import AutosaveError
 
 pytestmark = pytest.mark.distributed

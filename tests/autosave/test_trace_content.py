@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.autosave.trace.content import changed_over, digest, digests
-from outlast.autosave.trace.differences import differences, first_differences
+from outlast.autosave.trace.dispatch import (
+    changed_over,
+    digest,
+    digests,
+)
+from outlast.autosave.trace.plan import differences, first_differences
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),

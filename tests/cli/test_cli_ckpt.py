@@ -13,8 +13,14 @@ from rich.console import Console
 from torch import nn
 
 from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog
-from outlast.cli import figures
-from outlast.cli.figures import Column, bytes_progress, print_table, ratio_text, size_text
+from outlast.cli import console
+from outlast.cli.console import (
+    Column,
+    bytes_progress,
+    print_table,
+    ratio_text,
+    size_text,
+)
 from outlast.cli.main import main
 
 COMMANDS = ("ls", "show", "verify", "diff", "du", "restore-to", "prune")
@@ -388,13 +394,13 @@ def test_a_table_gives_up_the_least_important_columns_first(capsys):
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch):
-    monkeypatch.setattr(figures, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     with bytes_progress("verify step 3") as show:
         show(500_000, 2_000_000)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "verify step 3: 500 KB of 2.00 MB (25%) after 0 s\n"
-    monkeypatch.setattr(figures, "LINE_SECONDS", 10.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 10.0)
     with bytes_progress("verify step 3") as show:
         show(500_000, 2_000_000)
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from outlast.cli.ckpt_convert import export, import_
+from outlast.cli.ckpt import export, import_
 from outlast.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outlast.cli.cluster_candidates import candidates_now, sizes_of
+from outlast.cli.cluster import candidates_now, sizes_of
 from outlast.cluster.chain.planning import Costs, plan_chain, site_now
 from outlast.cluster.policies.automatic import Choice
 from outlast.cluster.simulate.engine import Simulation

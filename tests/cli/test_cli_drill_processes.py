@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from tiny import tiny_job
 
-from outlast.cli.drill_goodput import goodput
-from outlast.cli.drill_processes import Asked, drill_processes, print_processes
+from outlast.cli.drill import (
+    DrillOptions,
+    drill_processes,
+    goodput,
+    print_processes,
+)
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
 from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
@@ -121,14 +125,14 @@ def test_a_drill_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (Asked("often", (), 0.0, None, 0), "--kill often: give kills per time above 0"),
-        (Asked("1/s", ("data",), 0.0, None, 0), "--kill and --at say both when to strike"),
-        (Asked("", ("lunch",), 0.0, None, 0), "--at lunch: give one of heal"),
-        (Asked("", ("data",), 0.0, 0, 0), "--trials 0: give at least 1"),
-        (Asked("", (), -1.0, None, 0), "--stop -1: give seconds above 0"),
+        (DrillOptions("often", (), 0.0, None, 0), "--kill often: give kills per time above 0"),
+        (DrillOptions("1/s", ("data",), 0.0, None, 0), "--kill and --at say both when to strike"),
+        (DrillOptions("", ("lunch",), 0.0, None, 0), "--at lunch: give one of heal"),
+        (DrillOptions("", ("data",), 0.0, 0, 0), "--trials 0: give at least 1"),
+        (DrillOptions("", (), -1.0, None, 0), "--stop -1: give seconds above 0"),
     ],
 )
-def test_what_cannot_be_drilled_is_refused(asked: Asked, sentence: str) -> None:
+def test_what_cannot_be_drilled_is_refused(asked: DrillOptions, sentence: str) -> None:
     assert asked.wanted
     with pytest.raises(RecoverError, match=sentence):
         drill_processes(None, [], asked)
@@ -175,16 +179,16 @@ def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undistur
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")
     ]
-    whole = goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, [struck])
+    whole = goodput(job, DrillOptions("", ("data",), 0.0, None, 0), *directories, [struck])
     # 100 steps after the first one take 50 s, with the break 55.
     assert whole["measured"] == pytest.approx(50.0 / 55.0)
     way_back = 0.05 + REFORM_SECONDS + 0.5 + 1.0
     assert whole["predicted"] == pytest.approx(50.0 / (50.0 + way_back + 0.25))
-    at_rate = goodput(job, Asked("2/min", (), 0.0, None, 0), *directories, [struck])
+    at_rate = goodput(job, DrillOptions("2/min", (), 0.0, None, 0), *directories, [struck])
     # Until the step after the kill: 41 steps in 25.5 s.
     assert at_rate["measured"] == pytest.approx(20.5 / 25.5)
     assert at_rate["predicted"] == pytest.approx(1.0 / (1.0 + way_back / 30.0), abs=0.02)
-    stopped = goodput(job, Asked("", ("data",), 5.0, None, 0), *directories, [struck])
+    stopped = goodput(job, DrillOptions("", ("data",), 5.0, None, 0), *directories, [struck])
     assert stopped["predicted"] == pytest.approx(50.0 / 55.0)
 
 
@@ -202,7 +206,7 @@ def test_what_live_groups_lose_is_the_silence_of_the_dead_one_and_half_a_step(
         RunDirectory(Path(job.run.directory) / f"goodput-{name}")
         for name in ("drill-clean", "drill-struck")
     ]
-    found = goodput(job, Asked("", ("data",), 0.0, None, 0), *directories, struck)
+    found = goodput(job, DrillOptions("", ("data",), 0.0, None, 0), *directories, struck)
     assert found["predicted"] == pytest.approx(50.0 / (50.0 + 2 * (0.8 * 2.0 + 0.25)))
 
 

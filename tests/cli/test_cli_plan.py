@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from plan_commands import SMALL, Plan, write_config, write_job
 
-from outlast.cli.plan_words import unit_of_joules, unit_of_seconds
+from outlast.cli.console import unit_of_joules, unit_of_seconds
 
 COMMANDS = (
     "rank",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from plan_commands import SMALL, Plan, write_config, write_job
 
-from outlast.cli.plan_paths import with_whole_paths
+from outlast.cli.plan_source import with_whole_paths
 from outlast.job import load_job
 from outlast.plan.configuration import Configuration
 from outlast.plan.emit import problem

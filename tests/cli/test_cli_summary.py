@@ -2,7 +2,7 @@
 
 import pytest
 
-from outlast.cli.summary import print_summary
+from outlast.cli.train import print_summary
 from outlast.job import load_job, to_toml
 from outlast.records import (
     AttemptEnded,

@@ -8,9 +8,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outlast.cli import diagnosis
-from outlast.cli.diagnosis import matmul_check, render
-from outlast.cli.doctor import doctor
+from outlast.cli import doctor as diagnosis
+from outlast.cli.doctor import doctor, matmul_check, render
 from outlast.errors import HardwareError
 from outlast.hardware.checks import Check
 

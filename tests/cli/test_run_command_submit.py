@@ -6,7 +6,7 @@ import sys
 import pytest
 from running import SCRIPT
 
-from outlast.cli.submit_script import job_of_script, named_after
+from outlast.cli.submit import job_of_script, named_after
 from outlast.errors import AutosaveError, ClusterError
 from outlast.job import load_job
 

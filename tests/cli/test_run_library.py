@@ -3,7 +3,7 @@
 import pytest
 from running import outlast
 
-from outlast.cli.run_program import read_and_rewrite, read_training
+from outlast.autosave.libraries import read_and_rewrite, read_training
 from outlast.errors import AutosaveError
 
 HUGGING_FACE, LIGHTNING = "Hugging Face's Trainer", "Lightning's Trainer"

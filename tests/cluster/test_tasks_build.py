@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outlast.cli.cluster_tasks import tasks as command
+from outlast.cli.cluster import tasks as command
 from outlast.cluster.tasks.build import (
     DISKS,
     SHARED,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
 
-from outlast.cli.plan_simulate import scenario_of
+from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.api import (

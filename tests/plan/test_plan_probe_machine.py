@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from plan_probe_machine import MACHINE, RATES
 from plan_runs import H100, LLAMA_8B, configuration
 
-from outlast.cli.plan_probes import Here, places, write
+from outlast.cli.plan_calibrate import (
+    Here,
+    places,
+    write,
+)
 from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.batch import cases

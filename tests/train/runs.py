@@ -27,8 +27,8 @@ from outlast.train.run import run_directory
 
 DEADLINE_SECONDS = 240.0
 LOADED = (
-    "outlast.cli.plan_place",
-    "outlast.cli.summary",
+    "outlast.cli.forecast",
+    "outlast.cli.train",
     "outlast.cluster.chain.stopping",
     "outlast.cluster.staging",
     "outlast.cluster.storage",

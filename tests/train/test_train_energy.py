@@ -16,7 +16,7 @@ import pytest
 from forked import RanksFailedError, run_ranks
 from tiny import tiny_job, train
 
-from outlast.cli.summary import print_summary
+from outlast.cli.train import print_summary
 from outlast.distributed.ranks import ranks_from
 from outlast.records import EnergyMeasured, StepsDone, Warned, energy_totals, read_run
 from outlast.report import write_report

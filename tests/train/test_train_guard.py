@@ -263,7 +263,7 @@ def test_the_patterns_of_the_job_count(tmp_path: Path) -> None:
 def test_the_summary_has_a_row_for_the_guard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from outlast.cli.summary import print_summary
+    from outlast.cli.train import print_summary
 
     job = tiny_job(tmp_path, "summary", *SHORT, "guard.policy=linear")
     assert train_with(job, 1, "linear.dx:bit=30:step=1", "linear.dw:bit=30:step=2") == EXIT_DONE
@@ -449,7 +449,7 @@ def test_a_resumed_run_ends_in_the_same_bits(size: int, tmp_path: Path) -> None:
 def test_without_a_guard_nothing_of_it_is_recorded(
     clean: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from outlast.cli.summary import print_summary
+    from outlast.cli.train import print_summary
 
     job = clean(1)
     assert records(job).of(Guarded) == []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from outlast.autosave.position import Position
-from outlast.autosave.program.sites import RUNTIME
+from outlast.autosave.program.source import RUNTIME
 from outlast.autosave.resume.iterators import resumable
 from outlast.errors import AutosaveError
 
@@ -26,14 +26,14 @@ class Saving(Protocol):
     """A save under way, as `outlast.checkpoint.SaveHandle`."""
 
     def done(self) -> bool:
-        """Whether it has come to its end."""
+        """Return True once the save has ended."""
 
     def result(self) -> Any:
         """Wait for the end; a failure is in its `error`."""
 
 
 class Store(Protocol):
-    """Where the state is kept, as `outlast.checkpoint.CheckpointStore` does it."""
+    """Store for the state, such as `outlast.checkpoint.CheckpointStore`."""
 
     def save_async(self, step: int, state: Mapping[str, Any]) -> Saving:
         """Begin to save; the objects may change when this returns."""
@@ -87,7 +87,7 @@ def loop(
 
 
 class _Processes:
-    """How many processes go through the loop, as an entry of the state."""
+    """Number of processes that go through the loop, as an entry of the state."""
 
     def __init__(self) -> None:
         self.count = dist.get_world_size() if _in_group() else 1
@@ -158,7 +158,7 @@ class _Run:
 
 
 def _aim_of(store: Store, position: Position) -> Position | None:
-    """Where the newest state of this process stands; None when there is none.
+    """Position of this process in its newest state; None when there is none.
 
     Raises:
         AutosaveError: When other processes have saved it.

@@ -1,4 +1,4 @@
-"""What automatic checkpoints cost, as pure functions of sizes and rates; needs no torch.
+"""Costs of automatic checkpoints as pure functions, and a script's measured state; needs no torch.
 
 A save stops the program while it copies what the next step may change. Without copy windows that
 is everything. With them, only what is written before the optimizer's step is copied at once; the
@@ -8,14 +8,21 @@ longer than these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from outlast.errors import AutosaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a save consists of.
+    """Parts of a save, in bytes.
 
     Attributes:
         early: Bytes that a step may write before its optimizer's step.
@@ -53,7 +60,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long the parts of a step take.
+    """Durations of the parts of a step.
 
     Attributes:
         passes_seconds: Forward and backward, up to the optimizer's step.
@@ -75,7 +82,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class SaveBlock:
-    """How long one save stops the program.
+    """Seconds that one save blocks the program.
 
     Attributes:
         plain_seconds: Without copy windows.
@@ -99,7 +106,7 @@ def save_block(
     beside_share: float = 1.0,
     capture_seconds: float = 0.0,
 ) -> SaveBlock:
-    """How long a save stops the program, without copy windows and with them.
+    """Seconds that a save blocks the program, without copy windows and with them.
 
     Without: `capture + (early + late) / rate`. With: `capture + early / rate +
     max(0, late / (share rate) - passes)`: what is late has the passes of the next step to be
@@ -157,3 +164,70 @@ def _require(
         raise AutosaveError(f"{name} = {value} is below {at_least:g}")
     if not value > above:
         raise AutosaveError(f"{name} = {value} is not above {above:g}")
+
+
+FORMAT = 1
+
+
+_ENDING = ".state.json"
+
+
+@dataclass(frozen=True)
+class MeasuredState:
+    """The state of a script after some steps, by the classes of its tensors.
+
+    Attributes:
+        program: Hash of the texts that it was measured of, as `program_hash` gives it.
+        at: Steps done when it was looked at.
+        tensors: Class to number of tensors.
+        bytes: Class to bytes of tensors.
+        state: What a save consists of.
+        saved_bytes: Of a first save: all that is captured, the program's own objects too.
+        process_bytes: Memory of the process at the save, which an image of it would hold.
+        lints: What an ordinary checkpoint would lose, in sentences.
+    """
+
+    program: str
+    at: int
+    tensors: Mapping[str, int]
+    bytes: Mapping[str, int]
+    state: StateBytes
+    saved_bytes: int
+    process_bytes: int
+    lints: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """Rows that compare a save with other ways: name, bytes, and description."""
+        return [
+            ("a first save", self.saved_bytes, "all that outlast run captures"),
+            ("each later save", int(self.state.later_save), "tensors that steps change"),
+            ("state_dict()", int(self.state.naive), "of all modules and optimizers, no more"),
+            ("an image of the process", self.process_bytes, "its whole memory"),
+        ]
+
+    def to_json(self) -> str:
+        """As text, for `read_measured`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+def program_hash(texts: Iterable[str]) -> str:
+    """Sixteen characters that tell the texts of a program from others."""
+    return hashlib.sha256(json.dumps([*texts]).encode()).hexdigest()[:16]
+
+
+def measured_file(folder: Path) -> Path:
+    """The file beside the folder of a run."""
+    return folder.with_name(f"{folder.name}{_ENDING}")
+
+
+def read_measured(file: Path) -> MeasuredState | None:
+    """Read the figures that a check has left; None where nothing can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("format") != FORMAT:
+            return None
+        found["state"] = StateBytes(**found["state"])
+        found["lints"] = tuple(found["lints"])
+        return MeasuredState(**found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

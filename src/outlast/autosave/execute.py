@@ -1,20 +1,28 @@
-"""Running a rewritten script as plain Python would run it."""
+"""Running a rewritten script as plain Python would run it.
+
+Objects are named when set-up is done, and what has a name need not be written down as a whole.
+FSDP2 makes hooks, buffers and settings of its modules in their first forward pass: made before it,
+they are there in every start of the program, and have names.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
+import weakref
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from outlast.autosave.lazy import ShardedModules
-from outlast.autosave.program.importing import rewritten_imports
-from outlast.autosave.program.sites import RUNTIME
-from outlast.autosave.resume.caches import visible_caches
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from outlast.autosave.program.source import RUNTIME, rewritten_imports
+from outlast.autosave.resume.files import Logs, reopened_logs
 from outlast.autosave.resume.iterators import resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
-from outlast.autosave.resume.logs import Logs, reopened_logs
+from outlast.autosave.resume.process import visible_caches
 from outlast.autosave.resume.session import Session
 from outlast.errors import EXIT_CRASHED, AutosaveError, OutlastError
 
@@ -25,17 +33,42 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from outlast.autosave.heap.capture import Captured
-    from outlast.autosave.heap.gradients import GradientUse
-    from outlast.autosave.program.sites import Rewritten
-    from outlast.autosave.program.source import SourceFile
-    from outlast.autosave.resume.first_sizes import FirstSizes
+    from outlast.autosave.heap.tensors import GradientUse
+    from outlast.autosave.program.source import Rewritten, SourceFile
+    from outlast.autosave.resume.files import FirstSizes
+
+
+class ShardedModules:
+    """The modules that FSDP2 has sharded, when set-up is done."""
+
+    def __init__(self) -> None:
+        # By their types, since asking an object for its class may run code of its own.
+        found = (
+            [object_ for object_ in gc.get_objects() if issubclass(type(object_), FSDPModule)]
+            if dist.is_available() and dist.is_initialized()
+            else []
+        )
+        self._modules = [weakref.ref(name) for name in found]
+        inner = {id(part) for name in found for part in name.modules() if part is not name}
+        for module in found:
+            if id(module) not in inner:
+                # As its first forward pass does, and with the same outcome.
+                module._get_fsdp_state()._lazy_init()
+
+    def reshard(self) -> None:
+        """Give up parameters that a forward pass without a backward pass has left gathered."""
+        for name in self._modules:
+            module = name()
+            if module is not None:
+                module.reshard()
+
 
 _INTERRUPTED = 130
 """What a shell sees of a process that Ctrl-C has ended."""
 
 
 class SavedState(NamedTuple):
-    """What a keeper brings back.
+    """State that a keeper restores.
 
     Attributes:
         captured: What was in memory.
@@ -50,7 +83,7 @@ class ScriptKeeper(Protocol):
     """Decides when to save a script, does it, and brings it back."""
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps."""
+        """Return True if the state is to be saved after `step` steps."""
 
     def save(self, step: int, state: SavedState) -> None:
         """Save; returns when the tensors may change again."""
@@ -59,7 +92,7 @@ class ScriptKeeper(Protocol):
         """Keep the digest of a step soon after a save, or give the one that is there."""
 
     def saved(self) -> SavedState | None:
-        """What to go back to, asked when set-up is done; None starts from the beginning."""
+        """Return the state to resume from, when set-up is done; None starts from the beginning."""
 
     def left(self, step: int) -> None:
         """A training loop has come to its end after `step` steps."""
@@ -212,7 +245,14 @@ def _execute(
     except OutlastError:
         raise
     except BaseException as error:
-        _show(error)
+        # Hand the script's error to `sys.excepthook`, without the frames that led to the script.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        sys.excepthook(type(error), error, trace)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
     if session is not None:
         session.finish()
@@ -240,18 +280,3 @@ def _status(ended: SystemExit) -> int:
         return code & 0xFF
     print(code, file=sys.stderr, flush=True)
     return 1
-
-
-def _show(error: BaseException) -> None:
-    """Hand the script's error to `sys.excepthook`, without the frames that led to the script."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    _flush()
-    sys.excepthook(type(error), error, trace)
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where a loop stands in what it goes through, and the random numbers to come."""
+"""Position of a loop in its iterable, and the random numbers to come."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outlast.autosave.heap.names import Names
+from outlast.autosave.heap.objects import Unpickler
 from outlast.autosave.resume.iterators import REDUCERS, resumable
 from outlast.autosave.resume.loaders import resumable_loaders
-from outlast.autosave.resume.randomness import random_states, set_random_states
+from outlast.autosave.resume.process import random_states, set_random_states
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented if reduce is None else reduce(value)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     def __init__(self, file: io.BytesIO, names: Names) -> None:
         super().__init__(file)
         self._names = names

@@ -47,7 +47,7 @@ class _Row(NamedTuple):
     owners: list[tuple[torch.Tensor, int]]
 
     def written(self) -> bool:
-        """Whether an operation has written to it since."""
+        """Return True if an operation has written to it since."""
         return any(owner._version != version for owner, version in self.owners)
 
 

@@ -1,7 +1,7 @@
 """The command line: ``outlast train``, ``init``, ``export``, ``report``, ``doctor`` and others.
 
-The commands live in modules of their own, whose heavy imports happen when a command is called, so
-``outlast --help`` answers at once.
+Groups of commands live in modules of their own, whose heavy imports happen when a command is
+called, so ``outlast --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from outlast.cli.convert import convert
 from outlast.cli.doctor import doctor
 from outlast.cli.drill import drill
 from outlast.cli.energy import energy
-from outlast.cli.export import export
-from outlast.cli.init import init
 from outlast.cli.plan import plan
-from outlast.cli.report import report
-from outlast.cli.resize import resize
 from outlast.cli.run import SETTINGS as RUN_SETTINGS
 from outlast.cli.run import run
+from outlast.cli.runs import export, report, resize
 from outlast.cli.submit import submit
-from outlast.cli.train import TrainCommand, train
+from outlast.cli.train import TrainCommand, init, train
 from outlast.errors import EXIT_INTERRUPTED
 from outlast.version import __version__
 
@@ -74,8 +71,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version)
     ] = False,
 ) -> None:
     """Options of the program itself."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.cli.console import Column, output, print_table, size_text
 from outlast.errors import EXIT_DONE
 
 if TYPE_CHECKING:
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.autosave.measured import MeasuredState
+    from outlast.autosave.cost import MeasuredState
     from outlast.autosave.trace.script import ScriptReplay
     from outlast.autosave.trace.state import StatePlan
+
 
 autosave = typer.Typer(
     name="autosave",
@@ -25,17 +27,21 @@ autosave = typer.Typer(
     no_args_is_help=True,
 )
 
+
 CHECK_SETTINGS = {"allow_interspersed_args": False}
 """All behind the script belongs to the script."""
 
+
 _SHOWN = 12
+
+
 _LOSES_STATE = 1
 """Exit code for a script that does not resume bit for bit."""
 
 
 @autosave.callback()
 def autosave_options() -> None:
-    """What must be saved of a script, and whether it resumes bit for bit."""
+    """Find what must be saved of a script, and check that it resumes bit for bit."""
 
 
 @autosave.command(context_settings=CHECK_SETTINGS)
@@ -68,11 +74,9 @@ def check(
     that it writes are written in each of these passes. What is measured is kept for `outlast run
     --explain`. Exit codes: 0 all the same, 1 not, 2 wrong input, or no check possible.
     """
+    from outlast.autosave.libraries import read_training
+    from outlast.autosave.run import say_options_behind
     from outlast.autosave.trace.script import replay_script
-    from outlast.cli.figures import output
-    from outlast.cli.misplaced import say_options_behind
-    from outlast.cli.run_program import read_training
-    from outlast.cli.state_tables import print_classes, print_sizes
     from outlast.errors import AutosaveError
 
     if not script.is_file():
@@ -92,7 +96,22 @@ def check(
     if not found.plan.of("must-save"):
         console.print("note: nothing changed in the steps looked at; try a later one with --at")
     print_sizes(console, measured)
-    _print_lost(console, found)
+    # Print what `state_dict()` alone would lose.
+    lost = [
+        *(f"{name} (tensor)" for name in found.lost_tensors),
+        *(
+            f"{lost_value.name}: {lost_value.found or 'nothing'} for {lost_value.expected}"
+            for lost_value in found.lost_values
+        ),
+    ]
+    console.print(
+        f"lost by state_dict() alone after {found.at} steps (measured): "
+        f"{len(found.lost_tensors)} tensors, {len(found.lost_values)} values, "
+        "and the place in the loops and in the data",
+        markup=False,
+        soft_wrap=True,
+    )
+    _print_some(console, lost)
     _print_verdict(console, script, found)
     raise typer.Exit(EXIT_DONE if found.identical else _LOSES_STATE)
 
@@ -101,7 +120,7 @@ _OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop")
 
 
 def _measured(found: ScriptReplay, texts: list[str]) -> MeasuredState:
-    from outlast.autosave.measured import MeasuredState, program_hash
+    from outlast.autosave.cost import MeasuredState, program_hash
     from outlast.autosave.trace.state import KINDS
 
     return MeasuredState(
@@ -118,8 +137,8 @@ def _measured(found: ScriptReplay, texts: list[str]) -> MeasuredState:
 
 def _keep(state: MeasuredState, script: Path, arguments: Sequence[str]) -> None:
     """Leave what was measured where ``outlast run --explain`` looks for it."""
-    from outlast.autosave.measured import measured_file
-    from outlast.cli.run_folder import folder_of
+    from outlast.autosave.cost import measured_file
+    from outlast.autosave.run_folder import folder_of
     from outlast.records import replace_file
 
     file = measured_file(folder_of(script.resolve(), arguments, None).path)
@@ -130,8 +149,6 @@ def _keep(state: MeasuredState, script: Path, arguments: Sequence[str]) -> None:
 
 
 def _print_tensors(console: Console, plan: StatePlan) -> None:
-    from outlast.cli.figures import Column, print_table, size_text
-
     print_table(
         console,
         [
@@ -164,25 +181,6 @@ _WINDOWS = {
 }
 
 
-def _print_lost(console: Console, found: ScriptReplay) -> None:
-    """What `state_dict()` alone would lose."""
-    lost = [
-        *(f"{name} (tensor)" for name in found.lost_tensors),
-        *(
-            f"{lost_value.name}: {lost_value.found or 'nothing'} for {lost_value.expected}"
-            for lost_value in found.lost_values
-        ),
-    ]
-    console.print(
-        f"lost by state_dict() alone after {found.at} steps (measured): "
-        f"{len(found.lost_tensors)} tensors, {len(found.lost_values)} values, "
-        "and the place in the loops and in the data",
-        markup=False,
-        soft_wrap=True,
-    )
-    _print_some(console, lost)
-
-
 def _print_verdict(console: Console, script: Path, found: ScriptReplay) -> None:
     if found.unsteady:
         console.print(
@@ -213,3 +211,45 @@ def _print_some(console: Console, lines: list[str]) -> None:
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more", markup=False)
+
+
+_MEANING = {
+    "must-save": "changes, and is read again",
+    "save-once": "is read, and never changed",
+    "derivable": "is made again by set-up, and never changed",
+    "dead": "is written before it is read",
+}
+
+
+def print_classes(console: Console, state: MeasuredState) -> None:
+    """Tensors and bytes of each class, and what state_dict() misses."""
+    print_table(
+        console,
+        [
+            Column("class", number=False),
+            Column("tensors"),
+            Column("bytes"),
+            Column("what it is", number=False, least=20),
+        ],
+        [
+            [kind, str(count), size_text(state.bytes[kind]), _MEANING[kind]]
+            for kind, count in state.tensors.items()
+        ],
+        title=f"what a step leaves behind (measured after {state.at} steps)",
+    )
+    for lint in state.lints:
+        console.print(f"note: {lint}", markup=False, soft_wrap=True)
+
+
+def print_sizes(console: Console, state: MeasuredState) -> None:
+    """Bytes of a save beside those of other ways to save."""
+    print_table(
+        console,
+        [
+            Column("bytes per save", number=False),
+            Column("size"),
+            Column("what it is", number=False),
+        ],
+        [[name, size_text(size), what] for name, size, what in state.rows()],
+        title="bytes per save, before compression (measured)",
+    )

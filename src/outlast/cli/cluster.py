@@ -1,23 +1,649 @@
-"""``outlast cluster``: plan, watch and steer a run on a shared cluster.
-
-The commands live in modules of their own, whose imports happen when one is called.
-"""
+"""``outlast cluster``: plan, watch and steer a run on a shared cluster."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from outlast.cli.cluster_control import adopt, resume, stop
-from outlast.cli.cluster_plan import explain, plan
-from outlast.cli.cluster_prefetch import prefetch
 from outlast.cli.cluster_simulate import simulate
-from outlast.cli.cluster_status import status
-from outlast.cli.cluster_tasks import tasks
+from outlast.cli.console import print_json
+from outlast.cli.submit import check_run, script_text
+from outlast.cli.train import JobFile, Overrides, job_arguments
+from outlast.errors import ClusterError
+
+if TYPE_CHECKING:
+    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.planning import Costs, Site
+    from outlast.cluster.chain.status import ChainStatus, LinkStatus
+    from outlast.cluster.policies.automatic import Choice
+    from outlast.cluster.tasks.schedule import Schedule
+    from outlast.cluster.workload.jobs import Workload
+    from outlast.job import Job
+
+
+_SHOWN = 12
+
+
+def print_candidates(
+    job: Job,
+    chain: ChainPlan,
+    site: Site,
+    costs: Costs,
+    train_seconds: float | None,
+    *,
+    log: Workload | None = None,
+) -> None:
+    """Print what each candidate would lead to, and which is best; a sentence where none is known.
+
+    Args:
+        job: Its ``slurm.sizes`` are compared, the first of ``slurm.nodes`` is the reference.
+        chain: As it would be submitted.
+        site: What the cluster allows.
+        costs: Of a link.
+        train_seconds: That are left on the reference.
+        log: What the queue's users did; None: as recent accounting says.
+    """
+    if not site.known:
+        return
+    if train_seconds is None:
+        print(
+            "which time limit and nodes finish first cannot be predicted before the first steps "
+            "were measured; say what is left with --hours"
+        )
+        return
+    try:
+        choice = candidates_now(job, chain, site, costs, train_seconds, log=log)
+    except ClusterError as error:
+        print(f"no candidates: {error}")
+        return
+    _print_candidates(choice)
+    if log is None:
+        from outlast.cluster.chain.planning import files_of
+        from outlast.cluster.chain.starts import starts_nearby, starts_words
+
+        print(starts_words(starts_nearby(files_of(job))))
+
+
+def candidates_now(
+    job: Job,
+    chain: ChainPlan,
+    site: Site,
+    costs: Costs,
+    train_seconds: float,
+    *,
+    log: Workload | None = None,
+) -> Choice:
+    """The best of all candidates on the live queue; see `print_candidates`.
+
+    Predictions are corrected by those of the log's jobs that have started, or without a log by
+    those that this folder's runs have seen come true.
+
+    Raises:
+        ClusterError: The queue cannot be asked, or no candidate makes progress.
+    """
+    from outlast.cluster.chain.choosing import choose_now, job_of
+    from outlast.cluster.chain.planning import files_of
+    from outlast.cluster.chain.starts import correction_of, starts_nearby
+    from outlast.cluster.chain.work import step_times
+    from outlast.cluster.policies.behaviour import Behaviour
+    from outlast.cluster.policies.calibrate import learn_correction
+
+    files = files_of(job)
+    sizes = chain.sizes or sizes_of(job)
+    left = job_of(chain, costs, train_seconds, sizes, step_times(files, chain))
+    if log is None:
+        correction = correction_of(starts_nearby(files))
+        return choose_now(chain, site, left, correction=correction)
+    behaviour = Behaviour.learnt(log)
+    if log.start_seconds is None:
+        return choose_now(chain, site, left, behaviour=behaviour)
+    correction = learn_correction(
+        log,
+        log.start_seconds,
+        behaviour,
+        like=(left.reference_nodes, left.wall_to_finish(left.reference_nodes)),
+        backfill=None,
+    )
+    return choose_now(chain, site, left, behaviour=behaviour, correction=correction)
+
+
+def sizes_of(job: Job) -> tuple[int, ...]:
+    """Node counts to compare, ascending; those that the partition has not are left out later."""
+    if job.slurm.sizes:
+        return tuple(sorted(set(job.slurm.sizes)))
+    asked = set(job.slurm.nodes)
+    halves = {number // 2 for number in asked if number % 2 == 0}
+    return tuple(sorted(asked | halves | {2 * number for number in asked}))
+
+
+def _print_candidates(choice: Choice) -> None:
+    from outlast.cli.console import Column, output, print_table
+    from outlast.cluster.durations import duration_text
+
+    rows = [
+        [
+            str(candidate.nodes),
+            duration_text(candidate.wall_seconds),
+            *(
+                duration_text(seconds)
+                for seconds in (
+                    candidate.start.p10_seconds,
+                    candidate.start.p50_seconds,
+                    candidate.start.p90_seconds,
+                    candidate.finish_quantile(0.5),
+                    candidate.finish_quantile(0.9),
+                )
+            ),
+            f"{candidate.node_seconds / 3600.0:,.1f}",
+            "best" if candidate is choice.best else "",
+        ]
+        for candidate in choice.ranking[:_SHOWN]
+    ]
+    heads = ("nodes", "time limit", "starts P10", "P50", "P90", "done P50", "P90", "node hours", "")
+    title = (
+        "candidates on the queue as it is now, predicted (speed of nodes not measured: power 0.9)"
+    )
+    print_table(output(), [Column(head) for head in heads], rows, title)
+    print(choice.reason)
+
+
+_CLOCK = (
+    "a link ends on its own clock: what squeue says is left, asked again now and then, and a "
+    "monotonic clock between; Slurm's USR1 and TERM are the back-up"
+)
+
+
+_CHOICE = (
+    "time limit and nodes of a link are those with which the run is predicted to end first on the "
+    "queue as it is when the link is submitted: the first one's now, each later one's as the link "
+    "before it begins; how much of their limits jobs use is taken from recent accounting (sacct), "
+    "and assumed where there is none"
+)
+
+
+_LEAD = (
+    "the lead is the one that maximises (W - x) F(x) over what saves have taken, and at least "
+    "their 99.5 % quantile"
+)
+
+
+def plan(
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="What is left to train on the first number of nodes."),
+    ] = None,
+    sacct: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Predict starts as users did in this output of sacct --allusers --parsable2.",
+        ),
+    ] = None,
+) -> None:
+    """Show what `outlast submit` would do: the links, their costs, the exact batch script.
+
+    Nothing is submitted. Where the queue can be asked, candidates for time limit and nodes are
+    listed with predicted starts.
+    """
+    from outlast.cluster.chain.manage import choice_of, next_number
+    from outlast.cluster.chain.planning import costs_of, files_of, plan_chain, site_now
+    from outlast.cluster.chain.progress import run_log
+    from outlast.cluster.chain.work import work_seconds
+    from outlast.cluster.workload.sacct import read_sacct
+    from outlast.job import load_job
+
+    job = load_job(*job_arguments(job_file, overrides))
+    past = None if sacct is None else read_sacct(sacct)
+    site = site_now(job)
+    files, chain = files_of(job), plan_chain(job, site)
+    log = run_log(files)
+    costs = costs_of(chain, log.save_seconds, measured_restart=bool(log.restart_seconds))
+    given = None if hours is None else 3600.0 * hours
+    left = work_seconds(files, chain, chain.nodes[0]) if given is None else given
+    for line in sentences(job, chain, site, left):
+        print(line)
+    print_candidates(job, chain, site, costs, left, log=past)
+    number = next_number(files)
+    chosen = choice_of(files, chain.from_link(number), number, seconds=given)
+    if chosen is not None:
+        print(f"chosen: {chosen.reason}")
+    print("\nThe next link, exactly as it would be submitted:\n")
+    print(script_text(files, chain, number, chosen), end="")
+
+
+def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
+    """Say in words how a chain of this job works, and where each figure comes from."""
+    from outlast.cluster.chain.journal import choice_words, entries
+    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.chain.starts import starts_nearby, starts_words
+    from outlast.job import load_job
+
+    job = load_job(*job_arguments(job_file, overrides))
+    site = site_now(job)
+    files, chain = files_of(job), plan_chain(job, site)
+    chosen = choice_words(entries(files))
+    lines = [*sentences(job, chain, site), *reasons(chain), starts_words(starts_nearby(files))]
+    for line in [*lines, *([f"chosen last: {chosen}"] if chosen else [])]:
+        print(line)
+
+
+def sentences(
+    job: Job, chain: ChainPlan, site: Site, left_seconds: float | None = None
+) -> list[str]:
+    """The plan in words, a sentence a line.
+
+    Args:
+        job: As it was given.
+        chain: The plan of its chain.
+        site: What the cluster allows.
+        left_seconds: Of training; None: as the steps so far say.
+    """
+    from outlast.cluster.chain.planning import costs_of, files_of, links_needed
+    from outlast.cluster.chain.progress import run_log
+    from outlast.cluster.chain.work import work_seconds
+    from outlast.cluster.durations import duration_text
+
+    files = files_of(job)
+    log = run_log(files)
+    measured = bool(log.restart_seconds)
+    costs = costs_of(chain, log.save_seconds, measured_restart=measured)
+    found = [f"run {chain.name} in {files.run}, step {log.step} of {chain.steps} saved"]
+    usable = chain.usable_seconds()
+    nodes = ", then ".join(str(node) for node in chain.nodes)
+    length = "the partition's default limit" if usable is None else duration_text(usable)
+    if chain.chooses:
+        length = f"at most {length}, chosen for each as it is submitted,"
+        nodes = " or ".join(str(size) for size in chain.sizes) or nodes
+    found.append(
+        f"a chain of {_kind_words(chain)}: links of {length} on {nodes} node(s) with "
+        f"{chain.tasks_per_node} process(es) each"
+    )
+    if not site.known:
+        found.append("this machine cannot ask Slurm, so the limits of the cluster are not checked")
+    found.append(_cost_words(costs))
+    if usable is not None:
+        share = (costs.restart_seconds + costs.lead_seconds) / usable
+        found.append(f"start and lead take {share:.2%} of a link, {_kind(costs)}")
+    measured_seconds = work_seconds(files, chain, chain.nodes[0])
+    seconds = measured_seconds if left_seconds is None else left_seconds
+    how = "as given" if seconds != measured_seconds else "predicted from the steps so far"
+    links = links_needed(chain, costs, seconds)
+    if links is not None and seconds is not None:
+        found.append(f"{duration_text(seconds)} of training are left, {how}: {links} more link(s)")
+        if chain.links and links > chain.links:
+            found.append(f"slurm.links = {chain.links} is not enough for that")
+    return found
+
+
+def reasons(chain: ChainPlan) -> list[str]:
+    """Why a chain does what it does, a sentence a line."""
+    follows = {
+        "dependent": "each link submits the next as it starts, which waits for its end (afterany), "
+        "so it gathers priority meanwhile; a requeue would wait two minutes at least",
+        "presubmitted": "all links are submitted now, each waiting for the one before; those that "
+        "are left over when the run is done end at once",
+        "array": "all links are places of one array that run one after the other; those left over "
+        "are cancelled when the run is done",
+    }[chain.kind]
+    given_up = f"after {chain.attempts_without_progress} links in a row that saved no step"
+    return [
+        follows,
+        *([_CHOICE] if chain.chooses else []),
+        _CLOCK,
+        "all ranks agree at a step boundary, save, and end with code 3; no step is lost there",
+        _LEAD,
+        "one link writes the run at a time: a fence names its job, and a dead job's is taken over",
+        f"the chain gives up {given_up}",
+        "a job that is cancelled stays cancelled; preemption and failed nodes are gone on from",
+    ]
+
+
+def _kind_words(chain: ChainPlan) -> str:
+    return {
+        "dependent": "jobs that submit their successors",
+        "presubmitted": f"{chain.links} jobs submitted at once",
+        "array": f"{chain.links} places of one job array",
+    }[chain.kind]
+
+
+def _cost_words(costs: Costs) -> str:
+    return (
+        f"a link needs {costs.restart_seconds:.3g} s to its first step and {costs.save_seconds:.3g}"
+        f" s for a save ({_kind(costs)}); its last save begins {costs.lead_seconds:.3g} s before "
+        "its end"
+    )
+
+
+def _kind(costs: Costs) -> str:
+    return "measured in this run" if costs.measured else "assumed until measured"
+
+
+def prefetch(job_file: JobFile = None, overrides: Overrides = None) -> None:
+    """Copy the tokens of a job to this node, where its section staging says.
+
+    Run it once on each node, e.g. `srun --overlap --ntasks-per-node=1 outlast cluster prefetch
+    job.toml &`, while an earlier job is still training; the processes that start later find the
+    copies, or wait for those that are on their way. Text that no run has tokenised yet is left out.
+    """
+    from outlast.cluster.staging import prefetch as fetch
+    from outlast.cluster.staging import told
+    from outlast.job import load_job
+
+    job_file, settings = job_arguments(job_file, overrides)
+    job = load_job(job_file, settings)
+    print("\n".join(told(job, fetch(job))))
+
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/quickstart; or a job file.")
+]
+
+
+def chain_of(run: Path) -> ChainFiles:
+    """The chain of a run directory, or of the run that a job file names.
+
+    Raises:
+        JobError: The job file is wrong.
+    """
+    from outlast.cluster.chain.plan import chain_files
+    from outlast.cluster.chain.planning import files_of
+
+    if run.suffix == ".toml":
+        from outlast.job import load_job
+
+        return files_of(load_job(run))
+    return chain_files(run.resolve())
+
+
+def status(
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Say how a chain is doing: links, progress, where the time went, when it will be done."""
+    from outlast.cluster.chain.status import as_json as plain
+    from outlast.cluster.chain.status import status_of
+
+    found = status_of(chain_of(run))
+    if as_json:
+        print(json.dumps(plain(found), indent=1))
+    else:
+        print_status(found)
+
+
+def print_status(found: ChainStatus) -> None:
+    """The status as text."""
+    from outlast.cli.console import Column, output, print_table
+    from outlast.cluster.durations import duration_text
+
+    console = output()
+    why = f": {found.reason}" if found.reason else ""
+    of = f" of {found.steps} ({found.step / found.steps:.1%})" if found.steps else ""
+    print(f"chain {found.chain} of run {found.name}: {found.outcome}{why}")
+    print(f"saved up to step {found.step}{of}")
+    if found.goodput is not None:
+        print(f"goodput {found.goodput:.1%} of the links' time, measured")
+        total = sum(found.seconds.values())
+        for name, seconds in sorted(found.seconds.items(), key=lambda second: -second[1]):
+            print(f"  {name:<26} {duration_text(seconds):>12}  {seconds / total:6.1%}")
+    elif found.links:
+        print("goodput not known: the run has kept no records of its time yet")
+    if gaps := found.gaps_seconds:
+        print(f"between links {sum(gaps) / len(gaps):.1f} s on average, {max(gaps):.1f} s at most")
+    if found.left_seconds:
+        print(f"about {duration_text(found.left_seconds)} left, predicted from the links so far")
+    for job, state in found.jobs.items():
+        waits = found.waits.get(job)
+        print(f"job {job}: {state.lower()}{f': {waits}' if waits else ''}")
+    if found.chosen:
+        print(f"chosen: {found.chosen}")
+    if found.links:
+        rows = [
+            [
+                f"{link.number} filler" if link.role == "filler" else str(link.number),
+                link.job,
+                f"{link.nodes} x {link.processes // max(link.nodes, 1)}",
+                "" if link.wait_seconds is None else f"{link.wait_seconds:.1f} s",
+                _predicted(link),
+                "" if link.seconds is None else duration_text(link.seconds),
+                f"{link.first_step} to {link.last_step}",
+                link.verdict,
+                link.reason,
+            ]
+            for link in found.links
+        ]
+        heads = ["link", "job", "nodes", "waited", "predicted", "ran", "steps", "then", "why"]
+        if all(link.predicted_wait_seconds is None for link in found.links):
+            place = heads.index("predicted")
+            del heads[place]
+            rows = [row[:place] + row[place + 1 :] for row in rows]
+        print_table(console, [Column(head) for head in heads], rows, "")
+
+
+def _predicted(link: LinkStatus) -> str:
+    """The wait that was predicted when the link was chosen."""
+    from outlast.cluster.policies.words import hours
+
+    if link.predicted_wait_seconds is None:
+        return ""
+    low, high = link.predicted_wait_seconds
+    return f"{hours(low)} to {hours(high)}" if high else "no wait"
+
+
+def resume(run: Run, overrides: Overrides = None) -> None:
+    """Go on with a chain that was stopped, cancelled, gave up or lost its next link.
+
+    Settings such as slurm.wall_time=4h replace those that the chain was submitted with.
+    """
+    from outlast.cluster.chain.manage import resume as resumed
+    from outlast.cluster.chain.plan import read_plan
+
+    files = chain_of(run)
+    before = read_plan(files)
+    jobs = resumed(files, *(_changed(files, before, list(overrides)) if overrides else ()))
+    print(f"submitted {', '.join(jobs)}: chain {before.chain} of {files.run} goes on")
+    _print_choice(files)
+
+
+def _print_choice(files: ChainFiles) -> None:
+    """Say why the link that was submitted is as it is, where that was chosen."""
+    from outlast.cluster.chain.journal import choice_words, entries
+
+    if words := choice_words(entries(files)):
+        print(f"chosen: {words}")
+
+
+def _changed(files: ChainFiles, before: ChainPlan, overrides: list[str]) -> tuple[ChainPlan, str]:
+    """The plan of a chain with other settings, and the text of its job."""
+    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.job import load_job, to_toml
+
+    with contextlib.ExitStack() as there:
+        try:
+            # Paths of a job are meant from where its links run.
+            there.enter_context(contextlib.chdir(before.directory))
+        except OSError as error:
+            raise ClusterError(
+                f"{before.directory}, where the links run, cannot be entered: {error.strerror}"
+            ) from None
+        job = load_job(files.job, overrides)
+        if files_of(job) != files:
+            raise ClusterError(
+                f"run.directory and run.name are now those of {files_of(job).run}, not of "
+                f"{files.run}: set them back, or submit it as a run of its own"
+            )
+        check_run(job)
+        plan = plan_chain(job, site_now(job))
+    python = job.slurm.python or before.python
+    return dataclasses.replace(plan, python=python), to_toml(job)
+
+
+def stop(
+    run: Run,
+    after_checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--after-checkpoint", help="Let the running link save at its next step first."
+        ),
+    ] = False,
+) -> None:
+    """End a chain: cancel its jobs, or let the running one save and end."""
+    from outlast.cluster.chain.manage import stop as stopped
+
+    print(stopped(chain_of(run), after_checkpoint=after_checkpoint))
+
+
+def adopt(
+    job_number: Annotated[str, typer.Argument(metavar="JOBID", help="A job that trains this run.")],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.TOML|RUN", help="The job file or directory of the run.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Make a job that was submitted by hand the first link of a chain."""
+    from outlast.cluster.chain.manage import adopt as adopted
+    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.job import load_job, to_toml
+    from outlast.job.template import toml_value
+    from outlast.records import RunDirectory
+
+    if job_file.is_dir():
+        # Wherever it lies now.
+        place = [f"run.directory={toml_value(str(job_file.resolve().parent))}"]
+        place.append(f"run.name={toml_value(job_file.resolve().name)}")
+        job_file = RunDirectory(job_file).job_file
+    else:
+        place = []
+    settings = [*place, *(overrides or [])]
+    job = load_job(job_file, settings, unsure=frozenset({"model"}))
+    check_run(job)
+    if not job.slurm.command:
+        load_job(job_file, settings)
+    plan = plan_chain(job, site_now(job))
+    files = files_of(job)
+    jobs = adopted(files, plan, to_toml(job), job_number)
+    print(f"submitted {', '.join(jobs)} to follow job {job_number}: chain {plan.chain}")
+    _print_choice(files)
+
+
+ROWS_SHOWN = 60
+
+
+def tasks(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.toml",
+            help="A run's figures, in the tables run, bytes_per_s, tier and evaluation; or any "
+            "graph, in the tables nodes, bytes_per_s, task and edge.",
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--out", metavar="PAGE.html", help="Write the picture here.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Print more than {ROWS_SHOWN} rows.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the schedule as JSON.")] = False,
+) -> None:
+    """Plan a run's training, saves, copies and evaluations together; nothing is run.
+
+    Transfers share the file system, the network and the disks; the plan says which go first. Below
+    the table: how far the plan can be at most from the shortest one, and what would happen without
+    a plan. Figures are predictions from the file.
+    """
+    from outlast.cluster.tasks.forward import run_greedily
+    from outlast.cluster.tasks.page import page
+    from outlast.cluster.tasks.planner import plan
+    from outlast.cluster.tasks.read import graph_from_toml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"{file} cannot be read ({error.strerror}): give another") from error
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{file} is no UTF-8 text: give a TOML file") from error
+    graph = graph_from_toml(text, str(file))
+    schedule, unmanaged = plan(graph), run_greedily(graph)
+    if as_json:
+        _print_json(schedule, unmanaged)
+    else:
+        _print_tasks(schedule, unmanaged, None if everything else ROWS_SHOWN)
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            content = page(schedule, title=file.stem, unmanaged=unmanaged)
+            output.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"{output} cannot be written ({error.strerror})") from error
+        if not as_json:
+            print(f"wrote {output}")
+
+
+def _print_tasks(schedule: Schedule, unmanaged: Schedule, most: int | None) -> None:
+    from outlast.cli.console import Column, count_text, output, print_table, size_text
+    from outlast.cluster.tasks.gantt import duration
+
+    names = list(schedule.graph.machine.nodes)
+    sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}
+    rows = [
+        [
+            row.name,
+            row.kind,
+            duration(row.start_seconds),
+            duration(row.end_seconds),
+            duration(row.seconds),
+            size_text(round(sizes[row.name])) if sizes[row.name] else "-",
+            f"{len(row.nodes)} {names[row.group]}" if row.nodes else "-",
+        ]
+        for row in schedule.rows[:most]
+    ]
+    columns = [
+        Column("task", number=False, least=20),
+        Column("kind", number=False, optional=2),
+        Column("start"),
+        Column("end"),
+        Column("takes"),
+        Column("moves"),
+        Column("nodes", number=False, optional=1),
+    ]
+    print_table(output(), columns, rows, "schedule (predicted)")
+    left = len(schedule.rows) - len(rows)
+    if left > 0:
+        print(f"and {count_text(left, 'row')} more; --all prints them")
+    makespan = schedule.makespan_seconds
+    print(f"all is done after    {duration(makespan)}")
+    gap = "as short as can be" if schedule.gap < 5e-4 else f"at most {schedule.gap:.1%} too long"
+    print(f"no plan is shorter   {duration(schedule.bound_seconds)}: this one is {gap}")
+    more = unmanaged.makespan_seconds / makespan - 1.0 if makespan else 0.0
+    print(f"without a plan       {duration(unmanaged.makespan_seconds)} ({more:+.1%})")
+
+
+def _print_json(schedule: Schedule, unmanaged: Schedule) -> None:
+    print_json(
+        {
+            "kind": "predicted",
+            "seconds": schedule.makespan_seconds,
+            "bound_seconds": schedule.bound_seconds,
+            "without_a_plan_seconds": unmanaged.makespan_seconds,
+            "sharing": schedule.sharing,
+            "rows": list(schedule.rows),
+        }
+    )
+
 
 cluster = typer.Typer(
     name="cluster",
     help="Long runs on a shared Slurm cluster: plan them, watch them, steer them.",
     no_args_is_help=True,
 )
+
+
 for command in (plan, status, resume, stop, adopt, explain, simulate, tasks, prefetch):
     cluster.command()(command)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli.asks import asks
+from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.options import with_options
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class AskedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedComparison:
-    """What is compared, and how."""
+    """Arguments of ``outlast plan compare``."""
 
     links: Annotated[float, typer.Option(min=0.1, help="Hours of a link of policy links.")] = 8.0
     policy: Annotated[
@@ -87,7 +88,7 @@ class AskedComparison:
     ] = "easy"
 
 
-@asks
+@with_options
 def simulate(
     asked_log: AskedLog,
     asked_run: AskedRun,
@@ -205,7 +206,6 @@ def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) 
 
 
 def _print(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
-    from outlast.cli.figures import Column, output, print_table
     from outlast.cluster.policies.words import hours
 
     console = output()
@@ -244,8 +244,6 @@ def _print(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
 
 
 def _print_json(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
-    from outlast.cli.figures import print_json
-
     print_json(
         {
             "log": log.name,

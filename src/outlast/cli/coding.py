@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.console import Column, output, print_table
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -112,8 +113,7 @@ def show(
     *,
     workers: Workers,
     stragglers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Stragglers that an exact code must stand."),
+        int | None, typer.Option(min=0, help="Stragglers that an exact code must stand.")
     ] = None,
     degree: Annotated[
         int | None, typer.Option(min=1, help="Of the graph (GraphCode, Expander).")
@@ -140,7 +140,14 @@ def show(
         "seed": seed,
     }
     made = _made(code, {"workers": workers, "dtype": dtype, **given})
-    _print_code(made)
+    console = output()
+    rows = [[name, value] for name, value in _properties(made)]
+    title = f"{made.name}: {made.workers} workers, {made.chunks} chunks"
+    print_table(
+        console, [Column("what", number=False), Column("figure", number=False)], rows, title
+    )
+    console.print()
+    _print_guarantee(console, made)
 
 
 def _made(name: str, given: dict[str, Any]) -> GradientCode:
@@ -177,19 +184,6 @@ def _made(name: str, given: dict[str, Any]) -> GradientCode:
 
 def _wanted(name: str, accepted: Any, given: dict[str, Any]) -> str:
     return f"{name} takes {', '.join(f'--{key}' for key in given if key in accepted)}"
-
-
-def _print_code(code: GradientCode) -> None:
-    from outlast.cli.figures import Column, output, print_table
-
-    console = output()
-    rows = [[name, value] for name, value in _properties(code)]
-    title = f"{code.name}: {code.workers} workers, {code.chunks} chunks"
-    print_table(
-        console, [Column("what", number=False), Column("figure", number=False)], rows, title
-    )
-    console.print()
-    _print_guarantee(console, code)
 
 
 def _properties(code: GradientCode) -> list[tuple[str, str]]:
@@ -239,8 +233,6 @@ def _stragglers(count: int) -> str:
 
 
 def _print_guarantee(console: Console, code: GradientCode) -> None:
-    from outlast.cli.figures import Column, print_table
-
     first = max(code.tolerance, 0)
     last = min(first + _BEYOND, code.workers - 1)
     rows = [

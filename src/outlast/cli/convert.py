@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.cli.console import LINE_SECONDS, size_text
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -187,11 +189,7 @@ def _write(  # type: ignore[no-untyped-def]
         export_dense(model, target, tokenizer=tokenizer, overwrite=overwrite)
     else:
         export_factored(
-            model,
-            target,
-            merged=written_as == "merged",
-            tokenizer=tokenizer,
-            overwrite=overwrite,
+            model, target, merged=written_as == "merged", tokenizer=tokenizer, overwrite=overwrite
         )
 
 
@@ -210,8 +208,6 @@ def _tell(done: ConvertedModel, text: CalibrationText | None) -> None:
 
 
 def _tell_files(source: Path, target: Path, written_as: str) -> None:
-    from outlast.cli.figures import size_text
-
     def size(folder: Path) -> str:
         return size_text(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
 
@@ -228,8 +224,6 @@ def _progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
-
-    from outlast.cli.figures import LINE_SECONDS
 
     console = Console(stderr=True)
     begun = last = time.monotonic()

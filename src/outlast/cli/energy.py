@@ -13,15 +13,14 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli.energy_plan import advise, frontier, replay
 from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EnergyError
-from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,18 +28,480 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.energy.account.prometheus import Sample
+    from outlast.energy.frontier.plan import ClockPlan, Switches
+    from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.meter import EnergyMeter
+    from outlast.energy.model.equations import DeviceConstants, Work
+    from outlast.energy.profile import Curve, Key, Profile
     from outlast.energy.replay import DeviceState
+    from outlast.energy.schedule.graph import Schedule
     from outlast.energy.window import Window
+    from outlast.hardware.catalogue import Device
+    from outlast.job import Job
+    from outlast.train.preflight import Plan
+
+
+DEADLINES = ("+0%", "+2%", "+5%", "+10%")
+
+
+CATALOGUE = {"a100": "a100-sxm-80"}
+"""Devices with an example profile (for clocks) whose rates the catalogue knows."""
+
+
+def print_advice(
+    path: Path,
+    overrides: list[str],
+    nproc: int,
+    source: tuple[str, Profile | None],
+    deadline: float | str,
+) -> None:
+    """Plan a job's clocks and print the table and what would set them.
+
+    Args:
+        path: The job file.
+        overrides: As for ``outlast train``.
+        nproc: Processes of the job.
+        source: Name of the device, and the job's measured profile if there is one.
+        deadline: As in `EnergyPlanner.plan`.
+
+    Raises:
+        JobError: For a wrong job.
+        EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
+    """
+    from outlast.cli.console import Column, output, print_table
+    from outlast.energy.control.apply import DryRun, device_settings
+    from outlast.energy.control.slurm import batch_lines
+    from outlast.energy.frontier.planner import EnergyPlanner
+    from outlast.job import load_job
+    from outlast.train.preflight import preflight
+
+    job = load_job(path, overrides)
+    checked = preflight(job, nproc)
+    schedule = _step_schedule(job, checked)
+    device, profile = source
+    if profile is None:
+        profile = _modelled_profile(job, checked, device)
+    planner = EnergyPlanner(profile)
+    rows = []
+    for fromkey in dict.fromkeys([*DEADLINES, deadline]):
+        plan = planner.plan(schedule, fromkey, switches="per_stage")
+        rows.append(_advice_row(str(fromkey), plan))
+    chosen = planner.plan(schedule, deadline, switches="per_stage")
+    heads = ["deadline", "step s", "energy J", "saving", "clocks MHz"]
+    title = f"one clock per device, {profile.device}, {profile.kind}"
+    print_table(output(), [Column(head) for head in heads], rows, title)
+    if profile.kind == "modelled":
+        print(
+            "modelled from the FLOPs and bytes of a step alone: times within about 30 %, savings "
+            "an order of magnitude; give --profile for a plan to act on"
+        )
+    print(f"\nfor deadline {deadline}, on each replica (nothing is set now):")
+    clocks = []
+    for number, setting in enumerate(device_settings(chosen, schedule)):
+        if setting.clock_mhz is not None:
+            clocks.append(setting.clock_mhz)
+            DryRun(f"<GPU {number}>", write=lambda text: print(f"  {text}")).lock_clock(
+                setting.clock_mhz
+            )
+    print("\nwith Slurm:")
+    print(batch_lines(clocks, gpus_per_node=len(clocks)))
+
+
+def _advice_row(deadline: str, plan: ClockPlan) -> list[str]:
+    clocks = list(dict.fromkeys(clock for clock in plan.clocks_mhz if clock))
+    shown = str(clocks[0]) if len(clocks) == 1 else f"{min(clocks)} to {max(clocks)}"
+    return [deadline, f"{plan.seconds:.4g}", f"{plan.joules:,.4g}", f"{plan.saving:.1%}", shown]
+
+
+def _step_schedule(job: Job, checked: Plan) -> Schedule:
+    from outlast.data import microbatch_count
+    from outlast.energy.schedule import pipelines
+    from outlast.train.preflight import pipeline_shape
+
+    layout = checked.layout
+    if layout.pipeline == 1:
+        count = microbatch_count(
+            job.train.batch_size, layout.data_ranks, job.train.micro_batch_size
+        )
+        return pipelines.single_stage(count)
+    stages, microbatches = pipeline_shape(job, layout)
+    if stages > layout.pipeline:
+        return pipelines.interleaved(layout.pipeline, microbatches, stages // layout.pipeline)
+    return pipelines.one_f_one_b(stages, microbatches)
+
+
+def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
+    """From the work of one micro-batch, shared evenly among the stages."""
+    from outlast.energy import example
+    from outlast.energy.model.fit import fit_constants
+    from outlast.energy.profile import Key, Profile
+    from outlast.hardware import device as known_device
+    from outlast.train.preflight import pipeline_shape
+
+    if device not in CATALOGUE:
+        raise EnergyError(
+            f"--device = {device} has no model of clocks and rates; known is "
+            f"{', '.join(CATALOGUE)}; for others give --profile"
+        )
+    measured = example.profile(device)
+    facts = known_device(CATALOGUE[device])
+    constants = _with_rates(fit_constants(measured), facts)
+    clocks = [point.clock_mhz for point in next(iter(measured.curves.values())).points]
+    layout = checked.layout
+    stages, microbatches = (1, 0) if layout.pipeline == 1 else pipeline_shape(job, layout)
+    works = _work(job, checked, microbatches)
+    curves: dict[Key, Curve] = {}
+    for phase, work in works.items():
+        share = 1.0 / (stages * layout.tensor)
+        part = replace(
+            work,
+            flops=work.flops * share,
+            memory_bytes=work.memory_bytes * share,
+            launches=-(-work.launches // stages),
+        )
+        curve = _curve(part, constants, clocks)
+        curves |= {Key(stage, phase): curve for stage in range(stages)}
+    name = f"{measured.device} (clocks), {facts.name} (rates)"
+    return Profile(curves, measured.blocking_watts, device=name, kind="modelled")
+
+
+def _with_rates(constants: DeviceConstants, facts: Device) -> DeviceConstants:
+    memory = facts.memory_peak_bytes_per_s
+    watts = facts.power_limit_watts
+    return replace(
+        constants,
+        peak_flop_per_s=float(facts.bf16_matmul_flop_per_s.value),
+        memory_bytes_per_s=float(memory.value),
+        power_limit_watts=min(constants.power_limit_watts, float(watts.value)),
+    )
+
+
+def _curve(work: Work, constants: DeviceConstants, clocks: list[int]) -> Curve:
+    from outlast.energy.model.equations import roofline_response
+    from outlast.energy.model.predict import predict
+    from outlast.hardware.figure import Unavailable
+
+    response = roofline_response(work, constants)
+    prediction = (
+        response if isinstance(response, Unavailable) else predict(response, constants, clocks)
+    )
+    if isinstance(prediction, Unavailable):
+        raise EnergyError(f"the job's step cannot be modelled: {prediction}; give --profile")
+    return prediction.curve
+
+
+def _work(job: Job, checked: Plan, pipeline_microbatches: int) -> dict[str, Work]:
+    """FLOPs and bytes of one micro-batch, by counting on a model without storage."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from outlast.data import microbatch_count
+    from outlast.energy.model.capture import capture
+    from outlast.train.engine import loss_sum
+    from outlast.train.model import build_model
+
+    layout = checked.layout
+    count = pipeline_microbatches or microbatch_count(
+        job.train.batch_size, layout.data_ranks, job.train.micro_batch_size
+    )
+    samples = max(job.train.batch_size // (layout.data_ranks * count), 1)
+    # transformers looks at values of plain meta tensors, but not at those of fake ones.
+    with FakeTensorMode(), torch.device("cpu"):
+        model = build_model(job)
+        tokens = torch.zeros(samples, job.data.sequence_length, dtype=torch.long)
+
+        def step() -> None:
+            logits = model(tokens)
+            torch.autograd.backward(loss_sum(getattr(logits, "logits", logits), tokens))
+
+        return {
+            phase: work for phase, work in capture(step).items() if phase in {"forward", "backward"}
+        }
+
+
+EXAMPLES = "example:"
+
+
+KINDS = ("1f1b", "gpipe", "zero-bubble", "interleaved")
+
+
+BUDGETS = ("none", "per_stage", "per_phase", "free")
+
+
+ProfileName = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROFILE",
+        help="CSV or JSON with stage, phase, clock_mhz, seconds, joules; or example:a100, "
+        "example:a40 (GPT-3 175B on 8 stages).",
+    ),
+]
+
+
+Microbatches = Annotated[int, typer.Option(min=1, help="Micro-batches per step.")]
+
+
+ScheduleName = Annotated[
+    str,
+    typer.Option("--schedule", help=f"{', '.join(KINDS)}; or a JSON file of operations and edges."),
+]
+
+
+BlockingWatts = Annotated[
+    float | None, typer.Option(help="Power of a waiting device, where the file does not say it.")
+]
+
+
+SwitchSeconds = Annotated[float, typer.Option(help="What one change of a clock takes.")]
+
+
+Deadline = Annotated[
+    str, typer.Option(help='Seconds per step, or above the time of top clocks, as in "+2%".')
+]
+
+
+def frontier(
+    profile: ProfileName,
+    *,
+    microbatches: Microbatches = 12,
+    schedule: ScheduleName = "1f1b",
+    stages_per_device: Annotated[int, typer.Option(min=1, help="Of an interleaved schedule.")] = 2,
+    points: Annotated[int, typer.Option(min=1, help="Plans on the frontier.")] = 20,
+    longest: Annotated[str, typer.Option(help="The last deadline, as seconds or +10%.")] = "+10%",
+    switches: Annotated[
+        str, typer.Option(help=f"How often clocks may change: {', '.join(BUDGETS)}; or all.")
+    ] = "all",
+    switch_seconds: SwitchSeconds = 0.0,
+    margin: Annotated[
+        str,
+        typer.Option(
+            help="Share of the deadline kept free because a profile is not exact; auto smooths the "
+            "profile and keeps what its noise asks for."
+        ),
+    ] = "0",
+    blocking_watts: BlockingWatts = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write frontiers, plans and a picture here."),
+    ] = None,
+) -> None:
+    """Plan the whole time-energy frontier of a measured profile.
+
+    Every plan says how far it can be at most from the best one that changes clocks no more freely:
+    a linear or integer programme over the profile is a lower bound. Figures are predictions from
+    the profile.
+    """
+    from outlast.energy.frontier.picture import save_picture
+    from outlast.energy.frontier.planner import EnergyPlanner
+    from outlast.energy.frontier.smoothing import margin_for, smoothed
+
+    measured = _profile(profile, blocking_watts)
+    plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
+    noisy = margin == "auto"
+    kept = margin_for(measured) if noisy else _share(margin)
+    planner = EnergyPlanner(smoothed(measured) if noisy else measured)
+    budgets = BUDGETS if switches == "all" else (switches,)
+    found: dict[str, Frontier] = {}
+    for budget in budgets:
+        try:
+            found[budget] = planner.frontier(
+                plain,
+                points,
+                _deadline(longest),
+                switches=_budget(budget),
+                switch_seconds=switch_seconds,
+                margin=kept,
+            )
+        except EnergyError as error:
+            # Of all budgets, some may be impossible; the one that was asked for may not.
+            if budget == "free" or len(budgets) == 1:
+                raise
+            print(f"switches = {budget}: not possible: {error}\n")
+            continue
+        _print_frontier(budget, found[budget])
+    if output is not None:
+        for budget, plans in found.items():
+            plans.save(output / f"frontier-{budget}.json")
+        save_picture(found, output / "frontier.html")
+        print(f"wrote {output}/frontier.html and {len(found)} frontiers")
+
+
+def replay(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A frontier or plan that was written as JSON.")
+    ],
+    profile: Annotated[str, typer.Option(help="As for frontier: what the devices repeat.")],
+    *,
+    deadline: Annotated[
+        float | None, typer.Option(help="Of a frontier: seconds per step; default: its middle.")
+    ] = None,
+    microbatches: Microbatches = 12,
+    schedule: ScheduleName = "1f1b",
+    stages_per_device: Annotated[int, typer.Option(min=1, help="Of an interleaved schedule.")] = 2,
+    blocking_watts: BlockingWatts = None,
+    switch_seconds: Annotated[
+        float | None, typer.Option(help="What a change of a clock takes; default: the plan's own.")
+    ] = None,
+) -> None:
+    """Run a plan operation by operation on devices that repeat a measured profile.
+
+    Shows what the plan is worth on another profile than its own, and what slow changes of clocks
+    cost. The result is replayed, not measured.
+    """
+    from outlast.energy.frontier.plan import ClockPlan
+    from outlast.energy.frontier.stragglers import Frontier
+    from outlast.energy.replay import replay_profile
+
+    measured = _profile(profile, blocking_watts)
+    plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
+    if _is_frontier(plan):
+        plans = Frontier.load(plan, plain)
+        middle = plans.plans[len(plans.plans) // 2].deadline_seconds
+        chosen = plans.at(middle if deadline is None else deadline)
+    else:
+        chosen = ClockPlan.load(plan, plain)
+    latency = chosen.switch_seconds if switch_seconds is None else switch_seconds
+    run = replay_profile(chosen, plain, measured, switch_seconds=latency)
+    print(f"planned   {chosen.seconds:.6g} s, {chosen.joules:,.6g} J ({chosen.kind} profile)")
+    print(
+        f"{run.kind:<9} {run.seconds:.6g} s, {run.joules:,.6g} J, {run.switches} changes of clock"
+    )
+    late = "" if run.on_time else f": {run.seconds - run.deadline_seconds:.3g} s too late"
+    print(f"deadline  {run.deadline_seconds:.6g} s{late}")
+    for device, joules in enumerate(run.device_joules):
+        print(f"  device {device}: {joules:,.5g} J")
+
+
+def advise(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="A job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE ...]", help="As for train.")
+    ] = None,
+    *,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes of the job.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="Kind of GPU whose clocks and rates are known: a100.")
+    ] = "a100",
+    profile: Annotated[
+        str | None,
+        typer.Option(help="The job's own measured profile, as for frontier; makes it exact."),
+    ] = None,
+    blocking_watts: BlockingWatts = None,
+    deadline: Deadline = "+2%",
+) -> None:
+    """Say which clocks would save how much energy of a job, and print what would set them.
+
+    Without a profile, time and power are modelled from the FLOPs and bytes of one step: good for
+    an order of magnitude. Nothing is set.
+    """
+    measured = None if profile is None else _profile(profile, blocking_watts)
+    print_advice(job, list(overrides or []), nproc, (device, measured), _deadline(deadline))
+
+
+def _profile(name: str, blocking_watts: float | None) -> Profile:
+    from outlast.energy import example
+    from outlast.energy.profile import read_profile
+
+    if name.startswith(EXAMPLES):
+        return example.profile(name.removeprefix(EXAMPLES))
+    return read_profile(name, blocking_watts=blocking_watts)
+
+
+def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device: int) -> Schedule:
+    """A named schedule for the profile's stages, or that of a file."""
+    from outlast.energy.schedule import pipelines
+    from outlast.energy.schedule.graph import schedule_from_text
+
+    if name.endswith(".json"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise EnergyError(f"{name} cannot be read ({error.strerror}): give another") from error
+        except UnicodeDecodeError as error:
+            raise EnergyError(f"{name} is no UTF-8 text: give a JSON file") from error
+        return schedule_from_text(text, name)
+    stages = len({key.stage for key in profile.curves})
+    match name:
+        case "1f1b":
+            return pipelines.one_f_one_b(stages, microbatches)
+        case "gpipe":
+            return pipelines.gpipe(stages, microbatches)
+        case "zero-bubble":
+            return pipelines.zero_bubble(stages, microbatches)
+        case "interleaved":
+            if stages % per_device:
+                raise EnergyError(
+                    f"--stages-per-device = {per_device} does not divide the profile's {stages} "
+                    "stages: give a number that does"
+                )
+            return pipelines.interleaved(stages // per_device, microbatches, per_device)
+    raise EnergyError(f'--schedule = "{name}" is none of {", ".join(KINDS)}, nor a .json file')
+
+
+def _is_frontier(path: Path) -> bool:
+    """Return True if a file says that it is a frontier; its reader finds what is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == "outlast frontier"
+
+
+def _deadline(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise EnergyError(f'--margin = "{text}" is neither a share, as 0.01, nor auto') from None
+
+
+def _budget(name: str) -> Switches:
+    if name not in BUDGETS:
+        raise EnergyError(f'--switches = "{name}" is none of {", ".join(BUDGETS)}, nor all')
+    return name  # type: ignore[return-value]
+
+
+def _print_frontier(budget: str, plans: Frontier) -> None:
+    from outlast.cli.console import Column, output, print_table
+
+    heads = ["deadline s", "step s", "energy J", "saving", "gap at most", "switches"]
+    rows = [_replay_row(plan) for plan in plans.plans]
+    first = plans.plans[0]
+    title = f"switches = {budget}: {first.device}, predicted from a {first.kind} profile"
+    print_table(output(), [Column(head) for head in heads], rows, title)
+
+
+def _replay_row(plan: ClockPlan) -> list[str]:
+    return [
+        f"{plan.deadline_seconds:.6g}",
+        f"{plan.seconds:.6g}",
+        f"{plan.joules:,.6g}",
+        f"{plan.saving:.2%}",
+        # Where a plan is its bound, the two differ by rounding.
+        f"{max(plan.budget_gap, 0.0):.3%}",
+        str(plan.switches),
+    ]
+
 
 energy = typer.Typer(
     name="energy",
     help="Joules: measure them, plan clocks on the time-energy frontier, report them.",
     no_args_is_help=True,
 )
+
+
 EXIT_CANNOT_RUN = 126
+
+
 EXIT_NO_COMMAND = 127
 """As shells end where a command cannot be run, or is not there."""
+
 
 for command in (advise, frontier, replay):
     energy.command()(command)
@@ -49,8 +510,7 @@ for command in (advise, frontier, replay):
 @energy.command()
 def monitor(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- COMMAND ...]", help="Measured until it ends."),
+        list[str] | None, typer.Argument(metavar="[-- COMMAND ...]", help="Measured until it ends.")
     ] = None,
     *,
     seconds: Annotated[
@@ -70,11 +530,15 @@ def monitor(
     Reads counters only. Ends with the command's exit code; 127 where there is no such command, 126
     where it cannot be run; 1 where nothing can be measured and no command was given.
     """
-    from outlast.cli.figures import output as console_of
+    from outlast.cli.console import output as console_of
     from outlast.energy.meter import EnergyMeter
 
     if output is not None:
-        _check_output(output)
+        asked = output if output.exists() else output.absolute().parent
+        if output.is_dir() or not asked.exists() or not os.access(asked, os.W_OK):
+            raise EnergyError(
+                f"--out = {output} cannot be written: name a file in a directory of yours"
+            )
     console = console_of()
     with EnergyMeter("monitor") as meter:
         if not meter.sources:
@@ -113,6 +577,7 @@ def report(
     Prices are those of the run's section energy where no option says otherwise.
     ``outlast report RUN`` draws it.
     """
+    from outlast.hardware.figure import Unavailable
     from outlast.records import read_run
     from outlast.report.energy import account_of, settings_of
 
@@ -168,13 +633,6 @@ def restore(
         print(f"{path}: gave back {devices}")
     if failed:
         raise typer.Exit(EXIT_BAD_INPUT)
-
-
-def _check_output(path: Path) -> None:
-    """Refuse before the measurement what could not be written after it."""
-    asked = path if path.exists() else path.absolute().parent
-    if path.is_dir() or not asked.exists() or not os.access(asked, os.W_OK):
-        raise EnergyError(f"--out = {path} cannot be written: name a file in a directory of yours")
 
 
 def _check_prices(
@@ -249,6 +707,8 @@ def _print_laps(
 
 def _lines(window: Window, states: Mapping[str, DeviceState]) -> list[str]:
     """One text for each meter: mean power, energy, and the state where it has one."""
+    from outlast.hardware.figure import Unavailable
+
     found = []
     for name, reading in window.joules.items():
         if isinstance(reading, Unavailable):
@@ -264,6 +724,8 @@ def _lines(window: Window, states: Mapping[str, DeviceState]) -> list[str]:
 
 
 def _state_words(state: DeviceState) -> list[str]:
+    from outlast.hardware.figure import Unavailable
+
     figures = {"C": state.celsius, "MHz": state.sm_clock_mhz}
     words = [
         f"{value:g} {unit}" for unit, value in figures.items() if not isinstance(value, Unavailable)
@@ -274,7 +736,7 @@ def _state_words(state: DeviceState) -> list[str]:
 
 
 def _samples(meter: EnergyMeter) -> list[Sample]:
-    """What Prometheus is told of each meter now."""
+    """Samples of each meter for Prometheus."""
     from outlast.energy.account.prometheus import Labels, Sample
     from outlast.energy.sources.track import shown_state
 

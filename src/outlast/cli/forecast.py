@@ -1,4 +1,4 @@
-"""What `outlast train` says before the first step: the planner's prediction of this job, here."""
+"""The planner's prediction of a job on this machine, said before the first step of a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, PlanError
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from outlast.plan.calibration.calibration_file import Calibration
     from outlast.plan.cluster import Cluster
     from outlast.plan.prediction import Estimate
-    from outlast.records import Predicted
+    from outlast.records import Predicted, Run
+
 
 HOME = "OUTLAST_PLAN_HOME"
 """Folder of this machine's calibration; `~/.cache/outlast/plan` where it is not set."""
+
+
 PUBLISHED = "published runs"
 """What the constants are from where nothing was calibrated."""
 
 
 def calibration_home() -> Path:
-    """Where `outlast plan calibrate --run` leaves what it measured, for `outlast train` to find."""
+    """Folder of the measurements of `outlast plan calibrate --run`."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get(HOME) or Path(cache) / "outlast" / "plan")
 
@@ -36,7 +39,6 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         job: Checked.
         processes: That will train.
     """
-    from outlast.cli.plan_place import HERE, calibration_for, place_of
     from outlast.plan.api import predict, training_of
     from outlast.plan.calibration.calibration_file import read_calibration
     from outlast.plan.calibration.memory_fit import known_of
@@ -106,3 +108,44 @@ def prediction_for(job: Job, processes: int) -> Predicted | None:
         print(f"no prediction: {found}", flush=True)
         return None
     return found
+
+
+HERE = "here"
+
+
+def place_of(name: str, ranks: int = 0) -> Cluster:
+    """A cluster by its name or file; `here` is this machine, as `calibrate --run` measured it.
+
+    Args:
+        name: As `--cluster` says it.
+        ranks: Processes among which a machine without accelerators is shared; 0: as it stands.
+
+    Raises:
+        PlanError: It cannot be read, or nothing is known of this machine.
+    """
+    from outlast.plan.calibration.here import divided
+    from outlast.plan.cluster_file import cluster_of, read_cluster, this_cluster
+
+    measured = calibration_home() / "cluster.toml"
+    if name == HERE and not measured.exists():
+        try:
+            return this_cluster(ranks)
+        except PlanError as error:
+            raise PlanError(f"{error}; or name a cluster, as --cluster h100x64") from None
+    found = read_cluster(measured) if name == HERE else cluster_of(name)
+    shared = ranks and (found.processor or name == HERE) and found.devices != ranks
+    return divided(found, ranks) if shared else found
+
+
+def calibration_for(name: str, given: str | Path | None) -> str | Path | None:
+    """The calibration to use: the one given; on this machine, its own where there is one."""
+    own = calibration_home() / "calibration.toml"
+    return own if given is None and name == HERE and own.exists() else given
+
+
+def ranks_of(run: Run) -> int:
+    """Processes of the last start of a run; 0 where there is none."""
+    from outlast.records import AttemptStarted
+
+    started = [event.world_size for _, event in run.of(AttemptStarted)]
+    return started[-1] if started else 0

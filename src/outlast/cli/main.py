@@ -1,4 +1,4 @@
-"""What ``outlast`` and ``python -m outlast`` call: the command line, its errors, Ctrl-C.
+"""Entry point of ``outlast`` and ``python -m outlast``: the command line, its errors, Ctrl-C.
 
 An `OutlastError` ends a command with its sentence and exit code 2 (4 for wrong numbers that stay
 wrong, 1 where another process has taken over the run), without a traceback. The commands are

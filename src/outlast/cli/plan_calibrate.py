@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.plan_rank import AsJson
+from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.options import AsJson
 from outlast.errors import OutlastError, PlanError
 
 if TYPE_CHECKING:
-    from outlast.cli.plan_fitted import Fitted
-    from outlast.cli.plan_fitted_memory import FittedMemory
+    import numpy as np
+
+    from outlast.plan.calibration.calibration_file import Constant
+    from outlast.plan.calibration.fit import Belonging
+    from outlast.plan.calibration.memory_fit import Learned, MemoryFit, Resident
+    from outlast.plan.calibration.probes import Probe
     from outlast.plan.calibration.rows import Refused, Row
+    from outlast.plan.calibration.step_model import StepModel, Validation
+    from outlast.plan.cluster import Cluster
+
 
 FEWEST = 5
 """Runs below which a calibration says little."""
+
+
 _FOLDS = 10
+
+
 _LISTED = 12
 
 
@@ -93,8 +109,6 @@ def calibrate(
         return
     if keep is not None:
         raise PlanError(f"--keep = {keep} is of probes: leave it out, or give --run")
-    from outlast.cli.figures import print_json
-    from outlast.cli.plan_fitted_memory import fitted_memory, memory_document, memory_lines
 
     rows, refused = _rows(paths or [], settings, table or [], cluster)
     # A table may hold the rows that the shipped constants come from: these must not count twice.
@@ -111,7 +125,6 @@ def calibrate(
 
 def _measure(paths: list[Path], seconds: float, out: Path | None, keep: Path | None) -> None:
     from outlast.cli.forecast import calibration_home
-    from outlast.cli.plan_probes import calibrate_here
 
     if len(paths) > 1:
         raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
@@ -122,7 +135,7 @@ def _measure(paths: list[Path], seconds: float, out: Path | None, keep: Path | N
 def _rows(
     paths: list[Path], settings: Path | None, tables: list[Path], cluster: str | None
 ) -> tuple[list[Row], list[Refused]]:
-    from outlast.cli.plan_place import HERE, place_of, ranks_of
+    from outlast.cli.forecast import HERE, place_of, ranks_of
     from outlast.plan.calibration.rows import Refused
     from outlast.plan.calibration.run_rows import read_log_row, read_run_row
     from outlast.plan.calibration.table_rows import read_rows
@@ -158,7 +171,6 @@ def _rows(
 
 
 def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
-    from outlast.cli.plan_fitted import Fitted
     from outlast.plan.api import published_constants
     from outlast.plan.batch import cases
     from outlast.plan.calibration.clean import clean
@@ -189,7 +201,6 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 
 
 def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
-    from outlast.cli.plan_fitted_memory import stored_memory
     from outlast.plan.calibration.calibration_file import Provenance, write_calibration
     from outlast.plan.calibration.step_model import calibration_of
     from outlast.version import __version__
@@ -211,8 +222,6 @@ def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
 
 
 def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[str, Any]:
-    from outlast.cli.plan_fitted import constants_of, errors_of, intervals_of
-
     return {
         "rows": len(found.rows),
         "used": [row.name for row in found.used],
@@ -233,8 +242,6 @@ def _print(
     memory: list[str],
     out: Path | None,
 ) -> None:
-    from outlast.cli.figures import Column, output, print_table
-
     console = output()
     used = found.used
     names = ", ".join(row.name for row in used[:_LISTED])
@@ -282,3 +289,374 @@ def _print(
     for text in memory:
         console.print(text, markup=False, soft_wrap=True)
     console.print(f"wrote {out}" if out is not None else "nothing was written: give --out FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A calibration and what it was fitted to.
+
+    Attributes:
+        rows: All, flagged ones included.
+        model: The calibration.
+        before: Constants that were fitted to published runs.
+        held: The rows as fits predict them that have not seen their configuration.
+        whose: The place that most rows come from.
+    """
+
+    rows: list[Row]
+    model: StepModel
+    before: StepModel
+    held: Validation
+    whose: Belonging
+
+    @property
+    def used(self) -> list[Row]:
+        """Those whose time was fitted."""
+        return [row for row in self.rows if row.fits_time]
+
+
+def constants_of(found: Fitted) -> list[dict[str, Any]]:
+    """Of the place that most rows come from: before is what published runs gave."""
+    import numpy as np
+
+    from outlast.plan.constants import NAMES, PRIORS
+
+    before, after = (m.constants.constants([found.whose]) for m in (found.before, found.model))
+    deviations = np.sqrt(np.diag(found.model.constants.covariance))
+    own = {
+        column.constant: float(deviation)
+        for column, deviation in zip(found.model.constants.columns, deviations, strict=True)
+        if column.level is None
+    }
+    return [
+        {
+            "name": name,
+            "unit": PRIORS[name].unit,
+            "before": float(getattr(before, name)[0]),
+            "after": float(getattr(after, name)[0]),
+            "log_deviation": own[name],
+        }
+        for name in NAMES
+    ]
+
+
+def errors_of(found: Fitted) -> dict[str, dict[str, float]]:
+    """Absolute relative errors of rows that a fit has not seen, and of one constant MFU."""
+    import numpy as np
+
+    errors = np.abs(np.expm1(-found.held.log_errors))
+    return {"model": _summary(errors), "constant MFU": _summary(_baseline(found))}
+
+
+def _summary(errors: np.ndarray) -> dict[str, float]:
+    import numpy as np
+
+    return {
+        "median": float(np.median(errors)),
+        "mean": float(errors.mean()),
+        "p90": float(np.quantile(errors, 0.9)),
+        "rows": len(errors),
+    }
+
+
+def _baseline(found: Fitted) -> np.ndarray:
+    """Errors of the median MFU of the other configurations of a framework, chip and precision."""
+    import numpy as np
+
+    from outlast.plan.calibration.step_model import utilisation
+
+    rows = found.used
+    shares = utilisation(rows)
+    kinds = [f"{row.framework}/{row.chip}/{row.run.precision}" for row in rows]
+    keys = [row.key for row in rows]
+    errors = []
+    for index, (kind, key) in enumerate(zip(kinds, keys, strict=True)):
+        unseen = np.array([item != key for item in keys])
+        alike = unseen & np.array([pair == kind for pair in kinds])
+        others = alike if alike.any() else unseen
+        errors.append(abs(shares[index] / np.median(shares[others]) - 1.0))
+    return np.array(errors)
+
+
+def intervals_of(found: Fitted) -> dict[str, Any]:
+    """Widths of intervals, and the share of the rows that lie in theirs."""
+    import numpy as np
+
+    from outlast.plan.calibration.conformal import interval_groups
+
+    widths, held = found.model.widths, found.held
+    groups = interval_groups(held.rows)
+    half = widths.half_widths(held.deviations, groups, held.distances)
+    return {
+        "coverage_asked": widths.coverage,
+        "coverage_found": float((np.abs(held.log_errors) <= half).mean()),
+        "median_half_width": float(np.expm1(np.median(half))),
+        "quantiles": dict(widths.quantiles),
+    }
+
+
+MOVED = 0.05
+"""Relative change of a constant from which on it is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMemory:
+    """Memory constants fitted to measured rows.
+
+    Attributes:
+        learned: Of devices, by framework.
+        before: What was known of them before; a framework that is not in it had the priors.
+        resident: Of processes on processors; None without a row of one.
+        machine: Name of the cluster of these processes.
+    """
+
+    learned: Mapping[str, Learned]
+    before: Mapping[str, MemoryFit]
+    resident: Resident | None
+    machine: str = ""
+
+
+def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
+    """Fit the memory of devices and of processes to the rows that say something of them.
+
+    Args:
+        rows: Flagged ones included, which do not count.
+        alone: Begin with the priors, not with what published runs have taught.
+    """
+    from outlast.plan.api import published_memory
+    from outlast.plan.calibration.memory_fit import fit_device_memory, fit_resident
+
+    before = {} if alone else published_memory()
+    processes = [row for row in rows if row.cluster.processor and row.fits_memory]
+    processes = [row for row in processes if row.reserved_bytes is not None]
+    return FittedMemory(
+        learned=fit_device_memory(rows, before),
+        before=before,
+        resident=fit_resident(processes) if processes else None,
+        machine=processes[0].cluster.name if processes else "",
+    )
+
+
+def stored_memory(found: FittedMemory) -> dict[str, Constant]:
+    """Memory constants as the calibration file stores them."""
+    from outlast.plan.calibration.memory_fit import device_constants, resident_constants
+
+    stored = device_constants({name: item.fit for name, item in found.learned.items()})
+    if found.resident is not None:
+        stored |= resident_constants(found.resident, found.machine)
+    return stored
+
+
+def memory_document(found: FittedMemory) -> dict[str, Any]:
+    """For --json, by framework: runs, constants before and after, errors of unseen runs."""
+    return {
+        framework: {
+            "rows": item.fit.runs,
+            "constants": _constants(item.fit, found.before.get(framework)),
+            "unseen_error": _median(item.unseen),
+            "error_before": _median(item.before),
+            "log_deviation": item.fit.log_deviation,
+        }
+        for framework, item in found.learned.items()
+    }
+
+
+def memory_lines(found: FittedMemory) -> list[str]:
+    """Sentences about what was learned."""
+    import numpy as np
+
+    lines = []
+    for framework, item in found.learned.items():
+        said = [f"memory of {framework}: {item.fit.runs} runs"]
+        unseen, before = _median(item.unseen), _median(item.before)
+        if unseen is not None:
+            said.append(f"error of unseen ones {unseen:.1%} in the median")
+        if before is not None:
+            said.append(f"{before:.1%} before")
+        said.append(f"90 % intervals of +{np.expm1(1.645 * item.fit.log_deviation):.0%}")
+        moved = [
+            f"{one['name']} {one['before']:.4g} -> {one['after']:.4g}"
+            for one in _constants(item.fit, found.before.get(framework))
+            if abs(one["after"] / one["before"] - 1.0) > MOVED
+        ]
+        lines.append("; ".join([", ".join(said), *moved]))
+    if found.resident is not None:
+        lines.append(
+            f"memory of processes on {found.machine}: {found.resident.rows} runs, for the "
+            "predictions of `outlast train`"
+        )
+    return lines
+
+
+def _constants(after: MemoryFit, before: MemoryFit | None) -> list[dict[str, Any]]:
+    from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS
+
+    return [
+        {
+            "name": name,
+            "unit": MEMORY_PRIORS[name].unit,
+            "before": MEMORY_PRIORS[name].median if before is None else before.values[name],
+            "after": after.values[name],
+            "log_deviation": after.deviations[name],
+        }
+        for name in MEMORY_NAMES
+    ]
+
+
+def _median(log_errors: np.ndarray) -> float | None:
+    """Of absolute relative errors; None of none."""
+    import numpy as np
+
+    return float(np.median(np.abs(np.expm1(log_errors)))) if log_errors.size else None
+
+
+SECONDS = 300.0
+
+
+CALIBRATION, CLUSTER = "calibration.toml", "cluster.toml"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Results of the probes of this machine.
+
+    Attributes:
+        cluster: The machine with one rank, or one rank per GPU; `here.divided` shares it out.
+        probes: What was run, or read again.
+        step: The calibrated time model.
+        memory: The peak resident memory of ranks; None on GPUs.
+        seconds: Wall time of everything.
+        failures: Sentences about settings that did not run.
+    """
+
+    cluster: Cluster
+    probes: tuple[Probe, ...]
+    step: StepModel
+    memory: Resident | None
+    seconds: float
+    failures: tuple[str, ...]
+
+
+def calibrate_here(
+    job: Path | None, out: Path, seconds: float = SECONDS, keep: Path | None = None
+) -> Here:
+    """Run probes of this machine, fit the model to them, and write both files down.
+
+    Args:
+        job: Whose model and batch are varied; None for the quickstart's.
+        out: The calibration's file; the cluster's is written beside it. A folder takes both.
+        seconds: Wall time of everything that runs.
+        keep: Folder for the probes' runs; what it holds already is not run again. None for a
+            temporary one.
+
+    Raises:
+        PlanError: The machine or the job cannot be probed, or too few probes finish in time.
+    """
+    console = output()
+    calibration, cluster = places(out)
+    calibration.parent.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say("measuring products and memory of this machine")
+    found, text = probed(job, seconds, keep, say)
+    write(found, text, (calibration, cluster))
+    say(
+        f"{len(found.probes)} probes took {found.seconds:.0f} s; wrote {calibration}"
+        + (f" and {cluster}" if text else "")
+    )
+    return found
+
+
+def places(out: Path) -> tuple[Path, Path]:
+    """Paths of the calibration file and of the cluster file."""
+    if out.is_dir() or not out.suffix:
+        return out / CALIBRATION, out / CLUSTER
+    stem = out.name.removesuffix(".toml").removesuffix(".calibration")
+    return out, out.with_name(f"{stem}.{CLUSTER}")
+
+
+def probed(
+    job: Path | None, seconds: float, keep: Path | None, say: Callable[[str], None]
+) -> tuple[Here, str]:
+    """Probes of this machine and what they teach; the text of its cluster file.
+
+    Args:
+        job: As of `calibrate_here`.
+        seconds: Likewise.
+        keep: Likewise.
+        say: Told in words what happens.
+
+    Raises:
+        PlanError: As `calibrate_here`.
+    """
+    from outlast.job import load_job
+    from outlast.plan.calibration.here import kept_cluster
+    from outlast.plan.calibration.memory_fit import fit_resident
+    from outlast.plan.calibration.probes import Probing, family
+    from outlast.plan.calibration.step_model import step_model
+
+    if not seconds > 0.0:
+        raise PlanError(f"seconds = {seconds:g}: give more than 0, 300 are usual")
+    begun = time.monotonic()
+    base = load_job(job)
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="probes-")))
+        cluster, text = kept_cluster(folder / CLUSTER)
+        settings = family(base, most_ranks(cluster))
+        left = seconds - (time.monotonic() - begun)
+        probing = Probing(cluster, settings, folder, left, say)
+        probes = probing.run()
+    rows = [probe.row for probe in probes]
+    found = Here(
+        cluster=cluster,
+        probes=tuple(probes),
+        step=step_model(rows),
+        memory=fit_resident(rows) if cluster.processor else None,
+        seconds=time.monotonic() - begun,
+        failures=tuple(probing.failures),
+    )
+    return found, text
+
+
+def most_ranks(cluster: Cluster) -> int:
+    """Ranks that probes start at most: one per GPU, or two where there are two cores."""
+    return min(cluster.host_cores, 2) if cluster.processor else cluster.devices_per_node
+
+
+def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
+    """Write the calibration, and the cluster's file where the catalogue does not know it.
+
+    Args:
+        found: By `probed`.
+        cluster_text: Likewise.
+        files: By `places`.
+    """
+    from outlast.plan.calibration.calibration_file import Provenance, write_calibration
+    from outlast.plan.calibration.memory_fit import (
+        device_constants,
+        fit_device_memory,
+        resident_constants,
+    )
+    from outlast.plan.calibration.step_model import calibration_of
+    from outlast.records import replace_file
+    from outlast.version import __version__
+
+    provenance = Provenance(
+        date=datetime.now(UTC).date().isoformat(),
+        version=__version__,
+        rows=tuple(probe.setting.name for probe in found.probes),
+        sources=(found.cluster.name,),
+        flagged=found.failures,
+        text=f"outlast plan calibrate --run, {len(found.probes)} probes",
+    )
+    calibration = calibration_of(found.step, provenance)
+    learned = fit_device_memory([probe.row for probe in found.probes])
+    memory = device_constants({name: item.fit for name, item in learned.items()})
+    if found.memory is not None:
+        memory |= resident_constants(found.memory, found.cluster.name)
+    constants = {**calibration.constants, **memory}
+    write_calibration(replace(calibration, constants=constants), files[0])
+    if cluster_text:
+        replace_file(files[1], cluster_text.encode())

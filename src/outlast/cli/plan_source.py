@@ -6,22 +6,42 @@ Nothing is guessed in silence: what neither source nor options say stands in `Pl
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from outlast.cli.console import count_words, share_words
 from outlast.errors import PlanError
 
 if TYPE_CHECKING:
-    from outlast.cli.plan_asked import Asked
+    from outlast.cli.options import PlanOptions
     from outlast.job import Job
     from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
     from outlast.plan.context import Context
-    from outlast.plan.pareto.settings import Mechanisms
+    from outlast.plan.pareto.settings import Mechanisms, Settings
     from outlast.plan.pareto.space import Axes
+    from outlast.plan.prediction import Estimate
+    from outlast.plan.transformer import Transformer
+
+COMMANDS = (
+    "rank",
+    "explain",
+    "pareto",
+    "check",
+    "compare",
+    "calibrate",
+    "emit",
+    "targets",
+    "simulate",
+    "clusters",
+    "models",
+)
+"""Commands of ``outlast plan``, for the word that a source may be a slip of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +62,7 @@ class Planned:
             or nothing is written.
     """
 
-    asked: Asked
+    asked: PlanOptions
     training: Training
     cluster: Cluster
     context: Context
@@ -55,7 +75,7 @@ class Planned:
 
     @property
     def axes(self) -> Axes:
-        """What is searched: what the user fixed has one choice."""
+        """Axes of the search; an axis that the user fixed has one value."""
         from outlast.plan.pareto.space import Axes
 
         asked = self.asked
@@ -86,16 +106,14 @@ class Planned:
         )
 
 
-def planned(asked: Asked) -> Planned:
+def planned(asked: PlanOptions) -> Planned:
     """Read a source, a cluster and a calibration.
 
     Raises:
         PlanError: One of them cannot be read or says something that is not possible.
         JobError: The job is wrong.
     """
-    from outlast.cli.plan_model import training_of_model
-    from outlast.cli.plan_place import calibration_for
-    from outlast.cli.plan_sharing import load_of_others, shared_with
+    from outlast.cli.forecast import calibration_for
     from outlast.plan.api import context_of
 
     _check(asked)
@@ -129,7 +147,7 @@ def planned(asked: Asked) -> Planned:
     )
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: PlanOptions) -> None:
     from outlast.plan.configuration import Precision
     from outlast.plan.pareto.objectives import FIGURES
 
@@ -144,13 +162,14 @@ def _check(asked: Asked) -> None:
         raise PlanError(f"--precision = {asked.precision!r} is none of {known}")
     if asked.by not in FIGURES:
         raise PlanError(f"--by = {asked.by!r} is none of {', '.join(FIGURES)}")
-    if not Path(asked.source).exists() and (near := _near_command(asked.source)):
+    near = difflib.get_close_matches(asked.source, COMMANDS, n=1, cutoff=0.75)
+    if near and not Path(asked.source).exists():
         raise PlanError(
-            f"{asked.source!r} is no file and no model: did you mean `outlast plan {near}`?"
+            f"{asked.source!r} is no file and no model: did you mean `outlast plan {near[0]}`?"
         )
 
 
-def _job(asked: Asked) -> Job | None:
+def _job(asked: PlanOptions) -> Job | None:
     if not asked.source.endswith(".toml"):
         if asked.overrides:
             raise PlanError(
@@ -172,8 +191,8 @@ def _job(asked: Asked) -> Job | None:
     return load_job(Path(asked.source), asked.overrides)
 
 
-def _cluster(asked: Asked, job: Job | None) -> Cluster:
-    from outlast.cli.plan_place import place_of
+def _cluster(asked: PlanOptions, job: Job | None) -> Cluster:
+    from outlast.cli.forecast import place_of
     from outlast.plan.energy import with_region
 
     ranks = job.launch.nproc if job is not None and job.launch.nproc > 1 else 0
@@ -188,7 +207,9 @@ def _cluster(asked: Asked, job: Job | None) -> Cluster:
     return replace(found, prices=prices)
 
 
-def _of_job(job: Job, asked: Asked, cluster: Cluster) -> tuple[Training, Configuration | None, str]:
+def _of_job(
+    job: Job, asked: PlanOptions, cluster: Cluster
+) -> tuple[Training, Configuration | None, str]:
     """The training, and the job's own division of the work or why it is not possible."""
     from outlast.plan.api import training_of
     from outlast.plan.constraints import problems
@@ -210,8 +231,7 @@ def _of_job(job: Job, asked: Asked, cluster: Cluster) -> tuple[Training, Configu
     return training, (None if wrong else run), "; ".join(wrong)
 
 
-def _restated(training: Training, asked: Asked) -> Training:
-    from outlast.cli.plan_model import count_of
+def _restated(training: Training, asked: PlanOptions) -> Training:
     from outlast.plan.constraints import framework_named
 
     framework_named(training.framework)
@@ -250,9 +270,260 @@ def _form(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _near_command(word: str) -> str:
-    from outlast.cli.plan import plan
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-    names = [str(command.name or command.callback.__name__) for command in plan.registered_commands]  # type: ignore[union-attr]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
-    return near[0] if near else ""
+
+_BATCH_TOKENS = ((1e9, 2**19), (3e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
+"""Tokens of a step by parameters: about as GPT-3's small models (2005.14165, table 2.1) and Llama 3
+(2407.21783, table 4) were trained."""
+
+
+_TOKENS_PER_PARAMETER = 20.0
+"""Hoffmann et al. 2022 (2203.15556), table 3."""
+
+
+_LONGEST_ASSUMED = 8192
+
+
+def training_of_model(asked: PlanOptions, cluster: Cluster, assumed: list[str]) -> Training:
+    """The training of a model that no job describes.
+
+    Args:
+        asked: What the user says of it.
+        cluster: Decides the precision and what the batch is a multiple of.
+        assumed: Gets a phrase for all that nobody said.
+
+    Raises:
+        PlanError: The source is no model, or a number is none.
+    """
+    from outlast.plan.api import Training
+    from outlast.plan.configuration import Configuration
+
+    model = model_of_source(asked.source)
+    sequence, longest = asked.sequence, _longest(asked.source)
+    if sequence is None:
+        sequence = min(longest or _LONGEST_ASSUMED, _LONGEST_ASSUMED)
+        assumed.append(f"sequences of {sequence:,} tokens (--sequence)")
+    elif longest and sequence > longest:
+        assumed.append(
+            f"a model whose positions reach {sequence:,} tokens; those of its config end at "
+            f"{longest:,}"
+        )
+    batch = asked.batch
+    if batch is None:
+        tokens = next(item for most, item in _BATCH_TOKENS if model.parameters < most)
+        batch = _whole_number(max(tokens // sequence, 1), cluster.devices)
+        assumed.append(
+            f"a batch of {batch:,} samples, {count_words(batch * sequence)} tokens, about as "
+            f"{'GPT-3' if model.parameters < _BATCH_TOKENS[0][0] else 'Llama 3'}'s (--batch)"
+        )
+    whole = _TOKENS_PER_PARAMETER * model.parameters
+    if asked.tokens is None:
+        assumed.append(
+            f"{count_words(whole)} tokens, {_TOKENS_PER_PARAMETER:g} per parameter as Chinchilla "
+            "(--tokens)"
+        )
+    precision: Any = asked.precision
+    if precision is None:
+        known = cluster.peak_flop_per_s
+        precision = "bf16" if "bf16" in known else next(iter(known))
+    run = Configuration(
+        sequence=sequence, micro_batch=asked.micro_batch or 1, batch=batch, precision=precision
+    )
+    return Training(
+        model=model,
+        run=run,
+        tokens=whole if asked.tokens is None else count_of(asked.tokens, "--tokens"),
+        framework=asked.framework or "any",
+    )
+
+
+def model_of_source(source: str) -> Transformer:
+    """The model of a config.json, its folder, or a published name.
+
+    Raises:
+        PlanError: It is none of these.
+    """
+    from outlast.plan.huggingface import published, transformer_of
+
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise PlanError(f"{source} is a folder without a config.json: name a file or a model")
+    if path.exists() or source.endswith(".json") or "/" in source:
+        return transformer_of(path)
+    return published(source)
+
+
+def count_of(text: str, option: str) -> float:
+    """A number of tokens: 15T, 300B, 1e9.
+
+    Raises:
+        PlanError: It is no number above 0.
+    """
+    found = re.fullmatch(r"([\d_.,]+(?:e[+-]?\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    try:
+        value = float(found[1].replace(",", "")) * _COUNTS[found[2].upper()] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise PlanError(f"{option} = {text}: give a number above 0, as 15T, 300B or 1e9")
+    return value
+
+
+def _longest(source: str) -> int:
+    """The model's longest sequence; 0 where its config says none."""
+    from outlast.plan.huggingface import MODELS
+
+    table: Any = MODELS[source.casefold()].config if source.casefold() in MODELS else {}
+    path = Path(source)
+    if path.exists():
+        path = path / "config.json" if path.is_dir() else path
+        table = json.loads(path.read_text(encoding="utf-8"))
+        table = table.get("text_config") or table
+    found = [table.get(name) for name in ("max_position_embeddings", "n_positions")]
+    return max([tensor for tensor in found if isinstance(tensor, int)], default=0)
+
+
+def _whole_number(batch: int, devices: int) -> int:
+    """A batch that the devices divide, or at least the part of their number that no TP takes."""
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    unit = devices if devices <= batch else odd
+    return -(-batch // unit) * unit
+
+
+_PATHS = {
+    "model": ("directory",),
+    "data": ("train", "validation", "tokenizer"),
+    "checkpoint": ("turns", "fast", "mirror", "transfer_plan"),
+    "recover": ("memory",),
+    "energy": ("tariff", "sources"),
+    "staging": ("directory",),
+    "log": ("mlflow_uri",),
+}
+"""Settings of a job that name files or folders.
+
+Left as they are: model.config, which is written anew; run.directory, since what is written is
+another run; and slurm's, which are for a shell on other machines.
+"""
+
+
+_PREFIXED = {"sources": "file:", "mlflow_uri": "sqlite:///"}
+"""Settings whose values name a file behind this alone."""
+
+
+def with_whole_paths(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tables of a job whose relative paths begin where this command was started.
+
+    Args:
+        tables: By section.
+    """
+    found = {section: dict(values) for section, values in tables.items()}
+    for section, names in _PATHS.items():
+        values = found.get(section, {})
+        for name in set(names) & set(values):
+            values[name] = _whole_path(values[name], _PREFIXED.get(name, ""))
+    return found
+
+
+def _whole_path(value: Any, prefix: str) -> Any:
+    if isinstance(value, list):
+        return [_whole_path(item, prefix) for item in value]
+    return prefix + whole_path(value[len(prefix) :]) if value.startswith(prefix) else value
+
+
+def whole_path(text: str) -> str:
+    """An absolute path, `~` being the home folder.
+
+    URLs, the byte tokenizer, nothing, and what begins with a variable of the node stay as they are.
+
+    Args:
+        text: What a setting says.
+    """
+    said_otherwise = text in ("", "byte") or "://" in text or text.startswith("$")
+    return text if said_otherwise else str(Path(text).expanduser().absolute())
+
+
+_RATE = "storage.shared_bytes_per_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """The shared file system of a run, and the others on it.
+
+    Attributes:
+        load_of_others: Share of its bandwidth that their requests ask for.
+        slowdown: How many times as long a transfer takes, to it or from it.
+        save_waste: Share of the nodes' time that saves take at most, as if training stood still
+            meanwhile; None where checkpoints go to faster tiers as well.
+    """
+
+    load_of_others: float
+    slowdown: float
+    save_waste: float | None
+
+
+def load_of_others(asked: PlanOptions, job: Job | None) -> float:
+    """Share of the shared file system's bandwidth that others ask for.
+
+    A job that takes turns at saving (``checkpoint.turns``) shares it with jobs whose saves keep it
+    busy for at most ``checkpoint.turn_load`` of the time, its own among them: so much is taken as
+    the others', which is a little too much.
+
+    Raises:
+        PlanError: The share that was given is not below 1.
+    """
+    given = asked.file_system_load
+    if given is None:
+        return job.checkpoint.turn_load if job is not None and job.checkpoint.turns else 0.0
+    if not 0.0 <= given < 1.0:
+        raise PlanError(
+            f"--file-system-load = {given:g}: give a share of the bandwidth from 0 to below 1; at "
+            "1 no transfer ends"
+        )
+    return given
+
+
+def shared_with(cluster: Cluster, load: float) -> Cluster:
+    """The cluster as one job sees it whose transfers share the file system with a load of others.
+
+    Raises:
+        ClusterError: The others leave nothing.
+    """
+    from outlast.cluster.cost import contended_seconds
+
+    if not load:
+        return cluster
+    rate = cluster.storage.shared_bytes_per_s / contended_seconds(1.0, load)
+    sources = dict(cluster.sources)
+    if _RATE in sources:
+        alone = sources[_RATE]
+        text = f"{alone.text}; {load:.0%} of {alone.value:g} B/s is asked for by others"
+        sources[_RATE] = replace(alone, value=rate, text=text)
+    storage = replace(cluster.storage, shared_bytes_per_s=rate)
+    return replace(cluster, storage=storage, sources=sources)
+
+
+def sharing_of(load: float, found: Estimate, settings: Settings) -> Sharing | None:
+    """Cost to a run of others on its file system, where it was predicted with them; else None."""
+    from outlast.cluster.cost import contended_seconds, save_waste
+
+    if not load:
+        return None
+    waste = None
+    if settings.tiers == ("shared",):
+        # The predicted save has the others in it.
+        waste = save_waste(found.last_save_seconds, found.checkpoint_seconds)
+    return Sharing(load_of_others=load, slowdown=contended_seconds(1.0, load), save_waste=waste)
+
+
+def sharing_words(found: Sharing) -> str:
+    """The same in a line."""
+    text = (
+        f"others ask for {found.load_of_others:.0%} of its bandwidth: saves and restores take "
+        f"{found.slowdown:.3g} times as long"
+    )
+    if found.save_waste is None:
+        return text
+    return f"{text}; saves take at most {share_words(found.save_waste)} of the nodes' time"

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.errors import EXIT_DONE, RecoverError
+from outlast.errors import EXIT_DONE, OutlastError, RecoverError
 
 if TYPE_CHECKING:
-    from outlast.job import Job
-    from outlast.records import RunDirectory
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+    from outlast.job import Job, Section
+    from outlast.records import GuardTotals, Run, RunDirectory, Tensorized
 
 
 JobFile = Annotated[
     Path | None,
     typer.Argument(metavar="JOB.TOML", help="Job file; without one, the embedded default."),
 ]
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
 ]
+
+
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine.")]
 
 
@@ -33,7 +43,6 @@ class TrainCommand(typer.core.TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the usual help, then the settings."""
         super().format_help(ctx, formatter)
-        from outlast.cli.settings import print_settings
 
         print_settings()
 
@@ -43,8 +52,7 @@ def train(
     overrides: Overrides = None,
     nproc: Processes = None,
     fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Move an earlier run of this name aside and start anew."),
+        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start anew.")
     ] = False,
     process_fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -56,14 +64,14 @@ def train(
     """
     from outlast.job import load_job
 
-    job_file, settings = jobs_arguments(job_file, overrides)
+    job_file, settings = job_arguments(job_file, overrides)
     if nproc is not None:
         settings.append(f"launch.nproc={nproc}")
     job = load_job(job_file, settings)
     raise typer.Exit(run_job(job, fresh=fresh, process_faults=tuple(process_fault or ())))
 
 
-def jobs_arguments(
+def job_arguments(
     job_file: Path | None, overrides: list[str] | None
 ) -> tuple[Path | None, list[str]]:
     """Job file and overrides, where ``train.steps=100`` stands in the place of a file."""
@@ -110,7 +118,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
             start = replace(start, prediction=prediction_for(job, ranks.world_size))
         code = work(start, ranks)
         if ranks.is_first:
-            show(job, directory)
+            show_run(job, directory)
         return code
     from outlast.train.preflight import preflight
 
@@ -124,7 +132,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         check_directory(job, directory)
         if complete := completion(directory):
             print(complete, end="")
-            show(job, directory)
+            show_run(job, directory)
             return EXIT_DONE
     start = replace(start, prediction=prediction_for(job, processes))
     if live:
@@ -137,12 +145,12 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         code = launch_group(start)
     else:
         code = work_alone(start)
-    show(job, directory)
+    show_run(job, directory)
     return code
 
 
 def completion(directory: RunDirectory) -> str:
-    """What there is to say where the run has done all its steps; else empty."""
+    """Message for a run that has done all its steps; else empty."""
     from outlast.records import read_run
 
     found = read_run(directory.path).completion() if directory.exists() else ""
@@ -157,9 +165,240 @@ def completion(directory: RunDirectory) -> str:
     )
 
 
-def show(job: Job, directory: RunDirectory) -> None:
+def show_run(job: Job, directory: RunDirectory) -> None:
     """Write the report and print the summary of a run."""
-    from outlast.cli.summary import print_summary
     from outlast.report import write_report
 
     print_summary(job, directory, write_report([directory.path]))
+
+
+def print_settings() -> None:
+    """Print all sections with their keys, defaults and descriptions."""
+    from rich.console import Console
+
+    from outlast.job import Job, Section
+
+    console = Console()
+    console.print("Settings, in the job file or as [bold]section.key=value[/bold]:\n")
+    for name, field in Job.model_fields.items():
+        section = field.default
+        assert isinstance(section, Section)
+        console.print(_section_table(name, section))
+
+
+def _section_table(name: str, section: Section) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    headline = (type(section).__doc__ or "").strip().splitlines()[0]
+    table = Table(
+        title=f"\\[{name}] {escape(headline)}",
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 2),
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(style="green", max_width=16, overflow="fold")
+    table.add_column()
+    for key, field in type(section).model_fields.items():
+        table.add_row(key, escape(_shown(field.default)), escape(field.description or ""))
+    table.add_row("", "", "")
+    return table
+
+
+def _shown(default: Any) -> str:
+    if default is None or default in ({}, []):
+        return "-"
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
+    """Print the run's key figures, all of them measured, and where everything is."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.panel import Panel
+    from rich.table import Table
+
+    from outlast.records import Sampled, read_run
+
+    console = Console()
+    run = read_run(directory.path)
+    table = Table(
+        title=f"{run.name}: {_outcome(run)}", title_justify="left", title_style="bold", box=None
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")  # a path cut short is of no use
+    for name, value in _rows(job, run):
+        table.add_row(name, escape(value))
+    table.add_row("run directory", escape(str(directory.path)))
+    if directory.model.exists():
+        table.add_row("model", escape(str(directory.model)))
+    table.add_row("report", escape(str(report)))
+    console.print()
+    if sampled := run.of(Sampled):
+        _, event = sampled[-1]
+        text = f"[bold]{escape(event.prompt)}[/bold]{escape(event.text)}"
+        console.print(Panel(text, title="a sampled continuation", title_align="left"))
+    console.print(table)
+
+
+def _outcome(run: Run) -> str:
+    if not run.attempts:
+        return "not started"
+    outcome = run.attempts[-1].outcome
+    return {
+        "completed": "completed",
+        "to_be_continued": "stopped, to be continued: the same command goes on",
+    }.get(outcome, outcome)
+
+
+def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
+    from outlast.records import AttemptStarted, Evaluated, Tensorized, recovery_totals
+    from outlast.report.energy import energy_sentence, energy_to_loss
+
+    if evaluations := run.of(Evaluated):
+        _, last = evaluations[-1]
+        bits = (
+            "bits per byte unavailable: the number of source bytes is not known"
+            if last.bits_per_byte is None
+            else f"{last.bits_per_byte:.4f} bits per byte"
+        )
+        yield "validation loss", f"{last.loss:.4f} nats per token, {bits} (step {last.step})"
+    else:
+        yield "validation loss", "unavailable: nothing was evaluated yet"
+    steps = run.steps()
+    if steps:
+        last_step = steps[-1][1]
+        yield "training loss", f"{last_step.loss:.4f} nats per token (step {last_step.step})"
+        yield "steps", f"{last_step.step:,} of {job.train.steps:,}"
+        yield "tokens", f"{last_step.tokens:,}"
+        step_seconds = sum(sum(event.step_seconds) for _, event in steps)
+        counted = sum(event.steps for _, event in steps)
+        tokens = counted * job.train.batch_size * job.data.sequence_length
+        if step_seconds:
+            yield "throughput", f"{tokens / step_seconds:,.0f} tokens/s within steps"
+    if started := run.of(AttemptStarted):
+        yield "parameters", f"{started[-1][1].parameters:,}"
+    if tensorized := run.of(Tensorized):
+        yield "tensorized", _tensorized(tensorized[-1][1])
+    seconds = run.seconds()
+    if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
+        yield "guard", guarded
+    if (coded := _coded(run)) is not None:
+        yield "gradient coding", coded
+    if (recovered := recovery_totals(run)) is not None:
+        yield "recovery", recovered.sentence()
+    yield "energy", energy_sentence(run)
+    if (to_loss := energy_to_loss(run)) is not None:
+        yield "energy to loss", to_loss
+    wall = sum(seconds.values())
+    if wall:
+        spent = [(name, value) for name, value in seconds.items() if value / wall >= 0.0005]
+        spent.sort(key=lambda part: -part[1])
+        parts = ", ".join(f"{name} {value:.1f} s ({value / wall:.1%})" for name, value in spent)
+        attempts = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
+        yield "wall time", f"{wall:.1f} s in {attempts}: {parts}"
+
+
+def _tensorized(event: Tensorized) -> str:
+    """Rows on replaced layers, and the share of parameters and operations that is left."""
+    layers = f"{len(event.modules):,} layers"
+    if event.kept:
+        layers += f", {len(event.kept):,} kept dense"
+    return (
+        f"{event.form}, rank {event.wanted_rank}: {layers}; {event.parameters:,} of "
+        f"{event.dense_parameters:,} parameters ({event.parameter_share:.2f}x), "
+        f"{event.flops_share:.2f}x FLOPs per token"
+    )
+
+
+def _guarded(run: Run, compute_seconds: float) -> str | None:
+    """Rows on checks and findings, and the share of the compute time that checks took."""
+    from outlast.records import guard_totals
+
+    totals = guard_totals(run)
+    if totals is None:
+        return None
+    ended = ", ".join(
+        f"{count} {name.replace('_', ' ')}" for name, count in sorted(totals.outcomes().items())
+    )
+    covered = totals.modules - sum(totals.uncovered.values())
+    cost = (
+        "time unavailable: the device runs behind the host"
+        if totals.seconds is None or not compute_seconds
+        else f"{totals.seconds:.2f} s ({totals.seconds / compute_seconds:.2%} of compute)"
+    )
+    return (
+        f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
+        f"{ended or 'nothing wrong'}{_unwatched(totals)}; {cost}"
+    )
+
+
+def _unwatched(totals: GuardTotals) -> str:
+    """Share of the training that no check has watched, where that is known."""
+    share, last = totals.watched_share, totals.last
+    if share is None:
+        return ""
+    said = f"; checks watched {share:.1%} of the gradient"
+    if last.flops is not None:
+        said += f" and {1.0 - last.flops:.1%} of the products' FLOPs"
+    if last.gaps:
+        others = f" and {len(last.gaps) - 3} others" if len(last.gaps) > 3 else ""
+        said += f", not {', '.join([*last.gaps][:3])}{others}"
+    return f"{said}; at rest {last.at_rest / max(last.parameters, 1):.1%} of the weights"
+
+
+def _coded(run: Run) -> str | None:
+    """Rows on slow ranks, the code's answer to them and its worth, with advice if there is any."""
+    from outlast.records import coding_totals
+
+    totals = coding_totals(run)
+    if totals is None:
+        return None
+    inexact = (
+        "all exact"
+        if not totals.inexact
+        else f"{len(totals.inexact):,} not exact (certified error up to {totals.worst_error:.3g})"
+    )
+    advice = f"; {totals.advice}" if totals.advice else ""
+    return (
+        f"{totals.scheme}: {len(totals.slow_steps):,} of {len(totals.steps):,} steps had a "
+        f"straggler, {totals.claims:,} micro-batches taken over, {inexact}; saved at least "
+        f"{totals.saved_seconds:.1f} s{advice}".removesuffix(".")
+    )
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("job.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="For outlast.Run and the adapters: what they follow.")
+    ] = False,
+) -> None:
+    """Write a commented job file with every setting: the embedded default, ready to change.
+
+    With --loop it has the settings that outlast.Run and the adapters of other frameworks follow.
+    """
+    from outlast.job import load_job, load_loop_job, loop_template, to_toml
+    from outlast.records import replace_file
+
+    if path.is_dir():
+        raise OutlastError(f"{path} is a folder; give the name of a file, e.g. {path / 'job.toml'}")
+    if path.exists() and not force:
+        raise OutlastError(f"{path} exists; give another name or --force to replace it")
+    if not path.parent.is_dir():
+        raise OutlastError(f"the folder {path.parent} does not exist; make it first")
+    # A run's name allows fewer characters than a file's.
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
+    override = [f"run.name={json.dumps(name)}"]
+    text = (
+        loop_template(load_loop_job(None, override)) if loop else to_toml(load_job(None, override))
+    )
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise OutlastError(f"{path} cannot be written: {error.strerror}") from None
+    use = f'outlast.Run("{path}", ...) in your loop' if loop else f"outlast train {path}"
+    typer.echo(f"wrote {path}; train with: {use}")

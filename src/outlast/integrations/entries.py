@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outlast.autosave.resume.randomness import random_states
+from outlast.autosave.resume.process import random_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from outlast.autosave.program.sites import RUNTIME
+from outlast.autosave.program.source import RUNTIME
 from outlast.errors import IntegrationError
 from outlast.integrations.place import unwrapped
 from outlast.integrations.recording import LoopFacts

@@ -1,1 +1,1 @@
-"""What a program holds in memory: its objects named, written down and put back in place."""
+"""The heap of a program: its objects named, written down and put back in place."""

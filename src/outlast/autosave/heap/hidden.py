@@ -1,4 +1,4 @@
-"""What Python's own objects hold where no attribute shows it: queues, arrays, streams, C data.
+"""Contents of Python's own objects that no attribute shows: queues, arrays, streams, C data.
 
 What is not known here is left as set-up makes it. Of such objects that can be pickled a digest
 tells whether they have changed, and then the program is refused.
@@ -26,8 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_closed
-from outlast.autosave.heap.content import Content, attributes, flat, pairs, put_attributes
+from outlast.autosave.heap.objects import (
+    PLAIN_ATOMS,
+    Content,
+    attributes,
+    flat,
+    is_closed,
+    pairs,
+    put_attributes,
+)
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ _HAS_LIST = sys.version_info < (3, 13)
 
 
 def of_beside(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What the attributes lead to that a class of the program has added."""
+    """References of the attributes that a class of the program has added."""
     for name, item in _beside(value).items():
         if type(item) not in PLAIN_ATOMS:
             yield ".%s", name, item
@@ -81,13 +88,13 @@ def _put_beside(value: Any, seen: Content) -> None:
 
 
 def of_queue(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a queue leads to."""
+    """References of a queue."""
     yield from (("[%d]", place, item) for place, item in enumerate(_waiting(value)))
     yield from of_beside(value)
 
 
 def queue_content(value: Any) -> Content:
-    """What waits in a queue, and how much of it is not done."""
+    """Items waiting in a queue, and the number of unfinished ones."""
     unfinished = getattr(value, "unfinished_tasks", 0)
     return Content("queue", (unfinished, *_waiting(value)), flat(_beside(value)))
 
@@ -97,7 +104,9 @@ def queue_put(value: Any, seen: Content) -> None:
     _put_beside(value, seen)
     unfinished, *waiting = seen.items
     if isinstance(value, queue.SimpleQueue):
-        _drain(value)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                queue.SimpleQueue.get(value, block=False)
         for node in waiting:
             queue.SimpleQueue.put(value, node)
         return
@@ -119,12 +128,6 @@ def _waiting(value: Any) -> tuple[Any, ...]:
         return tuple(items[len(items) - value.qsize() :])
     with value.mutex:
         return tuple(value.queue)
-
-
-def _drain(value: Any) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            queue.SimpleQueue.get(value, block=False)
 
 
 def array_bytes(value: Any) -> Content:
@@ -155,7 +158,7 @@ def bytes_put(value: Any, seen: Content) -> None:
 
 
 def stream_content(value: Any) -> Content:
-    """What a stream in memory holds, and its place; nothing of a closed one."""
+    """Content of a stream in memory, and its place; nothing of a closed one."""
     state = () if value.closed else _kind_of_stream(value).__getstate__(value)[:-1]
     return Content("stream", state, flat(_beside(value)))
 
@@ -192,7 +195,7 @@ def c_data_put(value: Any, seen: Content) -> None:
 
 
 def has_addresses(value: Any) -> bool:
-    """Whether an object is C data with addresses of this process."""
+    """Return True if an object is C data with addresses of this process."""
     return isinstance(value, C_DATA) and _has_addresses(type(value))
 
 
@@ -207,12 +210,12 @@ def _has_addresses(kind: Any) -> bool:
 
 
 def of_context_variable(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a context variable is set to."""
+    """Value of a context variable, as a reference."""
     yield from ((".%s()", "get", item) for item in context_variable_content(value).items)
 
 
 def context_variable_content(value: Any) -> Content:
-    """What a context variable is set to, if it is."""
+    """Value of a context variable, if it has one."""
     context = contextvars.copy_context()
     return Content("context variable", (context[value],) if value in context else ())
 
@@ -229,7 +232,7 @@ def context_variable_put(value: Any, seen: Content) -> None:
 
 
 def of_database(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """What a connection to a database makes its rows with."""
+    """Row factory and text factory of a database connection."""
     yield from ((".%s", name, getattr(value, name)) for name in _FACTORIES)
     yield from of_beside(value)
 
@@ -317,7 +320,7 @@ def _plain_text(value: Any) -> Iterator[None]:
 
 
 def event_content(value: Any) -> Content:
-    """Whether an event has come."""
+    """State of an event: set or not."""
     return Content("event", (value.is_set(),), flat(_beside(value)))
 
 
@@ -329,7 +332,7 @@ def event_put(value: Any, seen: Content) -> None:
 
 
 def children_drawn(value: Any) -> int:
-    """How many children the seed of a NumPy generator, or a seed itself, has given so far."""
+    """Number of children that the seed of a NumPy generator, or a seed itself, has spawned."""
     seed = value if isinstance(value, np.random.SeedSequence) else _seed_of(value)
     return int(getattr(seed, "n_children_spawned", 0))
 

@@ -1,12 +1,27 @@
-"""How each kind of object is looked into: what it leads to, what it holds, how it is put back."""
+"""Kinds of objects: their references, their contents, and the way to put them back.
+
+*Sets.* Members lie in a table by their hashes; what it has lost leaves gaps, which push others
+aside and decide when the table changes its size. The layout is read from memory, as no function
+tells it, and made again by filling a set in the order of its slots, with fillers for the gaps that
+are taken out. Of large sets and tables it is not: they keep their order only where a new set has
+the same, and those that have lost members are refused where it has another.
+
+*Large plain data.* A list of a million rows is not worth a million names. It is named as a whole,
+and whether it has changed is told by a digest of all of it, at the speed of pickling in C.
+"""
 
 from __future__ import annotations
 
 import array
 import contextvars
+import ctypes
 import enum
 import functools
+import hashlib
+import io
 import itertools
+import os
+import pickle
 import random
 import sqlite3
 import threading
@@ -17,25 +32,31 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import SynchronizedBase
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from outlast.autosave.heap import code, hidden, order
-from outlast.autosave.heap.atoms import ATOMS, PLAIN_ATOMS, is_builtin_iterator, is_closed
-from outlast.autosave.heap.code import Children
-from outlast.autosave.heap.content import (
+from outlast.autosave.heap import hidden, objects
+from outlast.autosave.heap.objects import (
+    ATOMS,
+    PLAIN_ATOMS,
+    Children,
     Content,
+    Results,
     attributes,
     flat,
     has_attributes,
+    is_builtin_iterator,
+    is_closed,
+    is_loose,
     pairs,
     put_attributes,
+    results_content,
+    results_put,
     same,
 )
-from outlast.autosave.heap.modules import is_loose
-from outlast.autosave.heap.results import Results, results_content, results_put
 from outlast.autosave.heap.tensors import (
     array_content,
     array_put,
@@ -46,11 +67,192 @@ from outlast.autosave.heap.tensors import (
 )
 from outlast.errors import AutosaveError
 
+MANY = 30_000
+"""Members and gaps from which on the layout is given up; it would take long to make it again."""
+
+
+LARGEST_TABLE = 1 << 18
+"""Slots from which on it is."""
+
+
+_LOST = -1
+
+
+_UNSIGNED = (1 << 64) - 1
+
+
+_PROBES = 9
+
+
+_SHIFT = 5
+"""How Python looks for a slot: the next ones, then elsewhere by more bits of the hash."""
+
+
+_FIXED = frozenset({int, bool})
+
+
+_NUMBERS = (int, float, complex, np.number, np.bool_)
+
+
+_FILL, _MASK, _TABLE = 2, 4, 5
+"""Words of a set's object that have the slots in use, their number less one, and their place."""
+
+
+class Layout(NamedTuple):
+    """Layout of a set in its hash table.
+
+    Attributes:
+        size: Number of slots; 0 where it cannot be read, is too large, or is another one in every
+            process.
+        places: Slot of each member, in their order.
+        gaps: Slots of members that it has lost.
+    """
+
+    size: int = 0
+    places: tuple[int, ...] = ()
+    gaps: tuple[int, ...] = ()
+
+
+class _Filler:
+    """Takes a slot.
+
+    Args:
+        slot: Its number.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def __hash__(self) -> int:
+        return self._slot
+
+
+def layout(value: Any) -> Layout:
+    """Layout of a set in its hash table.
+
+    Texts and objects have other hashes in every process, so no program can rely on their order.
+    """
+    if not _READABLE or _word(value, _FILL) > MANY or not _have_same_hashes(value):
+        return Layout()
+    size = _word(value, _MASK) + 1
+    if size > LARGEST_TABLE:
+        return Layout()
+    entries = (ctypes.c_ssize_t * (2 * size)).from_address(_word(value, _TABLE))
+    used = [
+        (slot, mark)
+        for slot, (key, mark) in enumerate(zip(entries[::2], entries[1::2], strict=True))
+        if key
+    ]
+    places = tuple(slot for slot, mark in used if mark != _LOST)
+    return Layout(size, places, tuple(slot for slot, mark in used if mark == _LOST))
+
+
+def fill(value: Any, members: tuple[Any, ...], wanted: Layout) -> bool:
+    """Fill a set so that it gives `members` in this order, and has this layout.
+
+    Returns:
+        Whether that could be done; if not, it has the members.
+    """
+    fillers = [_Filler(slot) for slot in wanted.gaps]
+    following = [*fillers, *_in_turn(members, wanted)]
+    ways = [0, *(len(following) >> index for index in range(len(following).bit_length()))]
+    for first in ways if wanted.size else ():
+        set.clear(value)
+        # Python makes room for as many as a dictionary has before it takes the first.
+        set.update(value, dict.fromkeys(following[:first]))
+        set.update(value, following[first:])
+        for filler in fillers:
+            set.discard(value, filler)
+        if layout(value) == wanted and all(map(is_, set.__iter__(value), members)):
+            return True
+    set.clear(value)
+    set.update(value, members)
+    return False
+
+
+def keeps_order(value: Any) -> bool:
+    """Return True if another process can give a set its order, where that is the same in every run.
+
+    Of a set whose layout is given up, the order is that of now: what comes to it later may lie
+    elsewhere than it would have. One that has only grown may have another order; there are many
+    such sets of what was seen, and hardly one whose order counts.
+    """
+    if not _have_same_hashes(value):
+        return True
+    found, members, made = layout(value), tuple(set.__iter__(value)), set[Any]()
+    if fill(made, members, found):
+        return True
+    has_gaps = not _READABLE or _word(value, _FILL) != _word(value, _FILL + 1)
+    return not found.size and (not has_gaps or all(map(is_, made, members)))
+
+
+def _in_turn(members: tuple[Any, ...], wanted: Layout) -> list[Any]:
+    """Members in an order in which each finds the slots taken that were taken when it came."""
+    taken = set(wanted.gaps)
+    waiting = list(zip(members, wanted.places, strict=False))
+    done: list[Any] = []
+    grown = True
+    while waiting and grown:
+        now = [node for node in waiting if _finds(*node, wanted.size, taken)]
+        done += [member for member, _ in now]
+        taken |= {slot for _, slot in now}
+        waiting = [node for node in waiting if node[1] not in taken]
+        grown = bool(now)
+    return [*done, *(member for member, _ in waiting)]
+
+
+def _finds(member: Any, slot: int, size: int, taken: set[int]) -> bool:
+    """Return True if a member comes to a slot, when certain others are taken."""
+    mask = size - 1
+    perturbed = hash(member) & _UNSIGNED
+    start = perturbed & mask
+    for _ in range(size):
+        near = _PROBES if start + _PROBES <= mask else 0
+        for index in range(start, start + near + 1):
+            if index not in taken:
+                return index == slot
+        perturbed >>= _SHIFT
+        start = (start * 5 + 1 + perturbed) & mask
+    return False
+
+
+def _have_same_hashes(values: Any) -> bool:
+    return _FIXED.issuperset(map(type, values)) or all(map(_has_same_hash, values))
+
+
+def _has_same_hash(value: Any) -> bool:
+    """Return True if every process gives a value the same hash."""
+    if isinstance(value, (tuple, frozenset)):
+        return _have_same_hashes(value)
+    if isinstance(value, _NUMBERS):
+        # What is no number has its address as its hash.
+        return bool(value == value)  # noqa: PLR0124
+    fixed = os.environ.get("PYTHONHASHSEED", "random") != "random"
+    return fixed and isinstance(value, (str, bytes))
+
+
+def _word(value: Any, place: int) -> int:
+    size = ctypes.sizeof(ctypes.c_ssize_t)
+    return ctypes.c_ssize_t.from_address(id(value) + place * size).value
+
+
+def _is_readable() -> bool:
+    """Return True if sets lie in memory as those of CPython 3.11 to 3.13 do."""
+    probe = {1, 2, 3}
+    probe.discard(2)
+    return [_word(probe, item) for item in (_FILL, _FILL + 1, _MASK)] == [3, 2, 7]
+
+
+_READABLE = _is_readable()
+
+
 Reducer = Callable[[Any], tuple[Any, ...]]
 """Gives what `__reduce_ex__` gives: how to make such an object again."""
 
+
 State = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
 """Gives the state of an object that stays, and sets it in the same object of another process."""
+
 
 _KEYS = (str, int, float, bool, bytes, type(None))
 """Keys of dictionaries that are written into names."""
@@ -66,10 +268,7 @@ def _refuse_entropy(own: Any) -> Any:
 _RANDOM: dict[type, State] = {
     random.SystemRandom: (_refuse_entropy, lambda own, state: None),
     random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
-    np.random.RandomState: (
-        lambda own: own.get_state(),
-        lambda own, state: own.set_state(state),
-    ),
+    np.random.RandomState: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
     np.random.Generator: (
         lambda own: (own.bit_generator.state, hidden.children_drawn(own)),
         lambda own, state: _set_generator(own, own.bit_generator, state),
@@ -84,7 +283,7 @@ _RANDOM: dict[type, State] = {
 
 
 class Role(enum.Enum):
-    """How the objects of a kind are written down.
+    """Ways to write down the objects of a kind.
 
     ATOM: as they are, without a name. VALUE: as a value each time, since they cannot be changed in
     place. STATE: by name, with their state each time. NAMED: by name, with what they hold when it
@@ -112,7 +311,7 @@ def _no_put(value: Any, seen: Content) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is done with the objects of a kind.
+    """Functions for the objects of a kind.
 
     Attributes:
         role: How they are written down.
@@ -154,7 +353,7 @@ class Kinds:
         return self._known[kind]
 
     def is_opaque(self, value: Any) -> bool:
-        """Whether nothing is seen of what an object holds, or whether it holds anything."""
+        """Return True if an object hides its content, or has none."""
         kind = self.of(value)
         return kind is _OBJECT and not has_attributes(value)
 
@@ -216,7 +415,7 @@ def _of_dict(value: Any) -> Children:
             if not isinstance(key, _KEYS):
                 yield "[key %d]", place, key
     if type(value) is not dict:
-        yield from code.of_attributes(value)
+        yield from objects.of_attributes(value)
 
 
 def _dict_content(value: Any) -> Content:
@@ -248,7 +447,7 @@ def _of_items(value: Any) -> Children:
             if type(item) not in PLAIN_ATOMS:
                 yield "[%d]", place, item
     if type(value) not in (list, tuple, deque):
-        yield from code.of_attributes(value)
+        yield from objects.of_attributes(value)
 
 
 def _items_content(value: Any) -> Content:
@@ -267,12 +466,12 @@ def _items_put(value: Any, seen: Content) -> None:
 
 
 def _set_content(value: Any) -> Content:
-    return Content("set", (order.layout(value), *value), flat(attributes(value)))
+    return Content("set", (layout(value), *value), flat(attributes(value)))
 
 
 def _set_put(value: Any, seen: Content) -> None:
     layout, *members = seen.items
-    order.fill(value, tuple(members), layout)
+    fill(value, tuple(members), layout)
     put_attributes(value, seen.attributes)
 
 
@@ -301,7 +500,7 @@ def _of_method(value: Any) -> Children:
 
 def _of_partial(value: Any) -> Children:
     yield from ((".%s", name, getattr(value, name)) for name in ("func", "args", "keywords"))
-    yield from code.of_attributes(value)
+    yield from objects.of_attributes(value)
 
 
 def _partial_content(value: Any) -> Content:
@@ -350,25 +549,35 @@ def _hidden(
     return Kind(Role.NAMED, children, content, put, of_program=True)
 
 
-_OBJECT = Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)
-_FUNCTION = Kind(Role.NAMED, code.of_function, code.function_content, code.function_put)
+_OBJECT = Kind(Role.NAMED, objects.of_attributes, _object_content, _object_put)
+
+
+_FUNCTION = Kind(Role.NAMED, objects.of_function, objects.function_content, objects.function_put)
+
+
 _WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
+
+
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
+
+
 _CONTEXT_VARIABLE = Kind(
     Role.NAMED,
     hidden.of_context_variable,
     hidden.context_variable_content,
     hidden.context_variable_put,
 )
+
+
 _KINDS: tuple[tuple[Any, Kind], ...] = (
-    (type, Kind(Role.NAMED, code.of_class, code.class_content, code.class_put)),
+    (type, Kind(Role.NAMED, objects.of_class, objects.class_content, objects.class_put)),
     (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
     (np.ndarray, Kind(Role.NAMED, of_array, array_content, array_put)),
     # What is in them has no names of its own, so that it can be left out.
     (Results, Kind(Role.NAMED, content=results_content, put=results_put)),
     (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
     ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
-    (set, Kind(Role.NAMED, code.of_attributes, _set_content, _set_put)),
+    (set, Kind(Role.NAMED, objects.of_attributes, _set_content, _set_put)),
     (tuple, Kind(Role.VALUE, _of_items)),
     (frozenset, Kind(Role.VALUE)),
     (bytearray, Kind(Role.NAMED, hidden.of_beside, hidden.bytes_content, hidden.bytes_put)),
@@ -380,16 +589,63 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (SynchronizedBase, Kind(Role.NAMED, hidden.of_shared, of_program=True)),
     (contextvars.ContextVar, _CONTEXT_VARIABLE),
     # Of the thread that trains.
-    (threading.local, Kind(Role.NAMED, code.of_attributes, _object_content, _object_put)),
+    (threading.local, Kind(Role.NAMED, objects.of_attributes, _object_content, _object_put)),
     (sqlite3.Cursor, _hidden(hidden.cursor_content, lambda value, seen: None)),
     (sqlite3.Connection, _hidden(hidden.database_content, hidden.database_put, hidden.of_database)),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _WEAK_MAPPING),
     (weakref.WeakSet, _WEAK_SET),
     (types.FunctionType, _FUNCTION),
-    (types.CellType, Kind(Role.NAMED, code.of_cell, code.cell_content, code.cell_put)),
+    (types.CellType, Kind(Role.NAMED, objects.of_cell, objects.cell_content, objects.cell_put)),
     (types.MethodType, Kind(Role.VALUE, _of_method)),
     (types.MethodWrapperType, Kind(Role.VALUE)),
-    ((staticmethod, classmethod), Kind(Role.NAMED, code.of_wrapper)),
-    (property, Kind(Role.NAMED, code.of_property)),
+    ((staticmethod, classmethod), Kind(Role.NAMED, objects.of_wrapper)),
+    (property, Kind(Role.NAMED, objects.of_property)),
     (functools.partial, Kind(Role.NAMED, _of_partial, _partial_content, _partial_put)),
 )
+
+
+class _NotPlainError(Exception):
+    """Something other than plain data was met."""
+
+
+class _Digest(io.RawIOBase):
+    """A file that keeps only the digest of what is written."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return len(data)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+class _PlainPickler(pickle.Pickler):
+    # Asked about everything but Python's own text, numbers and containers.
+    def reducer_override(self, value: Any) -> Any:
+        raise _NotPlainError
+
+
+def digest_if_plain(value: Any) -> bytes | None:
+    """A digest of plain data; None for what holds anything else.
+
+    It also tells which equal parts are one object. Flat data, whose items are all text and numbers,
+    counts as anything else: to compare its items one by one is cheaper.
+    """
+    items = value.values() if isinstance(value, dict) else value
+    if _FLAT.issuperset(map(type, items)):
+        return None
+    file = _Digest()
+    try:
+        _PlainPickler(file, protocol=5).dump(value)
+    except (_NotPlainError, RecursionError):
+        return None
+    return file.digest()
+
+
+_FLAT = frozenset({type(None), bool, int, float, complex, str, bytes})

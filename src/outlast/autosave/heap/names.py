@@ -1,5 +1,8 @@
 """Names for all that a program's set-up has made: the paths that lead there.
 
+Values that set-up takes from the environment may differ at the next start: as long as training
+leaves such a value as set-up gave it, the one of the new start counts.
+
 Set-up is the same in every process that runs the program, so a path leads to the same object in
 each. It is taken when the first training loop is reached; what is made later has no name, and is
 written down as a value.
@@ -15,27 +18,284 @@ import threading
 import types
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from outlast.autosave.heap.atoms import PLAIN_ATOMS, is_builtin_iterator, is_of_process
-from outlast.autosave.heap.blocks import Geometry, geometry, lies_in_block
-from outlast.autosave.heap.code import is_bare_function
-from outlast.autosave.heap.content import Content, flat, pairs, same
-from outlast.autosave.heap.environment import marked_content
 from outlast.autosave.heap.hidden import has_addresses, hidden_digest
-from outlast.autosave.heap.kinds import Kind, Kinds, Reducer, Role, State
-from outlast.autosave.heap.modules import is_importable
-from outlast.autosave.heap.order import keeps_order
-from outlast.autosave.heap.plain import digest_if_plain
-from outlast.autosave.heap.refusal import HIDDEN_ADVICE, ORDER_ADVICE, Unsaveable
-from outlast.autosave.heap.tensors import HOOKS
-from outlast.autosave.heap.undisturbed import undisturbed
+from outlast.autosave.heap.kinds import (
+    Kind,
+    Kinds,
+    Reducer,
+    Role,
+    State,
+    digest_if_plain,
+    keeps_order,
+)
+from outlast.autosave.heap.objects import (
+    PLAIN_ATOMS,
+    Content,
+    flat,
+    is_bare_function,
+    is_builtin_iterator,
+    is_importable,
+    is_of_process,
+    pairs,
+    same,
+    side_effect_free,
+)
+from outlast.autosave.heap.tensors import HOOKS, Geometry, geometry, lies_in_block
+from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+
+class FromEnvironment(NamedTuple):
+    """Stands in a save for a value that set-up takes from the environment.
+
+    Attributes:
+        value: What it was.
+    """
+
+    value: Any
+
+
+def marked(
+    now: Iterable[tuple[Any, Any]], before: Mapping[Any, Any], names: Collection[str]
+) -> dict[Any, Any]:
+    """Values by key, with those marked that come from the environment and have not changed.
+
+    Args:
+        now: Keys and values.
+        before: Those of set-up.
+        names: Keys of which the values come from the environment.
+    """
+    return {
+        key: FromEnvironment(value)
+        if type(key) is str
+        and key in names
+        and key in before
+        and _is_plain(value)
+        and type(before[key]) is type(value)
+        and before[key] == value
+        else value
+        for key, value in now
+    }
+
+
+def settled(
+    values: Mapping[Any, Any], now: Mapping[Any, Any], changed: Callable[[str], None]
+) -> dict[Any, Any]:
+    """Values by key, with those of this start in place of the marked ones.
+
+    Args:
+        values: As they were saved.
+        now: Those of this start's set-up.
+        changed: Told the key of each that is another one now.
+    """
+    found = {}
+    for key, value in values.items():
+        found[key] = value
+        if type(value) is FromEnvironment:
+            found[key] = now.get(key, value.value)
+            if not _is_plain(found[key]):
+                found[key] = value.value
+            if found[key] != value.value:
+                changed(key)
+    return found
+
+
+def marked_content(
+    now: Content, before: Content | None, names: frozenset[str], cell: str = ""
+) -> Content:
+    """A content with its values from the environment marked.
+
+    Args:
+        now: The content.
+        before: That of set-up.
+        names: Names whose values come from the environment.
+        cell: Name of the variable that functions share, where this is its content.
+    """
+    if before is None:
+        return now
+    items = now.items
+    if now.kind == "cell" and items:
+        both = marked([(cell, items[0])], dict(zip([cell], before.items, strict=False)), names)
+        items = tuple(both.values())
+    if now.kind == "dict" and not names.isdisjoint(_texts(items[::2])):
+        items = _flat(marked(pairs(items), dict(pairs(before.items)), names))
+    attributes = now.attributes
+    if not names.isdisjoint(_texts(attributes[::2])):
+        attributes = _flat(marked(pairs(attributes), dict(pairs(before.attributes)), names))
+    return now._replace(items=items, attributes=attributes)
+
+
+def settled_content(seen: Content, now: Content | None, changed: Callable[[str], None]) -> Content:
+    """A saved content with this start's values from the environment."""
+    items, attributes = seen.items, seen.attributes
+    if seen.kind == "cell" and _has_marks(items):
+        own = dict(zip(["it"], now.items, strict=False)) if now else {}
+        items = tuple(settled({"it": items[0]}, own, changed).values())
+    if seen.kind == "dict" and _has_marks(items):
+        items = _flat(settled(dict(pairs(items)), dict(pairs(now.items)) if now else {}, changed))
+    if _has_marks(attributes):
+        own = dict(pairs(now.attributes)) if now else {}
+        attributes = _flat(settled(dict(pairs(attributes)), own, changed))
+    return seen._replace(items=items, attributes=attributes)
+
+
+def has_marks(seen: Content) -> bool:
+    """Return True if there are marks in a saved content."""
+    return _has_marks(seen.items) or _has_marks(seen.attributes)
+
+
+def _has_marks(parts: tuple[Any, ...]) -> bool:
+    return any(type(part) is FromEnvironment for part in parts)
+
+
+def _texts(keys: tuple[Any, ...]) -> Iterable[str]:
+    return (key for key in keys if type(key) is str)
+
+
+def _flat(values: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(part for pair in values.items() for part in pair)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if a value is text, a number, a path, or a tuple of such."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return type(value) in PLAIN_ATOMS or isinstance(value, PurePath)
+
+
+Path = tuple[str, ...]
+
+
+class Unsaveable(AutosaveError):  # noqa: N818 (what it says reads as a sentence)
+    """Something can be written down in no way.
+
+    Args:
+        value: What it is.
+        advice: The smallest change that would help.
+        path: The steps that lead there, e.g. ``("[0]", "['writer']", ".lock")``: from the values
+            that were to be captured, or from the object `root`.
+        root: Name of the named object that leads there; None for the values themselves.
+
+    Attributes:
+        type: Name of its class.
+    """
+
+    def __init__(self, value: Any, advice: str, path: Path = (), root: str | None = None) -> None:
+        self.type = name_of(type(value))
+        self.advice = advice
+        self.path = path
+        self.root = root
+        self.value = value
+        place = (root or "") + "".join(path)
+        what = f"`{place}`, a {self.type}," if place else f"a {self.type}"
+        super().__init__(f"{what} cannot be saved: {advice}")
+
+
+class SetupDiffersError(AutosaveError):
+    """Set-up has not made the same objects as when the program was saved.
+
+    Args:
+        path: Name of the object.
+        sentence: What is wrong with it.
+    """
+
+    def __init__(self, path: str, sentence: str) -> None:
+        self.path = path
+        super().__init__(f"`{path}` {sentence}; set-up must make the same objects in every run")
+
+
+def advice_for(value: Any) -> str:
+    """The smallest change that would let the program be saved in spite of `value`."""
+    module = type(value).__module__.split(".")[0]
+    if type(value).__name__ in ("generator", "coroutine", "async_generator"):
+        return "make it a class with `__next__`, or make it before the training loop"
+    if module in ("_thread", "threading", "concurrent", "multiprocessing", "queue", "_queue"):
+        return "it belongs to a process; make it before the training loop, so that set-up makes it"
+    if module in ("socket", "_socket", "ssl", "subprocess", "asyncio", "_io"):
+        return "it is a connection of a process; make it before the training loop"
+    return (
+        "make it before the training loop, so that set-up makes it, or give its class a "
+        "`__reduce__` that says how to make it again"
+    )
+
+
+CHAIN_ADVICE = "it is a chain of too many links for Python to follow; keep its links in a list"
+
+
+CLASS_ADVICE = (
+    "it was given another class after set-up, which cannot be found by its name; do so before the "
+    "training loop, so that set-up does it, or define the class at the top of its file"
+)
+
+
+HIDDEN_ADVICE = (
+    "it has changed since set-up, and what it holds cannot be seen; keep that in a list, a "
+    "dictionary or an attribute"
+)
+
+
+ORDER_ADVICE = (
+    "the order of its members comes from what it held before, and cannot be made again; keep "
+    "them as the keys of a dictionary, or go through `sorted(...)` of it"
+)
+
+
+_LINKS = 6
+"""Steps of a path that are said of a chain."""
+
+
+def locate(
+    kinds: Kinds, value: Any, error_of: Callable[[Any], BaseException | None]
+) -> tuple[Path, Any]:
+    """The innermost part of `value` that cannot be written down, and the steps to it.
+
+    Args:
+        kinds: Tells what an object leads to.
+        value: What cannot be written down.
+        error_of: Tries to write something down.
+    """
+    steps: list[str] = []
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for step, item in _parts(kinds, value):
+            error = None if id(item) in seen else error_of(item)
+            if error is not None:
+                steps.append(step)
+                value = item
+                break
+        else:
+            break
+        if isinstance(error, RecursionError) and len(steps) == _LINKS:
+            break
+    return tuple(steps), value
+
+
+def _parts(kinds: Kinds, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, (set, frozenset)):
+        yield from (("{...}", item) for item in value)
+    elif isinstance(value, (list, tuple)) and hasattr(value, "_fields"):
+        names = value._fields
+        yield from ((f".{name}", item) for name, item in zip(names, value, strict=True))
+    else:
+        for form, key, item in kinds.of(value).children(value):
+            yield form % (key,), item
+
+
+def name_of(kind: type) -> str:
+    """A class's name, with its module unless it is one of Python's own."""
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
 
 _SIMPLE = (
     dict, list, deque, set, bytearray, types.CellType, types.SimpleNamespace, argparse.Namespace,
@@ -44,11 +304,14 @@ _SIMPLE = (
 )  # fmt: skip
 """Objects without a class of the program's that are its own where something of its own has them."""
 
+
 _MANY = 10_000
 """Items from which on a container is written down only when it has changed."""
 
+
 _WRITTEN = -1
 """A version that no tensor has."""
+
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of modules that torch itself keeps."""
@@ -110,7 +373,7 @@ class Names:
         self.blocks: dict[str, str] = {}
         self._versions: dict[str, int] = {}
         self.lost: frozenset[str] = frozenset()
-        with undisturbed():
+        with side_effect_free():
             self._walk(roots, own=True)
             own = len(self.objects)
             self._walk(foreign or {}, own=False)
@@ -123,16 +386,12 @@ class Names:
         return self._paths.get(id(value))
 
     def is_later(self, value: types.FunctionType) -> bool:
-        """Whether a function without a name is one that the program has defined after set-up."""
+        """Return True for a function without a name that the program has defined after set-up."""
         return value.__module__ in self._modules
 
     def is_own(self, path: str) -> bool:
-        """Whether the program's own objects hold a named object."""
+        """Return True if the program's own objects hold a named object."""
         return path in self._own
-
-    def is_foreign(self, path: str) -> bool:
-        """Whether only modules that are not the program's lead to a named object."""
-        return path in self._foreign
 
     def renewed(self, path: str, key: str) -> None:
         """Take note that a value from the environment is another one in this start."""
@@ -149,7 +408,7 @@ class Names:
         return self._paths.get(address)
 
     def held(self, path: str) -> Content | None:
-        """What a named object holds now, if that is to be written down.
+        """Present content of a named object, if it is to be written down.
 
         That of the program's own objects is, since what their set-up does may depend on the time of
         day; that of libraries' objects and of large containers is when it is not what it was.
@@ -174,13 +433,19 @@ class Names:
         if path in self._always:
             return now if now is None else self._marked(path, now)
         if now is not None and now.kind == "dict" and not same(self._before[path], now):
-            now = self._without_process_hooks(now)
+            # The content of a dictionary without hooks that closed libraries set when first used.
+            kept = {
+                key: item
+                for key, item in pairs(now.items)
+                if id(item) in self._paths or not is_of_process(item)
+            }
+            now = now._replace(items=flat(kept)) if 2 * len(kept) < len(now.items) else now
         if same(self._before[path], now):
             return None
         return now if now is None else self._marked(path, now)
 
     def is_plain(self, path: str) -> bool:
-        """Whether what lies in an object has no names, as it is large and plain data."""
+        """Return True if the parts of an object have no names, as it is large and plain data."""
         return path in self._digests
 
     def led_to(self, path: str) -> Iterator[str]:
@@ -192,7 +457,7 @@ class Names:
                 yield kind
 
     def touched(self, path: str) -> bool:
-        """Whether the program has changed an object that it seems to hold no more.
+        """Return True if the program has changed an object that it seems to hold no more.
 
         Of tensors their versions tell, which is enough for what nobody seems to hold. Arrays have
         none, and count as unchanged.
@@ -212,7 +477,7 @@ class Names:
         )
 
     def is_written(self, path: str) -> bool:
-        """Whether a named tensor was written to since set-up, in this life or an earlier one."""
+        """Return True if a named tensor was written to since set-up, in any life of the run."""
         before = self._versions.get(path)
         return before is not None and before != _version(self.objects[path])
 
@@ -234,18 +499,6 @@ class Names:
             return now
         name = path.rpartition(".<")[2].removesuffix(">") if now.kind == "cell" else ""
         return marked_content(now, self._before[path], self._environment, name)
-
-    def _without_process_hooks(self, seen: Content) -> Content:
-        """The content of a dictionary without hooks that closed libraries set when first used.
-
-        The wrappers of sharded models do; they do it again in the next process.
-        """
-        kept = {
-            key: item
-            for key, item in pairs(seen.items)
-            if id(item) in self._paths or not is_of_process(item)
-        }
-        return seen._replace(items=flat(kept)) if 2 * len(kept) < len(seen.items) else seen
 
     def _named(self, value: Any) -> Iterator[str]:
         for _, _, item in self.kinds.of(value).children(value):
@@ -325,7 +578,7 @@ class Names:
             yield f"{path}.__class__", type(value), True
 
     def _is_of_library(self, path: str) -> bool:
-        """Whether an object concerns the process, since a library keeps something there."""
+        """Return True if an object concerns the process, since a library keeps something there."""
         return path not in self._own and self.kinds.of(self.objects[path]).of_program
 
     def _is_plain(self, path: str, value: Any) -> bool:
@@ -341,7 +594,7 @@ class Names:
         return isinstance(value, type) and not self._opens(value) and is_importable(value)
 
     def _opens(self, value: type) -> bool:
-        """Whether the variables of a class are looked into."""
+        """Return True if the variables of a class are looked into."""
         return value.__module__ in self._modules or value.__module__ in self._packages
 
     def _is_own(self, value: Any) -> bool:
@@ -364,7 +617,7 @@ class Names:
         )
 
     def _changes_unseen(self, part: Any) -> bool:
-        """Whether a part of a content can change without being another object, and has no name."""
+        """Return True if a nameless part of a content can change without being another object."""
         if type(part) is tuple:
             return any(map(self._changes_unseen, part))
         if id(part) in self._paths or self._is_foreign_class(part):

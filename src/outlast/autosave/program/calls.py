@@ -1,9 +1,12 @@
-"""Which functions of a program a call may reach, as far as its text tells.
+"""Call graph of a program: the functions that a call may reach, as far as the text tells.
 
 Names are followed to functions, classes and imports of the program's own files. Of a method call
 the receiver's class is looked for among all that is ever assigned, annotated or passed on under
 the receiver's name; when nothing is known of it, every method of that name may be meant, except
 where torch's own classes have a method that is called in the same way (``model.train()``).
+
+What becomes of gradients in a loop is learnt from its first iterations. What is done with them
+after it is not, and the end of a loop is a place where a program may be saved, too.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from outlast.autosave.program.source import SourceFile
+    from outlast.autosave.program.training import Training
+
 
 _OF_TORCH = frozenset({"train", "eval", "step", "update", "backward", "close", "reset", "to"})
 """Methods of torch's and other libraries' objects that programs use for their own classes, too."""
 
+
 _CALLED = ("__call__", "forward")
+
+
 Target = Function | ast.ClassDef
 
 
@@ -330,3 +338,136 @@ def _required(method: Function) -> int:
     """Arguments that a method cannot do without, as torch's own of the same names can."""
     arguments = method.args
     return len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults) - 1
+
+
+BACKWARD, STEP = "backward", "step"
+
+
+_BACKWARD = frozenset({"backward", "manual_backward"})
+
+
+_SCHEDULES = ("sched", "warmup", "anneal", "decay", "profil", "prof")
+"""Parts of the names of what has a `step`, too, but no parameters."""
+
+
+class Contents:
+    """Occurrences of backward passes and optimizer steps.
+
+    Args:
+        functions: All functions of the program.
+        calls: Leads from calls to functions.
+    """
+
+    def __init__(self, functions: Iterable[Function], calls: Calls) -> None:
+        self._calls = calls
+        self._functions: dict[Function, set[str]] = defaultdict(set)
+        functions = list(functions)
+        grown = True
+        while grown:
+            grown = False
+            for function in functions:
+                found = self.of(function)
+                grown = grown or not found <= self._functions[function]
+                self._functions[function] |= found
+
+    def of(self, node: ast.AST, without: frozenset[ast.AST] = frozenset()) -> set[str]:
+        """Return the occurrences in `node`, apart from nodes or called functions in `without`."""
+        found: set[str] = set()
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            if each in without:
+                continue
+            if isinstance(each, ast.Call):
+                found |= self._call(each)
+            waiting.extend(ast.iter_child_nodes(each))
+        return found
+
+    def _call(self, call: ast.Call) -> set[str]:
+        name = called_name(call)
+        found = {what for name in self._calls.of(call) for what in self._functions[name]}
+        if name in _BACKWARD or (name == "grad" and "autograd" in ast.unparse(call.func)):
+            found.add(BACKWARD)
+        if name == "step" and isinstance(call.func, ast.Attribute):
+            owner = last_name(call.func.value).lower()
+            if not any(part in owner for part in _SCHEDULES):
+                found.add(STEP)
+        return found
+
+
+_USES = ("backward", "zero_grad", "step")
+
+
+_READERS = ("clip_grad", "grad_norm", "total_norm", "unscale_")
+"""Parts of the names of library functions that read gradients."""
+
+
+def reads_gradients_between_steps(files: Iterable[SourceFile], training: Training) -> bool:
+    """Return True if gradients are read outside of the step loops, or in a function used there.
+
+    Functions are known by their names alone, and count as used where they are mentioned. A program
+    that uses gradients under a condition counts, too: its first steps tell nothing of later ones.
+    """
+    files = list(files)
+    if any(_by_condition(node, training) for source in files for node in ast.walk(source.tree)):
+        return True
+    functions: defaultdict[str, list[ast.AST]] = defaultdict(list)
+    waiting: list[ast.AST] = []
+    for source in files:
+        waiting.append(source.tree)
+        for node in ast.walk(source.tree):
+            if isinstance(node, Function):
+                functions[node.name].append(node)
+    seen: set[str] = set()
+    while waiting:
+        for node in _between_steps(waiting.pop(), training):
+            if _reads(node):
+                return True
+            name = _mentioned(node)
+            if name not in seen:
+                seen.add(name)
+                waiting.extend(functions.get(name, ()))
+    return False
+
+
+def _by_condition(node: ast.AST, training: Training) -> bool:
+    """Return True for a condition within a step on which the fate of gradients depends."""
+    if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
+        return False
+    inner = list(ast.walk(node))
+    if any(name in training.step_loops for name in inner):
+        return False
+    return any(_reads(name) or _uses(name) for name in inner)
+
+
+def _uses(node: ast.AST) -> bool:
+    """Return True if `node` may use gradients; a variable called `step` is a number."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in _USES
+    return isinstance(node, ast.Attribute) and node.attr in _USES
+
+
+def _between_steps(body: ast.AST, training: Training) -> Iterator[ast.AST]:
+    waiting = list(ast.iter_child_nodes(body))
+    while waiting:
+        node = waiting.pop()
+        if node in training.step_loops or isinstance(node, Function):
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _mentioned(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _reads(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "grad":
+        # `torch.autograd.grad` is a function that leaves no gradients.
+        inner = node.value
+        of_module = isinstance(inner, ast.Attribute) and inner.attr == "autograd"
+        return isinstance(node.ctx, ast.Load) and not of_module
+    name = _mentioned(node)
+    return any(part in name for part in _READERS)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import ast
+import os
+import sys
 import tokenize
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import CodeType, ModuleType
+
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 Body = ast.Module | Function
 """What is executed as one frame."""
+
 
 Loop = ast.For | ast.While
 
@@ -35,7 +44,7 @@ class SourceFile:
     tree: ast.Module
 
     def name(self) -> str:
-        """How people are told of it: relative to where they are, if it lies there."""
+        """Path of the file for people: relative to the working directory, if it lies there."""
         here = Path.cwd()
         return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
@@ -99,3 +108,159 @@ def _module_files(root: Path, name: str) -> Iterator[Path]:
             if found.is_file():
                 yield found
         place /= part
+
+
+RUNTIME = "__outlast__"
+"""What rewritten bodies call; a global name of each module of the program."""
+
+
+GENERATORS = f"{RUNTIME}.generators"
+"""What rewritten generator functions call."""
+
+
+Kind = Literal["step", "loop", "call", "branch", "yield"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A statement on the way to a step, or to a `yield` in a generator function.
+
+    Attributes:
+        number: Its number in the program.
+        body: Name of the body that it is in, as `body_name` gives it.
+        line: First line in the file.
+        column: Where it begins there, in bytes of UTF-8 from 0.
+        last_line: Last line.
+        last_column: Where it ends there.
+        kind: A `step` loop, a `loop` around one, a `call`, a `branch` (if, with, try) or a `yield`.
+        around: Numbers of the sites of the same body that it is in, outermost first.
+        names: Local names that are live there, those of the iterators around included.
+        dead: Other local names of the body; they are not needed.
+        defined: Names that are bound in one place, by a definition or an import.
+    """
+
+    number: int
+    body: str
+    line: int
+    column: int
+    last_line: int
+    last_column: int
+    kind: Kind
+    around: tuple[int, ...]
+    names: frozenset[str]
+    dead: frozenset[str]
+    defined: frozenset[str]
+
+    def covers(self, line: int | None, column: int | None) -> bool:
+        """Return True if a place in the file is within the statement; a column of None is any."""
+        if line is None or not self.line <= line <= self.last_line:
+            return False
+        if column is None:
+            return True
+        return (self.line, self.column) <= (line, column) <= (self.last_line, self.last_column)
+
+
+@dataclass
+class Rewritten:
+    """A file in its new form.
+
+    Attributes:
+        source: What it was made from.
+        tree: The new syntax tree, with the lines of the old one.
+        sites: Its sites.
+        bodies: Names of the bodies that were rewritten on the way to training.
+        generators: Names of the generator functions that were rewritten.
+        plain: Names of those that could not be, with the reason.
+        reads_gradients: Whether the program reads gradients where no step is done.
+    """
+
+    source: SourceFile
+    tree: ast.Module
+    sites: list[Site] = field(default_factory=list)
+    bodies: set[str] = field(default_factory=set)
+    generators: set[str] = field(default_factory=set)
+    plain: dict[str, str] = field(default_factory=dict)
+    reads_gradients: bool = True
+
+
+def iterator_name(number: int) -> str:
+    """Name of the local variable that holds the iterator of loop `number`."""
+    return f"__outlast_{number}__"
+
+
+def item_name(number: int) -> str:
+    """Name of the local variable that holds what the iterator of loop `number` gave."""
+    return f"__outlast_item_{number}__"
+
+
+def spilled_name(number: int, place: int) -> str:
+    """Name of the local variable that holds a value which call `number` is given."""
+    return f"__outlast_kept_{number}_{place}__"
+
+
+def context_name(number: int, place: int) -> str:
+    """Name of the local variable that holds the context of item `place` of `with` `number`."""
+    return f"__outlast_with_{number}_{place}__"
+
+
+def body_name(file: str, qualified_name: str, line: int) -> str:
+    """Name of a body: unique in a program, and the same for its text and its code object."""
+    return f"{file}:{line}:{qualified_name}"
+
+
+@contextmanager
+def rewritten_imports(files: Iterable[Rewritten], runtime: Any) -> Iterator[None]:
+    """Within, modules of `files` that are imported are compiled from their rewritten trees.
+
+    Modules that are not rewritten are imported as ever. Nothing is written to bytecode caches.
+
+    Args:
+        files: The program.
+        runtime: What rewritten bodies call: the global `__outlast__` of each module.
+    """
+    finder = _Finder(files, runtime)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder:
+    """Finds modules as Python does, and gives those of the program a loader of their own."""
+
+    def __init__(self, files: Iterable[Rewritten], runtime: Any) -> None:
+        self._files = {str(file.source.path): file for file in files if file.sites}
+        self._runtime = runtime
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The place of a module of the program; None leaves all others to Python."""
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        found = self._files.get(os.path.realpath(spec.origin))
+        if found is None:
+            return None
+        spec.loader = _Loader(name, str(found.source.path), found, self._runtime)
+        spec.cached = None
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, rewritten: Rewritten, runtime: Any) -> None:
+        super().__init__(name, path)
+        self._rewritten = rewritten
+        self._runtime = runtime
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The rewritten module, compiled."""
+        path = str(self._rewritten.source.path)
+        code: CodeType = compile(self._rewritten.tree, path, "exec", dont_inherit=True)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, with the runtime that it calls."""
+        setattr(module, RUNTIME, self._runtime)
+        super().exec_module(module)

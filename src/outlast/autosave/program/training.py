@@ -1,4 +1,4 @@
-"""Where a program trains: its step loops, and the loops and calls that lead to them.
+"""Step loops of a program, and the loops and calls that lead to them.
 
 A loop trains when its body, or a function of the program that it calls, has a backward pass and an
 optimizer's step (or a backward pass alone, where the program never calls ``.step()``). The
@@ -11,20 +11,90 @@ says how fine the steps are.
 from __future__ import annotations
 
 import ast
+import copy
+import difflib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from outlast.autosave.program.calls import Calls, called_name
-from outlast.autosave.program.contents import BACKWARD, STEP, Contents
-from outlast.autosave.program.marks import chosen_loops, marked_loops
+from outlast.autosave.program.calls import BACKWARD, STEP, Calls, Contents, called_name
 from outlast.autosave.program.scopes import walk_here
-from outlast.autosave.program.source import Function, Loop
+from outlast.autosave.program.source import GENERATORS, RUNTIME, Function, Kind, Loop
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from outlast.autosave.program.source import Body, SourceFile
+    from outlast.autosave.program.source import Body, Rewritten, SourceFile
+
+
+_PACKAGE = "outlast.autosave"
+
+
+def marked_loops(files: Sequence[SourceFile]) -> list[Loop]:
+    """The `for` loops whose iterable is within a call of `outlast.autosave.loop`."""
+    found: list[Loop] = []
+    for source in files:
+        names = _names_of_loop(source.tree)
+        found += [
+            node
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.For)
+            and any(
+                isinstance(item, ast.Call) and ast.unparse(item.func) in names
+                for item in ast.walk(node.iter)
+            )
+        ]
+    return found
+
+
+def chosen_loops(files: Sequence[SourceFile], chosen: str) -> list[Loop]:
+    """The loop at ``FILE:LINE``.
+
+    Raises:
+        AutosaveError: When no loop begins there.
+    """
+    name, _, line = chosen.rpartition(":")
+    loops = [
+        (source, node)
+        for source in files
+        for node in ast.walk(source.tree)
+        if isinstance(node, Loop)
+    ]
+    found: list[Loop] = [
+        node
+        for source, node in loops
+        if str(node.lineno) == line
+        and name
+        and f"/{source.path.as_posix()}".endswith(f"/{name.removeprefix('./').lstrip('/')}")
+    ]
+    if not found:
+        known = ", ".join(f"{source.path.name}:{node.lineno}" for source, node in loops)
+        raise AutosaveError(
+            f"--loop {chosen}: no `for` or `while` begins there; the program's loops are at "
+            f"{known or 'no line at all'}"
+        )
+    return found[:1]
+
+
+def _names_of_loop(tree: ast.Module) -> set[str]:
+    """Spellings of `outlast.autosave.loop` in a file."""
+    names = {f"{_PACKAGE}.loop"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                f"{name.asname}.loop"
+                for name in node.names
+                if name.name == _PACKAGE and name.asname
+            }
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                written = name.asname or name.name
+                if f"{node.module}.{name.name}" == _PACKAGE:
+                    names.add(f"{written}.loop")
+                elif (node.module, name.name) == (_PACKAGE, "loop"):
+                    names.add(written)
+    return names
+
 
 _ELSEWHERE = frozenset({"Process", "Thread", "spawn", "start_processes"})
 """What runs a function in another process or thread."""
@@ -36,7 +106,7 @@ class NoTrainingLoopError(AutosaveError):
 
 @dataclass(frozen=True)
 class Training:
-    """What leads to training in a program.
+    """Loops and calls that lead to training.
 
     Attributes:
         step_loops: The loops whose iterations are steps.
@@ -53,7 +123,7 @@ class Training:
     calls: Calls = field(default_factory=lambda: Calls([]))
 
     def leads(self, call: ast.Call) -> bool:
-        """Whether a call leads to training."""
+        """Return True if a call leads to training."""
         return not self.carriers.isdisjoint(self.calls.of(call))
 
 
@@ -95,7 +165,18 @@ class _Search:
             steps = self._step_loops()
         self._refuse_nested(steps)
         carriers = self._carriers(steps)
-        self._refuse_elsewhere(carriers)
+        for body in self._bodies:
+            for call in walk_here(body):
+                if (
+                    isinstance(call, ast.Call)
+                    and called_name(call) in _ELSEWHERE
+                    and not carriers.isdisjoint(self._calls.of(call))
+                ):
+                    raise AutosaveError(
+                        f"{self._place(call)}: the training loop runs in a process or thread that "
+                        "the script starts, and only the script's own is followed; call the "
+                        "function directly, and start several processes with torchrun"
+                    )
         inside = {inner for loop in steps for inner in ast.walk(loop) if inner is not loop}
         around = {
             loop
@@ -250,20 +331,180 @@ class _Search:
                         "of them"
                     )
 
-    def _refuse_elsewhere(self, carriers: frozenset[Function]) -> None:
-        for body in self._bodies:
-            for call in walk_here(body):
-                if (
-                    isinstance(call, ast.Call)
-                    and called_name(call) in _ELSEWHERE
-                    and not carriers.isdisjoint(self._calls.of(call))
-                ):
-                    raise AutosaveError(
-                        f"{self._place(call)}: the training loop runs in a process or thread that "
-                        "the script starts, and only the script's own is followed; call the "
-                        "function directly, and start several processes with torchrun"
-                    )
-
     def _place(self, node: ast.AST) -> str:
         line = getattr(node, "lineno", 1)
         return f"{self._where[node].name()}, line {line}" if node in self._where else f"line {line}"
+
+
+SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Raise, ast.Assert)
+"""Statements that may hold the call, or the `yield`, that the way leads through."""
+
+
+class Way(Protocol):
+    """Reason to re-enter a body.
+
+    Attributes:
+        runtime: The expression that the rewritten body asks.
+        trains: Whether it is a step of training; else it is a `yield`.
+        what: What stands in the way's statements, in words.
+    """
+
+    runtime: str
+    trains: bool
+    what: str
+
+    def kind(self, node: ast.AST) -> Kind | None:
+        """Of a loop or a simple statement; None where no way leads through it."""
+
+    def leading(self, node: ast.AST) -> list[ast.expr]:
+        """The expressions in `node`, or `node` itself, through which the way leads."""
+
+
+class ToTraining:
+    """The way to a step loop."""
+
+    runtime = RUNTIME
+    trains = True
+    what = "a call or loop that trains"
+
+    def __init__(self, training: Training, originals: dict[ast.AST, ast.AST]) -> None:
+        self._training = training
+        self._originals = originals
+
+    def kind(self, node: ast.AST) -> Kind | None:
+        """Of a loop or a simple statement."""
+        original = self._originals.get(node)
+        if isinstance(original, Loop):
+            if original in self._training.step_loops:
+                return "step"
+            return "loop" if original in self._training.loops else None
+        return "call" if isinstance(node, SIMPLE) and self.leading(node) else None
+
+    def leading(self, node: ast.AST) -> list[ast.expr]:
+        """The calls that lead to training."""
+        return [
+            item
+            for item in walk_here(node)
+            if isinstance(item, ast.Call)
+            and isinstance(original := self._originals.get(item), ast.Call)
+            and self._training.leads(original)
+        ]
+
+
+class ToYield:
+    """The way to where a generator function is suspended."""
+
+    runtime = GENERATORS
+    trains = False
+    what = "a `yield`"
+
+    def kind(self, node: ast.AST) -> Kind | None:
+        """Of a loop or a simple statement."""
+        if isinstance(node, Loop) and self.leading(node):
+            return "loop"
+        return "yield" if isinstance(node, SIMPLE) and self.leading(node) else None
+
+    def leading(self, node: ast.AST) -> list[ast.expr]:
+        """The `yield` and `yield from` expressions."""
+        return [item for item in walk_here(node) if isinstance(item, ast.Yield | ast.YieldFrom)]
+
+
+@dataclass(frozen=True)
+class FoundLoop:
+    """A loop on the way to training.
+
+    Attributes:
+        file: Its file, as people are told of it.
+        line: Its line there.
+        header: Its first line, as text.
+        is_step: Whether its iterations are the steps.
+        reason: Why it is listed.
+    """
+
+    file: str
+    line: int
+    header: str
+    is_step: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Findings of `outlast run` in a program.
+
+    Attributes:
+        files: Files of the program, as people are told of them.
+        loops: Loops on the way to training, in the order of files and lines.
+        not_resumable: Why some generator functions cannot be saved while they are under way.
+        differences: Unified diff of each file that is rewritten.
+    """
+
+    files: tuple[str, ...]
+    loops: tuple[FoundLoop, ...]
+    not_resumable: tuple[str, ...]
+    differences: tuple[str, ...]
+
+    def head(self) -> str:
+        """All but the differences, in lines."""
+        lines = [f"files: {', '.join(self.files)}", "loops:"]
+        for loop in self.loops:
+            kind = "step loop" if loop.is_step else "loop"
+            lines.append(f"  {loop.file}:{loop.line}  {kind}  `{loop.header}`  ({loop.reason})")
+        if self.not_resumable:
+            lines.append("generators that cannot be saved while they are under way:")
+            lines += [f"  {name}" for name in self.not_resumable]
+        return "\n".join(lines)
+
+
+def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritten]) -> Explanation:
+    """Explain the findings in a program, and its rewritten text.
+
+    Both sides of a diff are printed from syntax trees, so that only real changes show; the
+    statements that give local names their values on the way back are left out.
+    """
+    loops = [
+        _found(source, loop, training)
+        for source in files
+        for loop in ast.walk(source.tree)
+        if isinstance(loop, ast.For | ast.While) and loop in training.loops
+    ]
+    return Explanation(
+        tuple(file.name() for file in files),
+        tuple(sorted(loops, key=lambda loop: (loop.file, loop.line))),
+        tuple(why for item in rewritten for why in item.plain.values()),
+        tuple(_difference(item) for item in rewritten if item.sites),
+    )
+
+
+def _found(source: SourceFile, loop: Loop, training: Training) -> FoundLoop:
+    is_step = loop in training.step_loops
+    reason = training.reasons.get(loop, "") if is_step else "leads to a step loop"
+    if isinstance(loop, ast.For):
+        header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}:"
+    else:
+        header = f"while {ast.unparse(loop.test)}:"
+    return FoundLoop(source.name(), loop.lineno, header, is_step, reason)
+
+
+def _difference(rewritten: Rewritten) -> str:
+    name = rewritten.source.name()
+    tree = _WithoutRestorations().visit(copy.deepcopy(rewritten.tree))
+    before, after = (
+        [f"{line}\n" for line in ast.unparse(item).splitlines()]
+        for item in (rewritten.source.tree, tree)
+    )
+    return "".join(difflib.unified_diff(before, after, name, f"{name} (rewritten)"))
+
+
+class _WithoutRestorations(ast.NodeTransformer):
+    """Takes the long lists of local names out."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        parts = {item.attr for item in ast.walk(node.test) if isinstance(item, ast.Attribute)}
+        if parts & {"restoring", "late"} and RUNTIME in _names(ast.walk(node.test)):
+            node.body = [ast.Expr(ast.Constant(...))]
+        return self.generic_visit(node)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -33,7 +33,7 @@ _TOLERANCE = 1e-4
 
 
 def is_compared(steps: int) -> bool:
-    """Whether there is a digest so many steps after a save."""
+    """Return True if there is a digest so many steps after a save."""
     return steps > 0 and steps % (1 << max(0, steps.bit_length() - 1 - _EACH)) == 0
 
 
@@ -65,7 +65,7 @@ def digest(
 
 
 def difference(before: str, now: str) -> str:
-    """What differs between two digests of a step, in words; empty when nothing does."""
+    """Differences between two digests of a step, in words; empty when there are none."""
     old, new = json.loads(before), json.loads(now)
     if old["random"] != new["random"]:
         return "the state of the random numbers"

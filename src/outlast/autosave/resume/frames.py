@@ -1,21 +1,37 @@
-"""The frames of a running program that lead to its step, and where each of them stands."""
+"""Frames of a running program that lead to its step, their context managers, and generators.
+
+A suspended generator is a frame at a site, its `yield`. In another process its function is called
+again and driven, with its local names restored, to that `yield`, as the program itself is driven to
+its step; then it goes on from there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import inspect
+import io
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+import types
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from outlast.autosave.program.sites import Rewritten, Site, body_name
+from outlast.autosave.program.source import Rewritten, Site, body_name
+from outlast.autosave.resume.iterators import resumable
+from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import CodeType, FrameType
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+    from types import CodeType, FrameType, TracebackType
+
+    from outlast.autosave.resume.session import Session
+
 
 MODULE = "<module>"
 
 
 class Place(NamedTuple):
-    """Where a frame stands.
+    """Place of a frame in the program.
 
     Attributes:
         body: Number of its body in the program.
@@ -62,7 +78,7 @@ class Frames:
     def places(
         self, frame: FrameType, number: int, kept: Callable[[Site, str, Any], Any]
     ) -> list[Place]:
-        """Where all frames up to `frame` stand, which is at site `number`.
+        """Places of all frames up to `frame`, which is at site `number`.
 
         Args:
             frame: The innermost.
@@ -99,7 +115,7 @@ class Frames:
         return len(frames) - 1
 
     def is_left(self, frame: FrameType, target: list[Place]) -> bool:
-        """Whether `frame` is in a call that is to be left, since the way leads elsewhere."""
+        """Return True if `frame` is in a call that is to be left, since the way leads elsewhere."""
         frames = self.of(frame)
         return (
             not self._on_way(frames, target)
@@ -108,7 +124,7 @@ class Frames:
         )
 
     def _on_way(self, frames: list[FrameType], target: list[Place]) -> bool:
-        """Whether the way to `target` leads through these frames."""
+        """Return True if the way to `target` leads through these frames."""
         return len(frames) <= len(target) and all(
             self._numbers[name_of(frame.f_code)] == place.body
             and (frame is frames[-1] or self.number_of(self.leading(frame)) == place.site)
@@ -157,3 +173,485 @@ def _position(frame: FrameType) -> tuple[int | None, int | None]:
     )
     # Python can be told not to keep columns.
     return (frame.f_lineno, None) if line is None or column is None else (line, column)
+
+
+class EnteredContext:
+    """Stands for the expression of a `with` whose value has come back with the local names.
+
+    It is not entered a second time, which would begin a file again; it is left as usual.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __enter__(self) -> Any:
+        return self._value
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Any:
+        return self._value.__exit__(kind, error, traceback)
+
+
+class EnteredExitStack(EnteredContext):
+    """Stands for an `ExitStack` that has come back, with what is to be done at its end.
+
+    What it has entered and concerns the process, as `torch.autocast`, is entered anew.
+    """
+
+    def __init__(self, value: contextlib.ExitStack, files: frozenset[str]) -> None:
+        super().__init__(value)
+        self._contexts: list[Any] = [
+            context
+            for _, leave in value._exit_callbacks  # type: ignore[attr-defined]
+            if hasattr(context := getattr(leave, "__self__", None), "__enter__")
+            and not isinstance(context, io.IOBase)
+            and not is_own(context, files)
+        ]
+
+    def __enter__(self) -> Any:
+        for context in self._contexts:
+            context.__enter__()
+        return super().__enter__()
+
+
+class Held:
+    """A context that a `with` statement of the program enters.
+
+    One of the program's own is saved, and on the way back it is not entered again: what is done at
+    its beginning has been done. Nor is it ended on the way to a place behind it. Every other one,
+    as `torch.autocast` or a profiler, concerns the process; it is made and entered anew.
+
+    Args:
+        session: Of the program.
+        context: What it enters.
+        own: Whether the program's own text says what is done at its beginning and end.
+        came_back: Whether it is in a context that was saved.
+        value: What the context gave when it was entered.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        context: Any,
+        *,
+        own: bool,
+        came_back: bool = False,
+        value: Any = None,
+    ) -> None:
+        self._session = session
+        self._context = context
+        self._own = own
+        self._came_back = came_back
+        self._value = value
+
+    def __enter__(self) -> Any:
+        if not self._came_back:
+            self._value = self._context.__enter__()
+        self._came_back = False
+        return self._value
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Any:
+        if self._session.live or not self._own:
+            return self._context.__exit__(kind, error, traceback)
+        # Kept, since a generator that is let go of runs to its end.
+        self._session.abandoned.append(self._context)
+        return None
+
+    def __reduce__(self) -> Any:
+        if not self._own:
+            return _no_context, ()
+        return _came_back, (self._session, self._context, self._value)
+
+
+def _no_context() -> None:
+    """Stands for a context that is not saved."""
+
+
+def _came_back(session: Session, context: Any, value: Any) -> Held:
+    return Held(session, context, own=True, came_back=True, value=value)
+
+
+def is_own(context: Any, files: frozenset[str]) -> bool:
+    """Return True if the program's own text says what a context does at its end."""
+    generator = getattr(context, "gen", None)
+    if isinstance(generator, types.GeneratorType):
+        return generator.gi_code.co_filename in files
+    module = sys.modules.get(type(context).__module__)
+    return getattr(module, "__file__", None) in files
+
+
+def entered_context(
+    values: Mapping[str, Any], name: str, files: frozenset[str] = frozenset()
+) -> EnteredContext | None:
+    """The value of `name`, if it came back as it was: a file, a bar, an object of `files`.
+
+    Args:
+        values: Local names of the frame.
+        name: What the `with` statement binds.
+        files: Files whose classes' objects are taken as they came back.
+    """
+    value = values.get(name)
+    if value is None or not hasattr(value, "__exit__"):
+        return None
+    is_bar = type(value).__module__.split(".")[0] == "tqdm"
+    if isinstance(value, io.IOBase) or is_bar or is_own(value, files):
+        return EnteredContext(value)
+    return None
+
+
+def stack(values: Mapping[str, Any], name: str, files: frozenset[str]) -> EnteredExitStack | None:
+    """The value of `name`, if it is an `ExitStack` that came back.
+
+    Args:
+        values: Local names of the frame.
+        name: What the `with` statement binds.
+        files: Of the program.
+    """
+    value = values.get(name)
+    return EnteredExitStack(value, files) if isinstance(value, contextlib.ExitStack) else None
+
+
+class _Entry(NamedTuple):
+    """Count of the entries into a body from one place.
+
+    Attributes:
+        by: The body, the calling frame, its statement, and the how manieth time that was executed.
+        times: How often.
+        wrapped: Why it cannot be entered again: after set-up, something of the program called it
+            that is not on the way, and would be done twice. None where nothing did.
+        unseen: Whether it was called after set-up by a statement that is not on the way.
+    """
+
+    by: tuple[int, int, int | None, int]
+    times: int
+    wrapped: str | None
+    unseen: bool
+
+
+class Entries:
+    """Remembers for each function on the way how it was called.
+
+    Args:
+        frames: Looks at the frames of the program.
+        files: Of the program.
+    """
+
+    def __init__(self, frames: Frames, files: frozenset[str]) -> None:
+        self._frames = frames
+        self._files = files
+        self._entries: dict[int, _Entry] = {}
+
+    def entered(self, frames: list[FrameType], visit: int, *, in_setup: bool) -> None:
+        """The innermost of the frames on the way begins.
+
+        Args:
+            frames: The frames on the way, outermost first.
+            visit: The how manieth time the statement is executed that called it.
+            in_setup: Whether the next process does the same in its set-up.
+        """
+        depth, body = len(frames) - 1, self._frames.body_of(frames[-1])
+        caller, site = 0, None
+        if depth:
+            caller, site = id(frames[-2]), self._frames.number_of(self._frames.leading(frames[-2]))
+        by = (body, caller, site, visit)
+        before = self._entries.get(depth)
+        times = before.times + 1 if before is not None and before.by == by else 1
+        wrapped = None if in_setup or not depth else self._between(frames[-2], frames[-1])
+        self._entries = {place: entry for place, entry in self._entries.items() if place < depth}
+        unseen = depth > 0 and site is None and not in_setup
+        self._entries[depth] = _Entry(by, times, wrapped, unseen)
+
+    def refuse_unseen(self, frames: list[FrameType]) -> None:
+        """Refuse a way through calls that cannot be told from others.
+
+        Raises:
+            AutosaveError: For a function that was called more than once by one statement, or
+                after set-up in a way that is not seen.
+        """
+        for depth, frame in enumerate(frames):
+            entry = self._entries.get(depth)
+            if entry is None:
+                continue
+            code = frame.f_code
+            if entry.wrapped is not None:
+                raise AutosaveError(entry.wrapped)
+            if entry.times > 1 or entry.unseen:
+                raise AutosaveError(
+                    f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` trains, and "
+                    "was called several times, or after other training, in a way that is not seen "
+                    "in the program's text (by a library, through a list or a wrapper), so that it "
+                    "cannot be resumed in this call; call it by its name, in a loop of its own"
+                )
+
+    def _between(self, outer: FrameType, inner: FrameType) -> str | None:
+        """Obstacle between two frames of the way, in words; None for nothing."""
+        name, line = inner.f_code.co_name, inner.f_code.co_firstlineno
+        between = inner.f_back
+        while between is not None and between is not outer:
+            code = between.f_code
+            if code.co_filename in self._files:
+                return (
+                    f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` calls "
+                    f"`{name}`, which trains, in a way that is not seen in the program's text, so "
+                    "that it cannot be resumed; call it by its name there"
+                )
+            if code in _DECORATED and is_own(between.f_locals["self"], self._files):
+                return (
+                    f"{inner.f_code.co_filename}, line {line}: `{name}`, which trains, is "
+                    "decorated with a context of the program, whose beginning would be done "
+                    "twice; enter it by a `with` statement in the function"
+                )
+            between = between.f_back
+        return None
+
+
+def _no_entry() -> None:
+    """Stands for a decorated function."""
+
+
+_DECORATED = frozenset({contextlib.ContextDecorator()(_no_entry).__code__})
+"""What calls functions that are decorated with a context."""
+
+
+class Generators:
+    """Calls of rewritten generator functions: ``__outlast__.generators``.
+
+    Args:
+        session: Of the program.
+        frames: Looks at its frames.
+        files: The program.
+
+    Attributes:
+        live: Whether generators do their work; False while one is driven to where it was.
+        restoring: Whether the frame that asks is to take its local names over.
+        paused: Whether a `with` statement on the way is being entered.
+        unset: Stands for a local name that had no value.
+        anew: Stands for a function, class or module that is defined or imported again.
+    """
+
+    def __init__(self, session: Session, frames: Frames, files: Iterable[Rewritten]) -> None:
+        files = list(files)
+        self.live = True
+        self.restoring = False
+        self.paused = False
+        self.unset = session.unset
+        self.anew = session.anew
+        self._session = session
+        self._frames = frames
+        self._known = {body for file in files for body in file.generators}
+        self._plain = {body: why for file in files for body, why in file.plain.items()}
+        self._files = frozenset(str(file.source.path) for file in files)
+        self._aim: Site | None = None
+        self._names: dict[str, Any] = {}
+        self._reached = False
+
+    def goes(self, number: int) -> bool:
+        """Return True if the generator enters site `number`."""
+        if self.live:
+            return True
+        aim = self._aim
+        if aim is None or (number != aim.number and number not in aim.around):
+            return False
+        if not self._reached:
+            self._reached = self.restoring = True
+        return True
+
+    def values(self, names: list[str]) -> list[Any]:
+        """Values of local names of the generator that is driven."""
+        self.restoring = False
+        return [self._names.get(name, self.unset) for name in names]
+
+    def iterate(self, number: int, iterable: Iterable[Any]) -> Iterator[Any]:
+        """The iterator of loop `number`."""
+        return resumable(iterable)
+
+    def passed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """`iterator`, with an item before that stands for the one which it has given already."""
+        return itertools.chain((None,), iterator)
+
+    def delegate(self, iterator: Iterator[Any]) -> Delegate:
+        """Iterator from which ``yield from`` takes its items; it lives no longer than the frame."""
+        return Delegate(self, iterator)
+
+    def entered(self, name: str) -> Any:
+        """Context that stands for the expression of a `with`; None if it is to be evaluated."""
+        if self.live:
+            return None
+        values = sys._getframe(1).f_locals
+        found = entered_context(values, name, self._files) or stack(values, name, self._files)
+        if found is None:
+            # What the expression calls does its work.
+            self.paused = self.live = True
+        return found
+
+    def proceed(self) -> None:
+        """Within the `with`: go on to where the generator was."""
+        self.paused = self.live = False
+
+    def arrives(self) -> None:
+        """At the `yield` where the generator was."""
+        self.live = True
+
+    def reduction(self, generator: Any) -> tuple[Any, ...]:
+        """Reduce `generator`, as `object.__reduce__` does.
+
+        One that cannot be gives a reduction that cannot be pickled: it is refused if it is needed.
+        """
+        state = inspect.getgeneratorstate(generator)
+        if state == inspect.GEN_CLOSED:
+            return _finished, ()
+        name = name_of(generator.gi_code)
+        function = _function_of(generator)
+        if name not in self._known or function is None:
+            return _Refused(_refusal(generator, self._plain.get(name), self._files)), ()
+        frame = generator.gi_frame
+        if state == inspect.GEN_CREATED:
+            return _called, (function, *_arguments(generator.gi_code, frame.f_locals))
+        site = self._frames.leading(frame) if state == inspect.GEN_SUSPENDED else None
+        if site is None:
+            return _Refused(_refusal(generator, None, self._files)), ()
+        names = self._frames.names_at(frame, site, self._session.kept)
+        return _made, (function,), (self._session, site.number, names), None, None, _driven
+
+    def drive(self, generator: Any, number: int, names: dict[str, Any]) -> None:
+        """Bring a new generator to the `yield` of site `number`.
+
+        Raises:
+            AutosaveError: When it is not reached.
+        """
+        before = (self._aim, self._names, self._reached, self.live)
+        self._aim, self._names, self._reached = self._frames.sites[number], names, False
+        self.live = False
+        try:
+            next(generator, None)
+            if not self.live:
+                raise AutosaveError(
+                    f"the generator `{generator.gi_code.co_qualname}` did not come back to the "
+                    f"`yield` in line {self._frames.sites[number].line} where it was saved; its "
+                    "function must be the same in every run"
+                )
+        finally:
+            self._aim, self._names, self._reached, self.live = before
+            self.restoring = self.paused = False
+
+
+class Delegate:
+    """The iterator of a ``yield from``, which gives nothing new when it is come back to."""
+
+    def __init__(self, generators: Generators, inner: Any) -> None:
+        self._generators = generators
+        self._inner = inner
+
+    def __iter__(self) -> Delegate:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._generators.live:
+            return self._generators.arrives()
+        return next(self._inner)
+
+    def send(self, value: Any) -> Any:
+        """Pass a value on."""
+        return self._inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Pass an error on."""
+        if hasattr(self._inner, "throw"):
+            return self._inner.throw(*error)
+        raise error[0]
+
+    def close(self) -> None:
+        """End the iterator within."""
+        if hasattr(self._inner, "close"):
+            self._inner.close()
+
+
+class _Refused:
+    """A callable that cannot be pickled, and says why."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def __call__(self) -> Any:
+        raise AutosaveError(self._sentence)
+
+    def __reduce__(self) -> Any:
+        raise AutosaveError(self._sentence)
+
+
+def _refusal(generator: Any, why: str | None, files: frozenset[str]) -> str:
+    code, frame = generator.gi_code, generator.gi_frame
+    where = f"{code.co_filename}, line {frame.f_lineno if frame else code.co_firstlineno}"
+    if generator.gi_running:
+        return (
+            f"{where}: the generator `{code.co_qualname}` is running while the program is saved; "
+            "move the training loop out of it"
+        )
+    if why is not None:
+        return f"the generator `{code.co_qualname}` is under way and cannot be saved: {why}"
+    if code.co_name == "<genexpr>":
+        return (
+            f"{where}: a generator expression is under way and cannot be saved; write it as a "
+            "generator function at the top of the file, or as a list"
+        )
+    owner = "this file" if code.co_filename in files else "a library"
+    return (
+        f"{where}: the generator `{code.co_qualname}` of {owner} is under way and cannot be saved; "
+        "iterate over what it takes its items from, or write a generator function in the script"
+    )
+
+
+def _function_of(generator: Any) -> types.FunctionType | None:
+    """The function that a generator is of: the generator itself holds it."""
+    return next(
+        (
+            referent
+            for referent in gc.get_referents(generator)
+            if isinstance(referent, types.FunctionType) and referent.__code__ is generator.gi_code
+        ),
+        None,
+    )
+
+
+def _arguments(code: types.CodeType, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a generator that has not begun."""
+    count, more = code.co_argcount, code.co_kwonlyargcount
+    names = code.co_varnames
+    positional = [values[name] for name in names[:count]]
+    words = {name: values[name] for name in names[count : count + more]}
+    rest = count + more
+    if code.co_flags & inspect.CO_VARARGS:
+        positional += values[names[rest]]
+        rest += 1
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        words |= values[names[rest]]
+    return positional, words
+
+
+def _finished() -> Iterator[Any]:
+    return iter(())
+
+
+def _called(function: Callable[..., Any], positional: list[Any], words: dict[str, Any]) -> Any:
+    return function(*positional, **words)
+
+
+def _made(function: types.FunctionType) -> Generator[Any, Any, Any]:
+    code = function.__code__
+    words = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    made = function(*[None] * code.co_argcount, **dict.fromkeys(words))
+    return cast("Generator[Any, Any, Any]", made)
+
+
+def _driven(generator: Any, state: tuple[Session, int, dict[str, Any]]) -> None:
+    session, number, names = state
+    session.generators.drive(generator, number, names)

@@ -135,7 +135,7 @@ class TqdmDisplay:
 
 @dataclass
 class RichDisplay:
-    """What `rich.progress.track` shows, or the method `track` of a `Progress`.
+    """Display of `rich.progress.track`, or of the method `track` of a `Progress`.
 
     Attributes:
         progress: The `Progress`; None makes one.

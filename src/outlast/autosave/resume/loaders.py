@@ -1,4 +1,4 @@
-"""Data loaders whose iterators can be taken up in the middle of an epoch.
+"""Data loaders whose iterators resume in the middle of an epoch, torchdata's stateful ones too.
 
 A `LoaderIterator` takes the place of what ``iter(loader)`` gives. It draws the indices of batches
 as the loader's own iterator does, and writes down what is needed to draw them again. Taken up in
@@ -7,32 +7,268 @@ their samples, and goes on with the next one. New workers take over the random n
 before them, also over the epochs of persistent workers, and the plain numbers and texts among the
 attributes of their dataset; what it keeps in lists and dictionaries is taken for a cache. Only of
 an iterable dataset, which has no indices, all samples of the epoch are read again.
+
+A worker process has sources of random numbers of its own, seeded when it starts. With each batch it
+sends the states that have changed, so that workers of another process can go on from there without
+reading again what was read.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from outlast.autosave.resume.draws import Draws, Indices, Series, draws_at_once
-from outlast.autosave.resume.randomness import (
+from outlast.autosave.resume.process import (
     Source,
+    host_sources,
     random_states,
     set_random_states,
     source_of,
 )
-from outlast.autosave.resume.stateful import StatefulIterator, resumable_stateful_loaders
-from outlast.autosave.resume.watched import Held, content, put_back
-from outlast.autosave.resume.workers import Reported, Reporting, Starting, WorkerStates, observe
+from outlast.autosave.resume.samplers import (
+    Atoms,
+    Draws,
+    Held,
+    Indices,
+    Series,
+    content,
+    draws_at_once,
+    held_by,
+    put_back,
+)
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+WorkerStates = dict[int, dict[str, Any]]
+"""Number of a worker to the states that differ from those that it was seeded with."""
+
+
+class Reported:
+    """A batch, and what has changed in the worker that made it.
+
+    Attributes:
+        batch: What the loader's `collate_fn` gave.
+        worker: Number of the worker.
+        changed: States that are not those sent last.
+    """
+
+    __slots__ = ("batch", "changed", "worker")
+
+    def __init__(self, batch: Any, worker: int, changed: dict[str, Any]) -> None:
+        self.batch = batch
+        self.worker = worker
+        self.changed = changed
+
+    def pin_memory(self) -> Reported:
+        """The same with the batch in pinned memory, as the loader's thread asks for it."""
+        pinned = pin_memory(self.batch)  # type: ignore[no-untyped-call]
+        return Reported(pinned, self.worker, self.changed)
+
+    def note(self, states: WorkerStates) -> None:
+        """Bring `states` up to date."""
+        if self.changed:
+            states[self.worker] = states.get(self.worker, {}) | self.changed
+
+
+class _Watch:
+    """Watches a worker's sources of random numbers and its dataset; lives in the worker."""
+
+    def __init__(self, worker: int, atoms: Atoms, states: dict[str, Any]) -> None:
+        self.worker = worker
+        self._host = host_sources()
+        self._atoms = atoms
+        self._seen = self._read()
+        for name, item in self._host.items():
+            if name in states:
+                item.write(states[name])
+        atoms.write({name: state for name, state in states.items() if name not in self._host})
+        self._seen |= {name: state for name, state in states.items() if name in self._seen}
+
+    def changed(self) -> dict[str, Any]:
+        """The states that are not those of the last call."""
+        now = self._read()
+        changed = {name: item for name, item in now.items() if item != self._seen[name]}
+        self._seen = now
+        return changed
+
+    def _read(self) -> dict[str, Any]:
+        return {name: item.read() for name, item in self._host.items()} | self._atoms.read()
+
+
+_watch: _Watch | None = None
+
+
+class Starting:
+    """Takes the place of a loader's `worker_init_fn`: begins to watch, after that was called.
+
+    Args:
+        start: The loader's own function; None for none.
+        collate: The loader's own `collate_fn`.
+        states: What the workers are to take over.
+    """
+
+    def __init__(
+        self, start: Callable[[int], None] | None, collate: Any, states: WorkerStates
+    ) -> None:
+        self._start = start
+        self._collate = collate
+        self._states = states
+
+    def __call__(self, worker: int) -> None:
+        """Start in the worker process of this number."""
+        global _watch  # noqa: PLW0603 (a worker process has one)
+        if self._start is not None:
+            self._start(worker)
+        information = get_worker_info()
+        assert information is not None
+        # Whatever the dataset has drawn so far is drawn again in each process.
+        atoms = Atoms([information.dataset, self._collate])
+        _watch = _Watch(worker, atoms, self._states.get(worker, {}))
+
+
+class Reporting:
+    """Takes the place of a loader's `collate_fn` in its workers.
+
+    Args:
+        collate: The loader's own function.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Make a batch, and report with it."""
+        batch = self._collate(samples)
+        assert _watch is not None
+        return Reported(batch, _watch.worker, _watch.changed())
+
+
+def observe(inner: Any, states: WorkerStates) -> None:
+    """Note in `states` all that workers send to a loader's iterator, also what it throws away.
+
+    Persistent workers read ahead; what they have read when an epoch is left early is thrown away,
+    but has moved their random numbers.
+    """
+    reference = weakref.ref(inner)
+
+    def get_data() -> Any:
+        found = reference()
+        assert found is not None
+        received = type(found)._get_data(found)
+        if isinstance(received[1], Reported):
+            received[1].note(states)
+        return received
+
+    inner._get_data = get_data
+
+
+class StatefulIterator:
+    """The iterator of a `StatefulDataLoader`, saved as what the loader's `state_dict` gives.
+
+    It is taken up again at its first use, when all objects hold what they held. What the loader
+    does not save, as the random numbers of workers, begins anew.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._begun = random_states()
+        self._state: dict[str, Any] | None = None
+        self._ended = False
+        self._inner: Any = _plain()(loader)
+
+    def __iter__(self) -> StatefulIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_inner" not in self.__dict__:
+            raise AttributeError(name)
+        self._use()
+        return getattr(self._inner, name)
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        self._use()
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._state
+        if self._inner is not None and not self._ended:
+            state = self._inner.state_dict()
+        return {"loader": self._loader, "begun": self._begun, "state": state, "ended": self._ended}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._loader = state["loader"]
+        self._begun = state["begun"]
+        self._state = state["state"]
+        self._ended = state["ended"]
+        self._inner = None
+
+    def _use(self) -> None:
+        """Let the loader go on where it was, if that has not been done."""
+        if self._inner is not None or self._ended:
+            return
+        loader, now = self._loader, random_states()
+        reached = held_by([loader._index_sampler, loader.generator], [loader.dataset])
+        sources = [held for held in reached if source_of(held.owner) is not None]
+        try:
+            set_random_states(self._begun)
+            loader.load_state_dict(self._state)
+            self._inner = _plain()(loader)
+        finally:
+            put_back(sources)
+            set_random_states(now)
+
+
+@contextmanager
+def resumable_stateful_loaders() -> Iterator[None]:
+    """Within, loaders of torchdata, if it is installed, give iterators that can be pickled."""
+    if importlib.util.find_spec("torchdata") is None:
+        yield
+        return
+    loader, plain = _loader_type(), _plain()
+    loader.__iter__ = _iterate_stateful
+    try:
+        yield
+    finally:
+        loader.__iter__ = plain
+
+
+def _iterate_stateful(loader: Any) -> StatefulIterator:
+    return StatefulIterator(loader)
+
+
+@functools.cache
+def _loader_type() -> Any:
+    return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+@functools.cache
+def _plain() -> Any:
+    """The loader's own `__iter__`; to be asked for before it is replaced."""
+    return _loader_type().__iter__
 
 
 class LoaderIterator:
@@ -141,12 +377,12 @@ class LoaderIterator:
 
     @property
     def _reads(self) -> bool:
-        """Whether the dataset has no indices, so that its samples themselves are drawn."""
+        """Return True if the dataset has no indices, so that its samples themselves are drawn."""
         return isinstance(self._loader.dataset, IterableDataset)
 
     @property
     def _seed(self) -> Source:
-        """Where the seed of the workers is drawn from."""
+        """Generator from which the seed of the workers is drawn."""
         source = source_of(self._loader.generator or torch.default_generator)
         assert source is not None
         return source
@@ -247,17 +483,14 @@ class LoaderIterator:
             self._iterate_again()
         try:
             if self._indices is None:
-                self._read_again()
+                count, self._count, self._handed = self._count, 0, dict(self._started)
+                for _ in range(count):
+                    self._next()
             else:
                 self._skip(self._indices)
         except StopIteration:
             return False
         return self._draws.settle()
-
-    def _read_again(self) -> None:
-        count, self._count, self._handed = self._count, 0, dict(self._started)
-        for _ in range(count):
-            self._next()
 
     def _skip(self, indices: Indices) -> None:
         """Draw the indices of the batches that were handed out."""
@@ -330,7 +563,7 @@ class PersistentIterator:
 
 
 def _iterate(loader: DataLoader[Any]) -> Any:
-    """What `DataLoader.__iter__` does, with a `LoaderIterator`."""
+    """Replace `DataLoader.__iter__`, with a `LoaderIterator`."""
     if loader.persistent_workers and loader.num_workers > 0:
         return PersistentIterator(loader)
     return LoaderIterator(loader)
@@ -372,6 +605,7 @@ def _reduced(inner: Any) -> Any:
 
 REDUCERS: Mapping[type, Callable[[Any], Any]] = {_BaseDataLoaderIter: _reduced}
 """How objects of these types, and of types derived from them, are pickled."""
+
 
 IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     LoaderIterator: (LoaderIterator.__getstate__, LoaderIterator.__setstate__),

@@ -1,23 +1,51 @@
-"""The modules of a program: its files, and others of its folder that it finds while it runs."""
+"""The modules of a program: its files, and others of its folder that it finds while it runs.
+
+Packages that the program's names lead to are looked into as the program itself is, and their
+contents count where they have changed since set-up. Torch's and Python's own modules are full of
+state that belongs to a process; of these, only what the program or a package has put there counts:
+names that were not there before the program began, and those that its text gives values to.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import itertools
+import logging
 import os
 import sys
 import sysconfig
+import types
+from collections import deque
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from outlast.autosave.heap.objects import (
+    in_closed_module,
+    is_builtin_iterator,
+    is_importable,
+    module_named,
+)
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
+
+    from outlast.autosave.program.source import SourceFile
+
 
 _LIBRARY = sysconfig.get_path("stdlib")
 """Where Python's own modules lie."""
 
+
 _INSTALLED = ("site-packages", "dist-packages")
+
+
 _ITSELF = "outlast"
+
+
 _COMPILED = ("__compiled_fn_", "__resume_at_", "__builtins_dict__", "__import_")
 """Names that torch.compile gives to what it puts into a program's modules begin so."""
 
@@ -46,7 +74,7 @@ class ProgramModules:
         return found
 
     def is_own(self, name: str, module: Any) -> bool:
-        """Whether a module is the program's."""
+        """Return True if a module is the program's."""
         file = getattr(module, "__file__", None)
         if not isinstance(file, str):
             return False
@@ -62,7 +90,7 @@ class ProgramModules:
         return self._known[file]
 
     def _is_found(self, file: str) -> bool:
-        """Whether a file belongs to the program: it lies beside it, or where it has searched."""
+        """Return True for a file of the program: it lies beside it, or where it has searched."""
         if file in self._files:
             return True
         if any(file == item or file.startswith(f"{item}{os.sep}") for item in self._editable):
@@ -108,3 +136,412 @@ def globals_of(module: str) -> dict[str, Any]:
             f"the module `{module}` was there when the program was saved, and cannot be imported "
             f"now ({error}); import it before the training loop, so that set-up does it"
         ) from None
+
+
+Owner = tuple[str, str]
+"""Name of a module, and of a class in it; empty for the module itself."""
+
+
+Changes = dict[Owner, tuple[dict[str, Any], tuple[str, ...]]]
+"""Owner to the values that it has got since set-up, and the names that it has lost."""
+
+
+_MADE: Owner = ("sys", "modules")
+"""Stands for the modules that the program has made itself since set-up."""
+
+
+_OF_PROCESS = frozenset({
+    *sys.stdlib_module_names, "torch", "torchgen", "functorch", "numpy", "outlast", "triton",
+}) - {"__main__"}  # fmt: skip
+"""Packages that hold a process's own state."""
+
+
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
+    functools._lru_cache_wrapper,
+)  # fmt: skip
+
+
+_LOGGER = frozenset(vars(logging.getLogger("outlast")))
+
+
+_STANDARD = frozenset({"__warningregistry__", "__annotations__", "__slotnames__", "__doc__"})
+
+
+class ForeignModules:
+    """Looks at modules that are not the program's; made before the program begins.
+
+    Args:
+        sources: The program.
+        is_own: Whether a module is the program's.
+    """
+
+    def __init__(
+        self, sources: Iterable[SourceFile], is_own: Callable[[str, types.ModuleType], bool]
+    ) -> None:
+        self._is_own = is_own
+        self._trees = [source.tree for source in sources]
+        self._written = frozenset(name for tree in self._trees for name in _written(tree))
+        # Names alone, in tuples: there are hundreds of thousands.
+        self._before = {
+            owner: tuple(values) for owner, values in self._namespaces(frozenset()).items()
+        }
+        self._packages: frozenset[str] = frozenset()
+        self._iterators: Changes = {}
+        self._left: set[tuple[Owner, str]] = set()
+        self._modules_at_setup: frozenset[str] = frozenset()
+        self._at_setup: list[tuple[Owner, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+
+    @property
+    def packages(self) -> frozenset[str]:
+        """Names of the modules of packages that the program leads to."""
+        return self._packages
+
+    def begin(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Take note of how things are when set-up is done.
+
+        Args:
+            own: Name of each module of the program to its global names and their values.
+
+        Returns:
+            Names and objects to look into, apart from the program's own.
+        """
+        self._packages = self._led_to(own)
+        found = {
+            f"{module}.{name}": value
+            for module in sorted(self._packages)
+            for name, value in vars(sys.modules[module]).items()
+            if not _is_special(name)
+        }
+        spaces = self._namespaces(self._packages)
+        self._modules_at_setup = frozenset(sys.modules)
+        self._at_setup = [
+            (owner, values, self._names(owner, values), tuple(values.values()))
+            for owner, values in spaces.items()
+        ]
+        for owner, values in spaces.items():
+            if owner[0] in self._packages:
+                # They go on without becoming other objects.
+                iterators = {
+                    name: value
+                    for name, value in values.items()
+                    if is_builtin_iterator(type(value))
+                }
+                self._iterators |= {owner: (iterators, ())} if iterators else {}
+            else:
+                found |= {
+                    f"{'.'.join(filter(None, owner))}.{name}": values[name]
+                    for name in self._put_into(owner, values)
+                    if not (
+                        isinstance(values[name], types.ModuleType) or _is_outlasts(values[name])
+                    )
+                }
+        return found | self._used(own) | _of_loggers(own)
+
+    def changes(self) -> Changes:
+        """Changes since set-up."""
+        made = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if name not in self._modules_at_setup
+            and self._is_made(name, module)
+            and (_MADE, name) not in self._left
+        }
+        return self._changed() | ({_MADE: (made, ())} if made else {})
+
+    def _changed(self) -> Changes:
+        flat = itertools.chain.from_iterable
+        # Hundreds of thousands of names are compared at each save, and hardly ever has one changed.
+        if sum(len(values) for _, values, _, _ in self._at_setup) == sum(
+            len(before) for _, _, _, before in self._at_setup
+        ) and all(
+            map(
+                is_,
+                flat(before for _, _, _, before in self._at_setup),
+                flat(values.values() for _, values, _, _ in self._at_setup),
+            )
+        ):
+            return dict(self._iterators)
+        found: Changes = dict(self._iterators)
+        for owner, values, names, before in self._at_setup:
+            if len(values) == len(before) and all(map(is_, before, values.values())):
+                continue
+            old, now = dict(zip(names, before, strict=True)), dict(values)
+            new = {
+                name: value
+                for name, value in now.items()
+                if (name not in old or not _same(old[name], value))
+                and not (_is_outlasts(value) or _is_outlasts(old.get(name)))
+                and self._counts(owner, name, value, is_new=name not in old)
+            }
+            lost = tuple(
+                name
+                for name in old.keys() - now.keys()
+                if (owner[0] in self._packages or name in self._written)
+                and not _is_outlasts(old[name])
+            )
+            if new or lost:
+                found[owner] = (found.get(owner, ({}, ()))[0] | new, lost)
+        return found
+
+    def put(self, changes: Changes) -> None:
+        """Put back what had changed."""
+        sys.modules.update(changes.pop(_MADE, ({}, ()))[0])
+        for (module, name), (values, lost) in changes.items():
+            try:
+                owner: Any = module_named(module)
+            except ImportError as error:
+                raise AutosaveError(
+                    f"the module `{module}` was there when the program was saved, and cannot be "
+                    f"imported now ({error})"
+                ) from None
+            try:
+                owner = functools.reduce(getattr, name.split(".") if name else (), owner)
+            except AttributeError as error:
+                raise AutosaveError(
+                    f"`{module}.{name}` was there when the program was saved, and is not there now "
+                    f"({error})"
+                ) from None
+            place = type if isinstance(owner, type) else object
+            for key, value in values.items():
+                place.__setattr__(owner, key, value)
+            for attribute in lost:
+                if attribute in vars(owner):
+                    place.__delattr__(owner, attribute)
+
+    def leave(self, owner: Owner, name: str) -> bool:
+        """Save a name no more; gives whether it may be left, as the program has none such."""
+        if name in self._written:
+            return False
+        self._left.add((owner, name))
+        return True
+
+    def _names(self, owner: Owner, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of variables: those of before set-up where none has come or gone."""
+        before = self._before.get(owner, ())
+        same = len(before) == len(values) and all(map(is_, before, values))
+        return before if same else tuple(values)
+
+    def _put_into(self, owner: Owner, values: Mapping[str, Any]) -> Iterable[str]:
+        """Names of a module of the process that were put there after that was made."""
+        before = self._before.get(owner)
+        if before is None:
+            return ()
+        names = self._written & values.keys()
+        if len(before) != len(values):
+            names |= values.keys() - frozenset(before)
+        return sorted(name for name in names if self._is_put(owner, name))
+
+    def _is_put(self, owner: Owner, name: str) -> bool:
+        """Return True if a name of a module of the process was put there after that was made."""
+        before = self._before.get(owner)
+        if name in _STANDARD:
+            return False
+        if before is None or name in before:
+            return name in self._written and before is not None
+        # Libraries that are not looked into keep their own state in their own modules.
+        closed = in_closed_module(owner[0]) and not owner[0].startswith("torch.")
+        return name in self._written or not (closed or name.startswith("_"))
+
+    def _counts(self, owner: Owner, name: str, value: Any, *, is_new: bool) -> bool:
+        if isinstance(value, types.ModuleType) or (owner, name) in self._left:
+            return False
+        if is_new and isinstance(value, (type, types.FunctionType)) and is_importable(value):
+            # Packages import their parts when they are asked for.
+            return False
+        if owner[0] in self._packages:
+            return not _is_special(name) or name in self._written
+        return self._is_put(owner, name)
+
+    def _namespaces(self, packages: frozenset[str]) -> dict[Owner, Mapping[str, Any]]:
+        """The variables of modules, and of classes that are not looked into otherwise."""
+        found: dict[Owner, Mapping[str, Any]] = {}
+        for module_name, module in list(sys.modules.items()):
+            values = getattr(module, "__dict__", None)
+            if not isinstance(values, dict) or self._is_own(module_name, module):
+                continue
+            if module_name.partition(".")[0] == "outlast":
+                continue
+            found[module_name, ""] = values
+            if module_name in packages:
+                continue
+            for value in list(values.values()):
+                # Asked for their class, some objects of torch warn.
+                if issubclass(type(value), type) and value.__module__ == module_name:
+                    found[module_name, value.__qualname__] = vars(value)
+        return found
+
+    def _led_to(self, own: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+        """Names of the modules of packages that the program's names lead to."""
+        found: set[str] = set()
+        waiting = deque(value for values in own.values() for value in values.values())
+        while waiting:
+            for name in _modules_of(waiting.popleft()):
+                module = sys.modules.get(name)
+                if name in found or module is None or not self._is_package(name, module):
+                    continue
+                found.add(name)
+                waiting.extend(vars(module).values())
+        for name, module in list(sys.modules.items()):
+            # Made by the program itself.
+            if (name, "") not in self._before and self._is_made(name, module):
+                found.add(name)
+        return frozenset(found)
+
+    def _is_package(self, name: str, module: Any) -> bool:
+        return (
+            isinstance(module, types.ModuleType)
+            and name.partition(".")[0] not in _OF_PROCESS
+            and not in_closed_module(name)
+            and not self._is_own(name, module)
+        )
+
+    def _is_made(self, name: str, module: Any) -> bool:
+        return (
+            type(module) is types.ModuleType
+            and vars(module).get("__spec__") is None
+            and "__file__" not in vars(module)
+            and self._is_package(name, module)
+        )
+
+    def _used(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Objects in other modules that the program's text changes or calls methods of."""
+        names = {name: value for values in own.values() for name, value in values.items()}
+        found: dict[str, Any] = {}
+        for tree in self._trees:
+            imported = {**names, **_imported(tree)}
+            for chain in _changed_places(tree):
+                value = _resolved(chain, imported)
+                # The modules are looked at one by one.
+                if value is None or value is sys.modules:
+                    continue
+                if not isinstance(value, (types.ModuleType, type)):
+                    found[ast.unparse(chain)] = value
+        return found
+
+
+def _modules_of(value: Any) -> Iterator[str]:
+    """Names of the modules that an object shows the way to."""
+    if isinstance(value, types.ModuleType):
+        names: tuple[Any, ...] = (value.__name__,)
+    else:
+        names = (type(value).__module__,)
+        if isinstance(value, (type, *_FUNCTIONS)):
+            names += (getattr(value, "__module__", None),)
+        if isinstance(value, types.MethodType):
+            names += (type(value.__self__).__module__,)
+    yield from (name for name in names if isinstance(name, str))
+
+
+def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Handlers and filters of loggers that are the program's, and what it keeps in loggers."""
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict}
+    found: dict[str, Any] = {}
+    for name, logger in loggers.items():
+        if not isinstance(logger, logging.Logger):
+            continue
+        inner = [*logger.handlers, *logger.filters]
+        inner += [one for handler in logger.handlers for one in handler.filters]
+        found |= {
+            f"logging.{name}.handlers[{place}]": item
+            for place, item in enumerate(inner)
+            if type(item).__module__ in own
+        }
+        found |= {
+            f"logging.{name}.{key}": value
+            for key, value in vars(logger).items()
+            if key not in _LOGGER
+        }
+    return found
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_outlasts(value: Any) -> bool:
+    """Return True if Outlast itself has put a value in place of torch's or Python's.
+
+    Of a function its text tells: one that wraps another has that one's name and module.
+    """
+    match value:
+        case types.FunctionType():
+            module = value.__globals__.get("__name__")
+        case types.MethodType():
+            return _is_outlasts(value.__self__) or _is_outlasts(value.__func__)
+        case property():
+            return any(map(_is_outlasts, (value.fget, value.fset, value.fdel)))
+        case staticmethod() | classmethod():
+            return _is_outlasts(value.__func__)
+        case functools.partial():
+            return _is_outlasts(value.func)
+        case type():
+            module = value.__module__
+        case _:
+            module = type(value).__module__
+    return isinstance(module, str) and f"{module}.".startswith("outlast.autosave.")
+
+
+def _same(old: Any, now: Any) -> bool:
+    plain = (int, float, str, bytes, bool)
+    return old is now or (type(old) is type(now) and isinstance(now, plain) and bool(old == now))
+
+
+def _written(tree: ast.Module) -> Iterator[str]:
+    """Names of attributes that a text gives values to, and its texts that could be such names."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()):
+                yield name
+            case ast.Constant(value=str(name)) if name.isidentifier():
+                yield name
+
+
+def _changed_places(tree: ast.Module) -> Iterator[ast.expr]:
+    """Names whose attributes or items a text sets, and those whose methods it calls."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=place, ctx=ast.Store() | ast.Del()):
+                yield place
+            case ast.Subscript(value=place, ctx=ast.Store() | ast.Del()):
+                yield place
+            case ast.Call(func=ast.Name(id="setattr" | "delattr" | "vars"), args=[place, *_]):
+                yield place
+            case ast.Call(func=ast.Attribute(value=place)):
+                yield place
+
+
+def _imported(tree: ast.Module) -> dict[str, Any]:
+    """Names that imports anywhere in a text bind, and the modules that are loaded for them."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = sys.modules.get(name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            module = sys.modules.get(node.module)
+            for alias in node.names:
+                found[alias.asname or alias.name] = vars(module).get(alias.name) if module else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _resolved(chain: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The object of another module that a chain of names leads to, without asking anybody."""
+    path: list[str] = []
+    while isinstance(chain, ast.Attribute):
+        # What is in an object's own dictionary belongs to the object.
+        if chain.attr != "__dict__":
+            path.append(chain.attr)
+        chain = chain.value
+    if not isinstance(chain, ast.Name):
+        return None
+    value = names.get(chain.id)
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return None
+    for part in reversed(path):
+        own = getattr(value, "__dict__", {})
+        if part not in own:
+            return None
+        value = own[part]
+    return value

@@ -1,53 +1,105 @@
-"""What a rewritten program calls while it runs: `__outlast__`."""
+"""Session of a rewritten program while it runs: `__outlast__`."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import functools
+import operator
 import sys
 import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.autosave.heap.capture import Captured, capture, restore
-from outlast.autosave.heap.environment import marked, settled
-from outlast.autosave.heap.gradients import GradientUse
-from outlast.autosave.heap.names import Names
-from outlast.autosave.heap.refusal import Unsaveable
-from outlast.autosave.program.environment import environment_names
-from outlast.autosave.resume import paths
-from outlast.autosave.resume.augmented import augmented
+from outlast.autosave.heap.names import Names, Unsaveable, marked, settled
+from outlast.autosave.heap.tensors import GradientUse
+from outlast.autosave.program.scopes import environment_names
+from outlast.autosave.resume import files, iterators, loaders, process
 from outlast.autosave.resume.digests import difference, digest, is_compared
-from outlast.autosave.resume.entered import Held, entered, is_own, stack
-from outlast.autosave.resume.entries import Entries
-from outlast.autosave.resume.foreign import ForeignModules
-from outlast.autosave.resume.frames import MODULE, Frames, Place
-from outlast.autosave.resume.generators import Generators
-from outlast.autosave.resume.handlers import Handlers, add_handlers, file_handlers, later_handlers
+from outlast.autosave.resume.files import Handlers, add_handlers, file_handlers, later_handlers
+from outlast.autosave.resume.frames import (
+    MODULE,
+    Entries,
+    Frames,
+    Generators,
+    Held,
+    Place,
+    entered_context,
+    is_own,
+    stack,
+)
 from outlast.autosave.resume.iterators import resumable
-from outlast.autosave.resume.located import FOREIGN, located
-from outlast.autosave.resume.modules import ProgramModules, globals_of, own_names
-from outlast.autosave.resume.objects import IN_PLACE, REDUCERS
-from outlast.autosave.resume.randomness import random_states, set_random_states
-from outlast.autosave.resume.shared import refuse_shared
-from outlast.autosave.resume.switches import changed, set_switches, switches
-from outlast.autosave.resume.threads import refuse_fed_queues
+from outlast.autosave.resume.modules import ForeignModules, ProgramModules, globals_of, own_names
+from outlast.autosave.resume.process import (
+    changed,
+    random_states,
+    set_random_states,
+    set_switches,
+    switches,
+)
+from outlast.autosave.resume.refusals import FOREIGN, located, refuse_fed_queues, refuse_shared
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import FrameType
 
-    from outlast.autosave.program.sites import Rewritten, Site
-    from outlast.autosave.resume.foreign import Changes
+    from outlast.autosave.program.source import Rewritten, Site
+    from outlast.autosave.resume.modules import Changes
+
+
+_OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.iadd,
+    "Sub": operator.isub,
+    "Mult": operator.imul,
+    "MatMult": operator.imatmul,
+    "Div": operator.itruediv,
+    "FloorDiv": operator.ifloordiv,
+    "Mod": operator.imod,
+    "Pow": operator.ipow,
+    "LShift": operator.ilshift,
+    "RShift": operator.irshift,
+    "BitOr": operator.ior,
+    "BitXor": operator.ixor,
+    "BitAnd": operator.iand,
+}
+"""Name of an operator in `ast` to what it does."""
+
+
+def augmented(kind: str, before: Any, value: Any) -> Any:
+    """Return the value to assign; an object that can is changed in place.
+
+    Args:
+        kind: Name of the operator in `ast`.
+        before: What was at the place.
+        value: What stands behind the operator.
+    """
+    return _OPERATIONS[kind](before, value)
+
+
+REDUCERS: Mapping[type, Callable[[Any], Any]] = {
+    **files.REDUCERS,
+    **iterators.REDUCERS,
+    **loaders.REDUCERS,
+    **process.REDUCERS,
+}
+"""Type to how its objects, and those of types derived from it, are pickled."""
+
+
+IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    **files.IN_PLACE,
+    **iterators.IN_PLACE,
+    **loaders.IN_PLACE,
+}
+"""Type to what its objects hold, and how to make others hold it; those that set-up makes anew."""
 
 
 class Keeper(Protocol):
     """Decides when to save, and does it."""
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps; asked once for each step, in ascending order."""
+        """Return True if the state is to be saved after `step` steps; asked once for each."""
 
     def save(self, step: int, captured: Captured) -> None:
         """Save; returns when the tensors may change again."""
@@ -147,7 +199,7 @@ class Session:
         self._known = {"session": self, "anew": self.anew, "builtins": vars(builtins)}
 
     def goes(self, number: int) -> bool:
-        """Whether the program enters site `number`."""
+        """Return True if the program enters site `number`."""
         if self._names is None and self._frames.sites[number].kind in ("step", "loop"):
             self._begin(sys._getframe(1))
             if not self.live and self._frames.is_left(sys._getframe(1), self._target):
@@ -182,7 +234,7 @@ class Session:
         return [values.get(name, self.unset) for name in names]
 
     def returns(self) -> bool:
-        """Whether the frame that asks is back from the call in which set-up had brought it."""
+        """Return True if the calling frame is back from the call in which set-up had brought it."""
         frame = sys._getframe(1)
         depth = len(self._frames.of(frame)) - 1
         if depth not in self.late:
@@ -197,7 +249,7 @@ class Session:
         return True
 
     def entered(self, name: str, context: str) -> Any:
-        """What stands for the expression of a `with`; None if it is to be evaluated.
+        """Context that stands for the expression of a `with`; None if it is to be evaluated.
 
         Args:
             name: What the statement binds.
@@ -206,10 +258,12 @@ class Session:
         if self.live:
             return None
         values = sys._getframe(1).f_locals
-        return values.get(context) or entered(values, name) or stack(values, name, self._files)
+        return (
+            values.get(context) or entered_context(values, name) or stack(values, name, self._files)
+        )
 
     def held(self, context: Any) -> Held:
-        """What stands for a context that is entered, and ends it when the program does its work."""
+        """Stand-in for an entered context, which ends it when the program does its work."""
         return Held(self, context, own=is_own(context, self._files))
 
     def iterate(self, number: int, iterable: Iterable[Any]) -> LoopIterator:
@@ -225,7 +279,7 @@ class Session:
         return False
 
     def arrives(self, number: int, frame: FrameType) -> bool:
-        """Whether the head of loop `number` is where the program was saved; then it is live.
+        """Return True if the program was saved at the head of loop `number`; then it is live.
 
         Raises:
             AutosaveError: When an iteration has passed without a way to where it was saved.
@@ -289,7 +343,7 @@ class Session:
             self._gradients.close()
 
     def kept(self, site: Site, name: str, value: Any) -> Any:
-        """What is written down of a local name at a site."""
+        """Value to write down for a local name at a site."""
         if name not in site.defined or self._names is None:
             return value
         return self.anew if self._names.path_of(value) is None else value
@@ -315,13 +369,7 @@ class Session:
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
         foreign = self._foreign.begin(own)
         self._names = Names(
-            roots,
-            list(own),
-            reducers,
-            IN_PLACE,
-            foreign,
-            self._foreign.packages,
-            self._environment,
+            roots, list(own), reducers, IN_PLACE, foreign, self._foreign.packages, self._environment
         )
         frames = self._frames.of(frame)
         self._setup_values = self._from_environment(own) | self._from_environment(
@@ -331,7 +379,7 @@ class Session:
                 if frame.f_code.co_name != MODULE
             }
         )
-        paths.remember(roots, self._names)
+        process.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
         if self._saved is not None:
             self._go_back(self._saved, self._names)

@@ -1,4 +1,4 @@
-"""What a step reads, writes and leaves behind: the state of a program, found and proved."""
+"""State of a program, found and proved: what a step reads, writes and leaves behind."""
 
 from outlast.autosave.trace.dispatch import Access, Accesses, traced_step
 from outlast.autosave.trace.plan import find_state

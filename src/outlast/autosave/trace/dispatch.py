@@ -1,4 +1,4 @@
-"""Which storages a step reads and writes, and in which order: a trace of all its operations.
+"""Dispatch trace of a step: all its reads and writes of storages, in order.
 
 Every operation of torch passes here with its schema, which says what it writes; autograd's
 backward pass and the optimizer's step are operations like any other. Some schemas do not tell the
@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -26,27 +28,91 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outlast.autosave.trace.content import digest, holds_numbers
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType
+
+
+def digest(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
+    """128 bits that stand for the type, the shape and every bit of the numbers.
+
+    Args:
+        value: A strided or sparse tensor on any device, or an array without Python objects.
+    """
+    if isinstance(value, np.ndarray):
+        made = xxhash.xxh3_128(f"{value.dtype} {value.shape}".encode())
+        made.update(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
+        return made.hexdigest()
+    plain = value.detach()
+    made = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)} {plain.layout}".encode())
+    for part in _dense_parts(plain):
+        flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        made.update(flat.cpu().numpy().data)
+    return made.hexdigest()
+
+
+def digests(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Name to digest, of those of the `objects` that hold numbers."""
+    return {name: digest(object_) for name, object_ in objects.items() if holds_numbers(object_)}
+
+
+def holds_numbers(value: Any) -> bool:
+    """Return True for a tensor or an array with numbers of its own that can be read."""
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return (
+        isinstance(value, torch.Tensor)
+        and not hasattr(value, "__tensor_flatten__")
+        and value.device.type != "meta"
+        and value.layout != torch.jagged
+    )
+
+
+def changed_over(boundaries: Iterable[Mapping[str, str]]) -> frozenset[str]:
+    """Names whose digest is not the same at all boundaries, or that are missing at some."""
+    seen = list(boundaries)
+    names = frozenset[str]().union(*seen)
+    return frozenset(name for name in names if len({number.get(name) for number in seen}) > 1)
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout == torch.strided:
+        return [tensor.int_repr() if tensor.is_quantized else tensor]
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if by_row:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
 
 Window = Literal["always", "late", "early"]
 """When a tensor is written first in a step: never, from the optimizer's step on, or before it."""
 
+
 WeakStorage = StorageWeakRef
 """Holds no memory, but the place of a storage among others."""
 
+
 _Role = Literal["read", "view", "update", "overwrite", "statistics", "unsure"]
+
 
 _OVERWRITES = frozenset({
     "copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
 })  # fmt: skip
+
+
 _ANNOTATED = frozenset({"aten", "prims", "prim", "_c10d_functional", "inductor"})
+
+
 _WRITES_ALL = frozenset({"c10d"})
+
+
 _COPIES = frozenset({"pin_memory", "to", "contiguous", "reshape"})
+
+
 _OUT_OF_SIGHT = frozenset({
     "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_",
 })  # fmt: skip
@@ -54,7 +120,7 @@ _OUT_OF_SIGHT = frozenset({
 
 @dataclass(slots=True)
 class Access:
-    """What a step does with a storage.
+    """Accesses of a step to one storage.
 
     Attributes:
         first: How it was touched first; None when not at all.
@@ -75,7 +141,7 @@ class Access:
 
 @dataclass
 class Accesses:
-    """What one step does with all storages.
+    """Accesses of one step to all storages.
 
     Attributes:
         operations: How many operations the step has.
@@ -96,7 +162,7 @@ class Accesses:
     _alive: dict[int, WeakStorage] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> Access:
-        """What the step did with the storage of a tensor."""
+        """Accesses of the step to the storage of a tensor."""
         return self.at(storage_key(tensor)) or Access()
 
     def at(self, key: int) -> Access | None:
@@ -163,7 +229,7 @@ def traced_step() -> Iterator[Accesses]:
 
 
 def compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return True if torch.compile has compiled anything in this process."""
     utilities = sys.modules.get("torch._dynamo.utils")
     return utilities is not None and utilities.counters["frames"].get("total", 0) > 0
 
@@ -231,7 +297,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for name, item in unsure.items():
             if digest(item) != before[name]:
-                found.untold.add(_name_of(func))
+                found.untold.add(str(func._schema.name) if hasattr(func, "_schema") else str(func))
                 self._writes(item)
         for tensor in _tensors(result):
             key = storage_key(tensor)
@@ -339,7 +405,7 @@ def _has_storage(value: Any) -> bool:
 
 
 def _whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its storage, each place once."""
+    """Return True if a tensor covers its storage, each place once."""
     covered = tensor.numel() * tensor.element_size()
     return covered == tensor.untyped_storage().nbytes() and bool(
         torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
@@ -347,15 +413,11 @@ def _whole(tensor: torch.Tensor) -> bool:
 
 
 def _trains(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a normalisation updates its statistics; yes where it cannot be told."""
+    """Return True if a normalisation updates its statistics, or if it cannot be told."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "training":
             return bool(args[position] if position < len(args) else kwargs.get(argument.name, True))
     return True
-
-
-def _name_of(func: Any) -> str:
-    return str(func._schema.name) if hasattr(func, "_schema") else str(func)
 
 
 def _place() -> str:

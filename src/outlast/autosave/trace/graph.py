@@ -1,4 +1,4 @@
-"""What a module's forward pass writes, by the signature of its exported graph.
+"""Writes of a module's forward pass, by the signature of its exported graph.
 
 `torch.export` makes a module a function without side effects; after the decompositions (before
 them, batch normalisation hides its statistics) the graph's signature lists the buffers that it
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from outlast.autosave.resume.randomness import random_states, set_random_states
+from outlast.autosave.resume.process import random_states, set_random_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ _ASSIGNED = re.compile(r"tensor attributes? (.+?) (?:was|were) assigned during e
 
 @dataclass
 class GraphState:
-    """What forward passes write, as far as they could be exported.
+    """Writes of forward passes, as far as they could be exported.
 
     Attributes:
         mutated: Written tensors, each with what says so.
@@ -49,7 +49,7 @@ class GraphState:
 
 
 class Inputs(NamedTuple):
-    """What a module was called with; shapes in place of tensors."""
+    """Inputs of a module's last call; shapes in place of tensors."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -63,7 +63,7 @@ class _Shape(NamedTuple):
 
 @contextmanager
 def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Inputs]]:
-    """What the modules and their parts are called with the last time, while this lasts."""
+    """Record the last inputs of the modules and their parts while the context lasts."""
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,13 +140,10 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def _has_state(module: nn.Module, *, deep: bool) -> bool:
     return any(
-        next(pair.buffers(recurse=False), None) is not None or _plain_tensors(pair)
+        next(pair.buffers(recurse=False), None) is not None
+        or [name for name, variable in vars(pair).items() if isinstance(variable, torch.Tensor)]
         for pair in (module.modules() if deep else [module])
     )
-
-
-def _plain_tensors(module: nn.Module) -> list[str]:
-    return [name for name, variable in vars(module).items() if isinstance(variable, torch.Tensor)]
 
 
 def _key(module: nn.Module, inputs: Inputs) -> str:

@@ -1,37 +1,58 @@
-"""Find the state of a step: from its trace, from the graph and from what changes."""
+"""Find the state of a step: from its trace, from the graph and from what changes.
+
+A first process makes the program, finds its state, saves it by the plan and goes on. A second one
+makes the program anew, takes over what was saved and goes on. What the plan calls derivable is
+left as set-up made it, and what it calls dead is filled with nonsense, so that a wrong class shows.
+"""
 
 from __future__ import annotations
 
+import io
+import multiprocessing
+import traceback
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names
-from outlast.autosave.trace.content import changed_over, digests, holds_numbers
+from outlast.autosave.resume.process import random_states, set_random_states
 from outlast.autosave.trace.dispatch import (
     Accesses,
+    changed_over,
+    digests,
+    holds_numbers,
     storage_key,
     traced_step,
     weak_storage,
 )
-from outlast.autosave.trace.evidence import Boundary, Evidence, Finding, Label, finding_of
-from outlast.autosave.trace.graph import GraphState, Inputs, graph_state, recorded_inputs
-from outlast.autosave.trace.lints import Doubts, lints_of
-from outlast.autosave.trace.roots import (
+from outlast.autosave.trace.graph import Inputs, graph_state, recorded_inputs
+from outlast.autosave.trace.state import (
+    Boundary,
+    Doubts,
+    Evidence,
+    Finding,
+    Label,
+    StatePlan,
+    TensorState,
+    codec_of,
+    finding_of,
     in_state_dicts,
+    lints_of,
     named_roots,
     outermost_modules,
     program_modules,
     readable_names,
 )
-from outlast.autosave.trace.state import StatePlan, TensorState, codec_of
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from multiprocessing.connection import Connection
 
 
 def find_state(step: Callable[[], Any], roots: Any = (), steps: int = 3) -> StatePlan:
@@ -133,7 +154,11 @@ def _strided(value: Any) -> bool:
 
 def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
     changed = changed_over(boundary.digests for boundary in evidence.boundaries)
-    written = _written_in_graph(evidence.graph)
+    graph = evidence.graph
+    written: dict[int, list[str]] = {}
+    for tensor, why in graph.mutated:
+        if _strided(tensor):
+            written.setdefault(storage_key(tensor), []).append(f"graph: {why}")
     covered = evidence.boundaries[-1].covered
     set_up = _made_by_set_up(objects.values())
     shared = _memory_of_arrays(objects.values())
@@ -176,7 +201,7 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
 
 
 def _gone(evidence: Evidence) -> list[TensorState]:
-    """What was there between some steps, but is not now, such as gradients that accumulate."""
+    """Tensors that lived between some steps and are gone now, such as accumulated gradients."""
     last = evidence.boundaries[-1]
     now = frozenset(last.keys.values())
     found = {
@@ -212,14 +237,6 @@ def _state(
     )
 
 
-def _written_in_graph(graph: GraphState) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for tensor, why in graph.mutated:
-        if _strided(tensor):
-            found.setdefault(storage_key(tensor), []).append(f"graph: {why}")
-    return found
-
-
 def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
     """Storages of buffers that their modules declare to make again."""
     return frozenset(
@@ -232,7 +249,7 @@ def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
 
 
 def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
-    """Where the numbers of arrays lie."""
+    """Memory addresses of arrays."""
     return [
         range(
             object_.__array_interface__["data"][0],
@@ -244,7 +261,7 @@ def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
 
 
 def _shared(value: Any, memory: list[range]) -> bool:
-    """Whether an array lies in the storage of a tensor."""
+    """Return True if an array lies in the storage of a tensor."""
     if not _strided(value) or value.device.type != "cpu":
         return False
     storage = value.untyped_storage()
@@ -263,3 +280,191 @@ def _of_optimizers(objects: dict[str, Any]) -> frozenset[str]:
         for value in state.values()
     }
     return frozenset(path for path, object_ in objects.items() if id(object_) in kept)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same after a number of steps.
+
+    Attributes:
+        step: The first step after which it differs.
+        name: Of the tensor, or where the value is.
+        expected: Digest or value in the original; empty when it is not there.
+        found: In the other.
+    """
+
+    step: int
+    name: str
+    expected: str
+    found: str
+
+    def sentence(self) -> str:
+        """For people."""
+        if not self.expected:
+            return f"step {self.step}: {self.name} is there, but should not be"
+        if not self.found:
+            return f"step {self.step}: {self.name} is missing"
+        return f"step {self.step}: {self.name} is {self.found}, should be {self.expected}"
+
+
+def first_differences(
+    expected: Mapping[int, Mapping[str, str]], found: Mapping[int, Mapping[str, str]]
+) -> Iterator[Difference]:
+    """Each name that differs once, at the first step where it does."""
+    told: set[str] = set()
+    for step, names in expected.items():
+        for difference in differences(step, names, found.get(step, {})):
+            if difference.name not in told:
+                told.add(difference.name)
+                yield difference
+
+
+def differences(
+    step: int, expected: Mapping[str, str], found: Mapping[str, str]
+) -> Iterator[Difference]:
+    """The names whose digests or values are not the same."""
+    for name in dict.fromkeys([*expected, *found]):
+        if expected.get(name, "") != found.get(name, ""):
+            yield Difference(step, name, expected.get(name, ""), found.get(name, ""))
+
+
+_NONSENSE = 0x5A
+
+
+Program = tuple["Callable[[], Any]", Any]
+"""A step and the roots of its state, as `find_state` takes them."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Result of replaying a step function.
+
+    Attributes:
+        plan: That was checked.
+        tensors: Tensors compared after each step.
+        differences: What the second process had differently.
+    """
+
+    plan: StatePlan
+    tensors: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Return True if all tensors were the same, bit for bit."""
+        return not self.differences
+
+
+def replay(
+    set_up: Callable[[], Program],
+    steps: int = 3,
+    *,
+    start: Literal["spawn", "fork"] = "spawn",
+    timeout_seconds: float = 600.0,
+) -> Replay:
+    """Check the plan of a step function in two processes.
+
+    Args:
+        set_up: Makes the step and its roots, the same in every process; with "spawn" a function
+            that can be imported.
+        steps: Steps to compare.
+        start: How the processes are started; "fork" is faster where no thread runs yet.
+        timeout_seconds: How long each may take.
+
+    Raises:
+        AutosaveError: When one of them fails.
+    """
+    first = _in_process(start, timeout_seconds, _original, set_up, steps)
+    plan, saved, expected = first
+    found = _in_process(start, timeout_seconds, _resumed, set_up, steps, saved)
+    return Replay(
+        plan=plan, tensors=len(expected[1]), differences=tuple(first_differences(expected, found))
+    )
+
+
+def _original(set_up: Callable[[], Program], steps: int) -> Any:
+    step, roots = set_up()
+    names = _names(step, roots)
+    plan = find_state(step, roots)
+    captured = capture(names, (random_states(), named_roots(step, roots)), {})
+    kinds = {
+        storage_key(item): plan.find(path).kind
+        for path, item in reached(step, roots).items()
+        if isinstance(item, torch.Tensor)
+        and any(path in (tensor.name, *tensor.aliases) for tensor in plan.tensors)
+    }
+    kept = {}
+    for name, tensor in captured.tensors.items():
+        kind = kinds.get(storage_key(tensor), "must-save")
+        if kind == "derivable" and name.removeprefix("=") in names.objects:
+            continue
+        kept[name] = tensor.clone()
+        if kind == "dead":
+            kept[name].view(torch.uint8).fill_(_NONSENSE)
+    saved = io.BytesIO()
+    torch.save((captured.program, kept, set(captured.tensors) - set(kept)), saved)
+    return plan, saved.getvalue(), _digests_of_steps(step, roots, steps)
+
+
+def _resumed(set_up: Callable[[], Program], steps: int, saved: bytes) -> Any:
+    step, roots = set_up()
+    names = _names(step, roots)
+    program, tensors, derived = torch.load(io.BytesIO(saved), weights_only=False)
+    for name in derived:
+        # Not saved: it stays as set-up has made it here.
+        tensors[name] = _row(names.objects[name.removeprefix("=")]).clone()
+    states, _ = restore(Captured(program, tensors), names, {})
+    set_random_states(states)
+    return _digests_of_steps(step, roots, steps)
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor, as one row."""
+    storage = tensor.untyped_storage()
+    row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return row.set_(storage, 0, (storage.nbytes() // tensor.element_size(),))  # type: ignore[call-overload,no-any-return]
+
+
+def _names(step: Callable[[], Any], roots: Any) -> Names:
+    named = named_roots(step, roots)
+    return Names(named, program_modules(named))
+
+
+def _digests_of_steps(step: Callable[[], Any], roots: Any, steps: int) -> dict[int, dict[str, str]]:
+    found = {}
+    for number in range(1, steps + 1):
+        step()
+        objects = reached(step, roots)
+        called = readable_names(objects)
+        found[number] = {
+            called.get(id(objects[path]), path): digest for path, digest in digests(objects).items()
+        }
+    return found
+
+
+def _in_process(start: str, timeout_seconds: float, work: Callable[..., Any], *args: Any) -> Any:
+    """Do `work` in a process of its own; gives what it returns."""
+    context = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(theirs, work, args))  # type: ignore[attr-defined]
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout_seconds):
+            raise AutosaveError(f"the replay did not end within {timeout_seconds:g} s")
+        well, result = ours.recv()
+    except EOFError:
+        raise AutosaveError("the process of a replay died without a word") from None
+    finally:
+        process.kill()
+        process.join()
+    if not well:
+        raise AutosaveError(f"the step function failed in its replay: {result}")
+    return result
+
+
+def _tell(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        pipe.send((True, work(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc().strip().splitlines()[-1]))

@@ -1,36 +1,596 @@
 """The oracle for a script: is a resumed run the same as one that was not interrupted, bit for bit?
 
+A pass over the script is a process that is started with the file of its order; orders and results
+lie in one folder, which nobody else writes to.
+
 The script runs in processes of its own: once to its save and on, once from the save on, and once
 with nothing but what `state_dict()` gives. Only when the first two differ it runs once more
 uninterrupted, to tell what differs anyway (clocks, or a script that is not deterministic).
+
+Pickled bytes of equal states differ (they tell which equal texts are one object), so they are read
+into inert stand-ins and written as one line for each value.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.autosave.program.sites import RUNTIME
-from outlast.autosave.trace.differences import Difference, differences, first_differences
-from outlast.autosave.trace.passes import TRACED_STEPS, Kind, Order, Result, read, write
-from outlast.errors import AutosaveError
+import psutil
+import torch
+import xxhash
+
+from outlast.autosave.execute import SavedState, execute
+from outlast.autosave.heap.capture import Captured
+from outlast.autosave.heap.names import Names
+from outlast.autosave.heap.tensors import Gradient, GradientUse, Seen, gradient
+from outlast.autosave.program.rewrite import rewrite
+from outlast.autosave.program.source import RUNTIME, read_program
+from outlast.autosave.program.training import find_training
+from outlast.autosave.resume.frames import MODULE, Frames, name_of
+from outlast.autosave.resume.process import random_states
+from outlast.autosave.trace.dispatch import digest, digests, holds_numbers, storage_key
+from outlast.autosave.trace.plan import Difference, StateFinder, differences, first_differences
+from outlast.autosave.trace.state import StatePlan, outermost_modules, readable_names
+from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from types import FrameType, ModuleType
 
-    from outlast.autosave.trace.state import StatePlan
+    from outlast.autosave.program.source import Rewritten
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+
+class ProgramView:
+    """The variables of a rewritten program: of its modules, and of the frames that lead here.
+
+    Args:
+        files: The program.
+    """
+
+    def __init__(self, files: list[Rewritten]) -> None:
+        self._frames = Frames(files)
+        self._files = {str(file.source.path) for file in files}
+        self._live: dict[str, frozenset[str]] = {}
+        self._dead: dict[str, frozenset[str]] = {}
+        for site in self._frames.sites.values():
+            self._live[site.body] = self._live.get(site.body, frozenset()) | site.names
+            self._dead[site.body] = self._dead.get(site.body, site.dead) & site.dead
+
+    def variables(self) -> dict[str, Any]:
+        """Name to value: `name` of frames, outer ones first, and `module.name` of other modules.
+
+        Without those that are read after no site of their body.
+        """
+        found: dict[str, Any] = {}
+        dead: dict[str, frozenset[str]] = {}
+        for frame in self._frames.of(sys._getframe(1)):
+            if frame.f_code.co_name == MODULE:
+                dead[frame.f_globals["__name__"]] = self._dead.get(
+                    name_of(frame.f_code), frozenset()
+                )
+            for name, item in self._local(frame).items():
+                found[_unused_name(name, found)] = item
+        for module_name, module in self._modules():
+            for name, variable in vars(module).items():
+                if not name.startswith("__") and name not in dead.get(module_name, ()):
+                    short = name if module_name == "__main__" else f"{module_name}.{name}"
+                    found[_unused_name(short, found)] = variable
+        return found
+
+    def objects(self) -> dict[str, Any]:
+        """Path to object, of all that the variables lead to."""
+        return dict(Names(self.variables(), [name for name, _ in self._modules()]).objects)
+
+    def plain_values(self, objects: dict[str, Any]) -> dict[str, str]:
+        """Name to value, of variables, attributes and items that are numbers and texts."""
+        found = {
+            name: repr(variable)
+            for name, variable in self.variables().items()
+            if _is_plain(variable)
+        }
+        for path, object_ in objects.items():
+            if isinstance(object_, dict):
+                inner = {f"[{key!r}]": value for key, value in object_.items()}
+            elif isinstance(object_, list):
+                inner = {f"[{place}]": value for place, value in enumerate(object_)}
+            elif hasattr(object_, "__dict__") and not isinstance(object_, type):
+                inner = {f".{name}": value for name, value in vars(object_).items()}
+            else:
+                continue
+            found.update(
+                {path + end: repr(value) for end, value in inner.items() if _is_plain(value)}
+            )
+        return found
+
+    def _modules(self) -> list[tuple[str, ModuleType]]:
+        return [
+            (name, module)
+            for name, module in list(sys.modules.items())
+            if getattr(module, "__file__", None) in self._files
+        ]
+
+    def _local(self, frame: FrameType) -> dict[str, Any]:
+        if frame.f_code.co_name == MODULE:
+            return {}
+        live = self._live.get(name_of(frame.f_code), frozenset())
+        return {
+            name: f_name
+            for name, f_name in frame.f_locals.items()
+            if name in live and not name.startswith(RUNTIME.rstrip("_"))
+        }
+
+
+def _unused_name(name: str, found: dict[str, Any]) -> str:
+    while name in found:
+        name += "'"
+    return name
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _ATOMS)
+
+
+_LONG = 120
+
+
+_MANY = 1_000_000
+"""Values from which on what is met twice is told once."""
+
+
+def flat_values(program: bytes, blocks: Mapping[str, str]) -> dict[str, str]:
+    """Location to value, of everything in `Captured.program`.
+
+    What is met twice is told twice: equal objects need not be one in a program that was resumed.
+
+    Args:
+        program: As `heap.capture` writes it.
+        blocks: Name of each block of memory to what it is to be called.
+    """
+    found: dict[str, str] = {}
+    told: set[int] = set()
+    waiting: list[tuple[str, Any, _Within]] = [
+        (location, value, None) for location, value in reversed(_loaded(program))
+    ]
+    while waiting:
+        location, value, within = waiting.pop()
+        if isinstance(value, str) and value in blocks:
+            found[_unused_part(location, found)] = blocks[value]
+        elif isinstance(value, _ATOMS):
+            found[_unused_part(location, found)] = _short(repr(value))
+        elif isinstance(value, (set, frozenset)):
+            found[_unused_part(location, found)] = _short(" ".join(sorted(map(_name, value))))
+        elif isinstance(value, type):
+            found[_unused_part(location, found)] = value.__qualname__
+        elif not _is_within(value, within) and (id(value) not in told or len(found) < _MANY):
+            told.add(id(value))
+            inner = (id(value), within)
+            waiting.extend((where, item, inner) for where, item in _parts(location, value))
+    return found
+
+
+_Within = Any
+"""Identities of the objects around a value, the nearest first: `(identity, those around)`."""
+
+
+def _is_within(value: Any, within: _Within) -> bool:
+    while within is not None:
+        identity, within = within
+        if identity == id(value):
+            return True
+    return False
+
+
+def _loaded(program: bytes) -> list[tuple[str, Any]]:
+    """The pickles that a captured program consists of, as `heap.capture` writes them.
+
+    First how things lie in memory; then the values, and the contents of named objects in turn.
+    """
+    header, body = _Reader(io.BytesIO(program)).load()
+    reader = _Reader(io.BytesIO(body))
+    found = [("memory", header), ("frames", reader.load())]
+    while (contents := reader.load()) is not None:
+        found += [(path, content) for path, content in contents.items()]
+    return found
+
+
+def _parts(location: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"{location}[{_name(key)}]", item) for key, item in reversed(value.items())]
+    if isinstance(value, _Inert):
+        return [(location, type(value)), (location, value.parts)]
+    # Contents of objects are names and values in turn.
+    before = [None, *value]
+    return [
+        (f"{location}.{last}" if isinstance(last, str) else f"{location}[{place}]", item)
+        for place, (last, item) in enumerate(zip(before, value, strict=False))
+    ]
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, _Inert):
+        return f"{type(value).__qualname__}{tuple(map(_name, value.parts))}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_name, value))})"
+    return repr(value) if isinstance(value, _ATOMS) else type(value).__qualname__
+
+
+def _unused_part(location: str, found: dict[str, str]) -> str:
+    while location in found:
+        location += "'"
+    return location
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONG:
+        return text
+    return f"{text[:20]}... ({len(text)} characters, {xxhash.xxh3_64_hexdigest(text.encode())})"
+
+
+class _Inert:
+    """Stands for an object of any class: keeps what it is made of."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        made = super().__new__(cls)
+        made.parts = [*args, *([kwargs] if kwargs else [])]
+        return made
+
+    parts: list[Any]
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts.append(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.parts.append((key, value))
+
+    def append(self, value: Any) -> None:
+        """As of a list."""
+        self.parts.append(value)
+
+    def extend(self, values: Any) -> None:
+        """As of a list."""
+        self.parts.extend(values)
+
+    def add(self, value: Any) -> None:
+        """As of a set."""
+        self.parts.append(value)
+
+
+@functools.cache
+def _inert(module: str, name: str) -> type[_Inert]:
+    return type(name, (_Inert,), {"__qualname__": f"{module}.{name}"})
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _inert(module, name)
+
+    def persistent_load(self, identity: Any) -> Any:
+        return _inert("named", str(identity))()
+
+
+class ComparedGradients(GradientUse):
+    """As a run watches gradients; but what is compared lacks only what the save has lacked.
+
+    A run that goes on has learnt which gradients its loop drops, and one that was resumed has not:
+    what each would save is not the same. What the save has left out counts for none of both, as
+    long as it lies there; whoever reads it in the resumed run ends that.
+
+    Attributes:
+        comparing: Whether what is captured now is to be compared, not to be gone on from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.comparing = False
+        self._left_out: dict[int, tuple[Seen, Gradient]] = {}
+
+    def is_dead(self, owner: torch.Tensor) -> bool:
+        """Return True if the gradient of `owner` is left out."""
+        if not self.comparing:
+            return super().is_dead(owner)
+        found = self._left_out.get(id(owner))
+        return found is not None and found[0].lies()
+
+    def stand_in(self, owner: torch.Tensor) -> Gradient | None:
+        """Value to capture in place of a gradient that is left out: as it is after a restore."""
+        if not self.comparing:
+            made = super().stand_in(owner)
+            assert made is not None
+            self._left_out[id(owner)] = (Seen.of(owner), made)
+            return made
+        _, made = self._left_out[id(owner)]
+        return None if made is Gradient.DROPPED else made
+
+    def expect(self, path: str, owner: torch.Tensor) -> None:
+        """The gradient of `owner`, called `path`, was not saved."""
+        super().expect(path, owner)
+        made = Gradient.DROPPED if gradient(owner) is None else Gradient.ZEROED
+        self._left_out[id(owner)] = (Seen.of(owner), made)
+
+
+Kind = Literal["record", "resume", "state_dict"]
+
+
+TRACED_STEPS = 3
+"""Steps before the save that are looked at: one whose inputs are noted, and two that are traced."""
+
+
+SAVED, PLAIN = "saved.pickle", "state_dict.pickle"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Task of a pass.
+
+    Attributes:
+        kind: Record the original, resume from what it saved, or from its `state_dict()`s.
+        script: The script.
+        arguments: Of the script.
+        at: After how many steps to save.
+        steps: Steps to compare after that.
+        folder: Where the passes leave files for each other.
+        result: File of this pass's result.
+        loop: ``FILE:LINE`` of the step loop; None finds it.
+    """
+
+    kind: Kind
+    script: str
+    arguments: tuple[str, ...]
+    at: int
+    steps: int
+    folder: str
+    result: str
+    loop: str | None = None
+
+
+@dataclass
+class Result:
+    """Observations of a pass.
+
+    Attributes:
+        tensors: Step to name to digest, of every tensor that the session saves.
+        values: Step to location to value, of everything else that it saves.
+        held: Readable name to digest of the tensors where the program stood.
+        plain: Name to value of the plain values there.
+        plan: The classes of the tensors; of the recording pass only.
+        saved_bytes: Of the save; of the recording pass only.
+        process_bytes: Memory of the process at the save; of the recording pass only.
+        notes: What is not saved, one sentence each.
+        error: One sentence, when it could not be done.
+    """
+
+    tensors: dict[int, dict[str, str]] = field(default_factory=dict)
+    values: dict[int, dict[str, str]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    plan: StatePlan | None = None
+    saved_bytes: int = 0
+    process_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+class _Pass:
+    """The keeper of a pass: looks instead of saving."""
+
+    def __init__(self, order: Order, view: ProgramView) -> None:
+        self._order = order
+        self._view = view
+        self._folder = Path(order.folder)
+        self._last = order.at + order.steps
+        self.gradients = ComparedGradients()
+        self.result = Result()
+
+    def digest(self, step: int, text: str) -> str | None:
+        return None
+
+    def left(self, step: int) -> None:
+        pass
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.result.notes:
+            self.result.notes.append(sentence)
+
+    def failed(self, error: OutlastError) -> None:
+        self.result.error = str(error)
+
+    def saved(self) -> SavedState | None:
+        return None
+
+    def due(self, step: int) -> bool:
+        self.gradients.comparing = step > self._order.at
+        return self._order.at < step <= self._last
+
+    def save(self, step: int, state: SavedState) -> None:
+        self._compare(step, state.captured)
+
+    def _compare(self, step: int, captured: Captured) -> None:
+        tensors, blocks = self._digests(captured.tensors)
+        self.result.tensors[step] = tensors
+        self.result.values[step] = flat_values(captured.program, blocks)
+        if step == self._last:
+            self._end()
+
+    def _digests(self, blocks: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, str]]:
+        """Digests of the tensors that lie in the `blocks`, and what to call each block.
+
+        A block may be larger than its tensors, and the rest was never written; one that no known
+        tensor lies in is known by all of its content.
+        """
+        objects = self._view.objects()
+        called = readable_names(objects)
+        found: dict[str, str] = {}
+        told: dict[int, str] = {}
+        kept = {storage_key(block) for block in blocks.values()}
+        for path, object_ in objects.items():
+            if (
+                isinstance(object_, torch.Tensor)
+                and holds_numbers(object_)
+                and object_.layout == torch.strided
+            ):
+                key = storage_key(object_)
+                if key in kept:
+                    name = called.get(id(object_), path)
+                    told.setdefault(key, name)
+                    found[name] = digest(object_)
+        names: dict[str, str] = {}
+        for block, item in blocks.items():
+            content = digest(item)
+            names[block] = told.get(storage_key(item), f"tensor without a name ({content})")
+            found.setdefault(names[block], content)
+        return found, names
+
+    def _look(self) -> None:
+        objects = self._view.objects()
+        called = readable_names(objects)
+        self.result.held = {
+            called.get(id(objects[path]), path): item for path, item in digests(objects).items()
+        }
+        self.result.plain = self._view.plain_values(objects)
+        for name, state in random_states().items():
+            text = xxhash.xxh3_64_hexdigest(pickle.dumps(state))
+            self.result.plain[f"random numbers ({name})"] = text
+
+    def _end(self) -> None:
+        """Leave as a killed program does, without its own last words."""
+        write(Path(self._order.result), self.result)
+        sys.stdout.flush()
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(0)
+
+
+class _Recording(_Pass):
+    def __init__(self, order: Order, view: ProgramView) -> None:
+        super().__init__(order, view)
+        self._finder: StateFinder | None = None
+
+    def due(self, step: int) -> bool:
+        at = self._order.at
+        if at - TRACED_STEPS <= step <= at:
+            # Before the save, since the session looks at tensors itself after one.
+            if self._finder is None:
+                self._finder = StateFinder(self._view.objects)
+            else:
+                self._finder.end_step()
+            if step < self._order.at:
+                self._finder.begin_step()
+            else:
+                self.result.plan = self._finder.plan()
+                self._look()
+        return super().due(step) or step == at
+
+    def save(self, step: int, state: SavedState) -> None:
+        captured = state.captured
+        if step > self._order.at:
+            self._compare(step, captured)
+            return
+        self.result.saved_bytes = len(captured.program) + sum(
+            tensor.nbytes for tensor in captured.tensors.values()
+        )
+        device = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+        self.result.process_bytes = int(psutil.Process().memory_info().rss) + device
+        objects = self._view.objects()
+        write(self._folder / SAVED, (captured.program, captured.tensors, state.logs))
+        write(
+            self._folder / PLAIN, {path: item.state_dict() for path, item in _plain_value(objects)}
+        )
+
+
+class _Resuming(_Pass):
+    def saved(self) -> SavedState | None:
+        program, tensors, logs = read(self._folder / SAVED)
+        return SavedState(Captured(program, tensors), logs)
+
+
+class _StateDicts(_Pass):
+    def due(self, step: int) -> bool:
+        return True
+
+    def save(self, step: int, state: SavedState) -> None:
+        plain = read(self._folder / PLAIN)
+        for path, item in _plain_value(self._view.objects()):
+            # The program may have come to other modules and optimizers than it begins with; what
+            # does not fit is lost.
+            with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
+                item.load_state_dict(plain[path])
+        self._look()
+        self._end()
+
+
+def _plain_value(objects: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The outermost modules and the optimizers, with their paths."""
+    modules = {id(module) for module in outermost_modules(objects.values())}
+    return [
+        (path, object_)
+        for path, object_ in objects.items()
+        if id(object_) in modules or isinstance(object_, torch.optim.Optimizer)
+    ]
+
+
+def write(path: Path, value: Any) -> None:
+    """Write a value with `torch.save`; the file is there when it is whole."""
+    beside = path.with_suffix(".part")
+    torch.save(value, beside)
+    beside.replace(path)
+
+
+def read(path: Path) -> Any:
+    """Read what `write` has written."""
+    return torch.load(path, weights_only=False)
+
+
+_PASSES: dict[Kind, type[_Pass]] = {
+    "record": _Recording,
+    "resume": _Resuming,
+    "state_dict": _StateDicts,
+}
+
+
+def main(path: str) -> int:
+    """Do what an order says; the exit code is that of the script."""
+    order: Order = read(Path(path))
+    keeper: _Pass | None = None
+    try:
+        sources = read_program(Path(order.script))
+        files = rewrite(sources, find_training(sources, order.loop))
+        keeper = _PASSES[order.kind](order, ProgramView(files))
+        status = execute(
+            Path(order.script),
+            files,
+            order.arguments,
+            keeper,
+            resuming=order.kind == "resume",
+            gradients=keeper.gradients,
+        )
+    except OutlastError as error:
+        write(Path(order.result), Result(error=str(error)))
+        return 2
+    return status
+
 
 _ITERATOR = f"['{RUNTIME.rstrip('_')}_"
-_START = "import sys; from outlast.autosave.trace.passes import main; sys.exit(main(sys.argv[1]))"
+
+
+_START = "import sys; from outlast.autosave.trace.script import main; sys.exit(main(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
 class ScriptReplay:
-    """What came of replaying a script.
+    """Result of replaying a script.
 
     Attributes:
         plan: The classes of its tensors at the save.
@@ -60,7 +620,7 @@ class ScriptReplay:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing was lost, as far as the script itself is the same every time."""
+        """Return True if nothing was lost, as far as the script itself is the same every time."""
         return not self.differences
 
 
@@ -110,7 +670,7 @@ def replay_script(
 
 
 def _compared(original: Result, other: Result) -> list[Difference]:
-    """What differs of the script's own.
+    """Differences of the script's own.
 
     A resumed iterator may know more than one that was never stopped, such as the states that its
     workers began with; what it knows must not differ.
@@ -126,11 +686,7 @@ def _compared(original: Result, other: Result) -> list[Difference]:
 
 
 def _judged(
-    original: Result,
-    plain: Result,
-    passes: _Passes,
-    found: list[Difference],
-    unsteady: set[str],
+    original: Result, plain: Result, passes: _Passes, found: list[Difference], unsteady: set[str]
 ) -> ScriptReplay:
     plan = original.plan
     assert plan is not None

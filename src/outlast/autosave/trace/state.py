@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from outlast.autosave.cost import StateBytes
+from outlast.autosave.heap.tensors import gradient
+from outlast.autosave.trace.dispatch import Access, storage_key
 
 if TYPE_CHECKING:
-    from outlast.autosave.trace.dispatch import Window
+    from collections.abc import Callable, Iterator, Sequence
+
+    from outlast.autosave.trace.dispatch import Accesses, WeakStorage, Window
+    from outlast.autosave.trace.graph import GraphState
+
 
 Kind = Literal["must-save", "save-once", "derivable", "dead"]
 """`must-save` changes and is read again. `save-once` is read and never changes. `derivable` is
 made again by the program's set-up, and never changes. `dead` is written before it is read."""
+
 
 KINDS: tuple[Kind, ...] = ("must-save", "save-once", "derivable", "dead")
 """From the most careful one on."""
@@ -56,7 +66,7 @@ class TensorState:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """What must be saved between two steps.
+    """Plan of the tensors that must be saved between two steps.
 
     Attributes:
         tensors: All storages with a name, in the order in which they were found.
@@ -87,7 +97,7 @@ class StatePlan:
 
     @property
     def cost(self) -> StateBytes:
-        """What a save consists of."""
+        """Parts of a save, in bytes."""
         late = sum(state.bytes for state in self.of("must-save") if state.window == "late")
         return StateBytes(
             early=self.bytes("must-save") - late,
@@ -147,3 +157,423 @@ def codec_of(dtype: torch.dtype, *, optimizer: bool, kind: Kind) -> str:
     if dtype in (torch.bfloat16, torch.float16):
         return "half"
     return "moments" if optimizer else "weights"
+
+
+class Label(NamedTuple):
+    """Name and properties of a tensor or array; its storage's bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Tensors that the paths led to between two steps.
+
+    Attributes:
+        keys: Path to the key of its storage, of tensors.
+        digests: Path to the digest of its numbers, of tensors and arrays.
+        called: Path to what its user calls it, data type, shape and bytes.
+        covered: Storage key to bytes, of what `state_dict()` gives.
+        alive: Keep the keys from being used again.
+    """
+
+    keys: dict[str, int]
+    digests: dict[str, str]
+    called: dict[str, Label]
+    covered: dict[int, int]
+    alive: list[WeakStorage]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Observations of some steps in a row, with a boundary more than traces."""
+
+    boundaries: list[Boundary]
+    traces: list[Accesses]
+    graph: GraphState
+
+
+@dataclass
+class Finding:
+    """Knowledge of a storage; grows with each of its paths.
+
+    Attributes:
+        kind: The most careful class so far.
+        why: What says so.
+        window: The earliest so far.
+        unseen: Whether its content changed without an operation that writes it.
+    """
+
+    kind: Kind = "dead"
+    why: list[str] = field(default_factory=list)
+    window: Window = "always"
+    first_write: int | None = None
+    last_write: int | None = None
+    unseen: bool = False
+
+    def add(self, other: Finding) -> None:
+        """Take over what is more careful in another."""
+        self.kind = min(self.kind, other.kind, key=KINDS.index)
+        self.why = list(dict.fromkeys([*self.why, *other.why]))
+        self.window = max(self.window, other.window, key=_WINDOWS.index)
+        self.unseen |= other.unseen
+        if other.first_write is not None:
+            self.first_write, self.last_write = other.first_write, other.last_write
+
+
+_WINDOWS: tuple[Window, ...] = ("always", "late", "early")
+
+
+def finding_of(path: str, changed: bool, evidence: Evidence, *, shared: bool) -> Finding:
+    """Finding from the trace and the contents of one path.
+
+    Args:
+        path: Of a tensor or array.
+        changed: Whether it is not the same, or not there, at every boundary.
+        evidence: What was seen.
+        shared: Whether an array lies in its storage.
+    """
+    seen = _Seen()
+    for number, trace in enumerate(evidence.traces):
+        before, after = evidence.boundaries[number : number + 2]
+        if path not in before.digests:
+            seen.new = True
+        elif path not in before.keys or trace.skipped:
+            seen.blind = True
+        else:
+            seen.add(before.keys[path], after, trace, path)
+    if any(
+        path in boundary.digests and path not in boundary.keys for boundary in evidence.boundaries
+    ):
+        # An array, or a tensor of another layout: operations do not tell which memory is its own.
+        seen.blind = True
+    return Finding(
+        *seen.classed(changed, shared=shared),
+        window=seen.window(changed),
+        first_write=seen.first_write,
+        last_write=seen.last_write,
+        unseen=changed and not (seen.mutated or seen.new or seen.blind),
+    )
+
+
+@dataclass
+class _Seen:
+    """History of one path over the traced steps.
+
+    Attributes:
+        new: Whether it was not there at the beginning of a step.
+        met: Whether it was there at the beginning of another.
+        blind: Whether operations do not tell what happens to it.
+        read: Whether a step read what was there before it wrote.
+        written: Whether an operation wrote it.
+        replaced: Whether another storage took its place.
+        carried: Whether a storage came through a step untouched, here or under another path.
+        early: Whether a write came before the optimizer's step.
+    """
+
+    new: bool = False
+    met: bool = False
+    blind: bool = False
+    read: bool = False
+    written: bool = False
+    replaced: bool = False
+    carried: bool = False
+    escaped: bool = False
+    early: bool = False
+    first_write: int | None = None
+    last_write: int | None = None
+
+    @property
+    def mutated(self) -> bool:
+        return self.written or self.replaced
+
+    def add(self, key: int, after: Boundary, trace: Accesses, path: str) -> None:
+        self.met = True
+        access = trace.at(key) or Access()
+        self.read |= access.first == "read"
+        self.escaped |= access.escaped
+        if access.first_write is not None:
+            self.written = True
+            self.early |= access.early
+            self.first_write, self.last_write = access.first_write, access.last_write
+        elif key in after.keys.values():
+            self.carried = True
+        self.replaced |= after.keys.get(path) != key
+
+    def classed(self, changed: bool, *, shared: bool) -> tuple[Kind, list[str]]:
+        why = []
+        if self.new and not self.met:
+            return "must-save", ["content: it was not there before the last step"]
+        if changed:
+            why.append("content: changes")
+        if self.blind:
+            return ("must-save", why) if changed else ("save-once", ["content: never changes"])
+        if self.read and self.mutated:
+            how = "written" if self.written else "replaced"
+            return "must-save", [f"trace: read, then {how}", *why]
+        if not self.mutated:
+            if changed:
+                return "must-save", [*why, "trace: no operation writes it"]
+            touched = "read, never written" if self.read else "not touched"
+            return "save-once", [f"trace: {touched}", "content: never changes"]
+        if self.carried:
+            return "must-save", ["trace: outlasts a step, is written in another", *why]
+        if self.escaped or shared:
+            return "must-save", ["trace: its memory is used by others than torch", *why]
+        how = "written" if self.written else "replaced"
+        return "dead", [f"trace: {how} before it is read"]
+
+    def window(self, changed: bool) -> Window:
+        unexplained = changed and not self.mutated
+        if self.early or self.new or self.blind or self.escaped or unexplained:
+            return "early"
+        return "late" if self.written else "always"
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """Observations that tensors with names do not explain.
+
+    Attributes:
+        known: Keys of the storages that had a name between any two steps.
+        unseen: Names of what changes without an operation that writes it.
+        traces: Of steps one after the other.
+        graph: What the forward passes write.
+    """
+
+    known: frozenset[int]
+    unseen: Sequence[str]
+    traces: Sequence[Accesses]
+    graph: GraphState
+
+
+def lints_of(
+    states: Iterable[TensorState], objects: Mapping[str, Any], doubts: Doubts
+) -> Iterator[str]:
+    """The sentences, the gravest first.
+
+    Args:
+        states: What was found.
+        objects: Path to object.
+        doubts: What else was met.
+    """
+    yield from _out_of_reach(doubts.known, doubts.traces)
+    transient = _not_persistent(objects)
+    others = [
+        path
+        for path, object_ in objects.items()
+        if not isinstance(object_, (nn.Module, torch.optim.Optimizer, type))
+        and callable(getattr(type(object_), "state_dict", None))
+    ]
+    for state in states:
+        if state.kind == "must-save" and not state.in_state_dict:
+            owner = next((one for one in others if state.name.startswith(f"{one}.")), "")
+            yield _missed(state, not transient.isdisjoint(state.aliases), owner)
+    for name in doubts.unseen:
+        yield (
+            f"`{name}` changes without an operation of torch that writes it; whatever changes it "
+            "(NumPy, a kernel) is not seen, so its copy windows are closed"
+        )
+    for operation in sorted({name for trace in doubts.traces for name in trace.untold}):
+        yield (
+            f"the operation {operation} writes an argument and does not say so; declare it with "
+            "`mutates_args` (or `(a!)` in its schema)"
+        )
+    yield from doubts.graph.lints
+    for failure in doubts.graph.failures:
+        yield f"not exported, so judged by trace and content alone: {failure}"
+    for reason in sorted({trace.skipped for trace in doubts.traces if trace.skipped}):
+        yield f"not traced, so judged by content alone: {reason}"
+
+
+def _missed(state: TensorState, transient: bool, owner: str) -> str:
+    if transient:
+        return (
+            f"`{state.name}` is a buffer with persistent=False, but changes in training; "
+            "state_dict() misses it; register it with persistent=True"
+        )
+    if state.name.endswith(".grad"):
+        return (
+            f"`{state.name}` is carried from step to step (accumulated gradients); state_dict() "
+            "misses it; save between accumulation cycles or save it, too"
+        )
+    if owner:
+        return (
+            f"`{state.name}` changes in training, and no module's or optimizer's state_dict() has "
+            f"it; save {owner}.state_dict(), too"
+        )
+    return (
+        f"`{state.name}` changes in training, but the state_dict() of no module or optimizer has "
+        "it; make it a buffer of a module with register_buffer(...)"
+    )
+
+
+def _not_persistent(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Paths to buffers that their modules do not save."""
+    found = {
+        id(object_._buffers[name])
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+    }
+    return frozenset(path for path, object_ in objects.items() if id(object_) in found)
+
+
+def _out_of_reach(known: frozenset[int], traces: Sequence[Accesses]) -> Iterator[str]:
+    """Storages without a name that steps write, and that were there in an earlier step."""
+    met: set[int] = set()
+    told: set[int] = set()
+    for trace in traces:
+        for key in sorted((trace.written() & met) - known - told):
+            told.add(key)
+            yield (
+                f"a tensor that no root leads to is changed at {trace.places.get(key, 'a library')}"
+                " and used in later steps, too; give find_state() the object that holds it"
+            )
+        met |= trace.keys()
+
+
+def named_roots(step: Callable[[], Any], roots: Any) -> dict[str, Any]:
+    """The roots by name, then the global names that `step` mentions, then `step` itself.
+
+    Args:
+        step: Does one step.
+        roots: A mapping of names to objects, several objects, or one. Those without a name get
+            the one that `step` knows them by, else that of their class.
+    """
+    known = _variables(step)
+    found: dict[str, Any] = {}
+    if isinstance(roots, Mapping):
+        found.update(roots)
+    else:
+        several = isinstance(roots, Iterable) and not isinstance(roots, nn.Module)
+        for root in roots if several else [roots]:
+            name = next((name for name, other in known.items() if other is root), "")
+            name = name or type(root).__name__.lower()
+            while name in found:
+                name += "_"
+            found[name] = root
+    given = {id(found_item) for found_item in found.values()}
+    for name, known_item in known.items():
+        if id(known_item) not in given:
+            found.setdefault(name, known_item)
+    found.setdefault("step", step)
+    return found
+
+
+def program_modules(roots: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the modules that the classes and functions of the roots come from."""
+    found = set()
+    for root in roots.values():
+        name = getattr(root, "__module__", None) or type(root).__module__
+        if not f"{name}.".startswith(("torch.", "builtins.", "numpy.")):
+            found.add(name)
+    return frozenset(found)
+
+
+def outermost_modules(objects: Iterable[Any]) -> list[nn.Module]:
+    """The modules that are part of no other."""
+    modules = [object_ for object_ in objects if isinstance(object_, nn.Module)]
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
+    """Identity of a tensor to what its user calls it: `model.layer.weight`, `sgd.state[...]`.
+
+    Args:
+        objects: Path to object.
+    """
+    found: dict[int, str] = {}
+    paths = {id(object_): path for path, object_ in objects.items()}
+    for module in outermost_modules(objects.values()):
+        for inner, part in module.named_modules():
+            prefix = f"{paths[id(module)]}.{inner}." if inner else f"{paths[id(module)]}."
+            for name, item in {**vars(part), **part._parameters, **part._buffers}.items():
+                if isinstance(item, torch.Tensor):
+                    found.setdefault(id(item), prefix + name)
+    for path, object_ in objects.items():
+        # Not by its attribute, whose uses are watched.
+        if isinstance(object_, torch.Tensor) and (grad := gradient(object_)) is not None:
+            found.setdefault(id(grad), f"{found.get(id(object_), path)}.grad")
+        if isinstance(object_, torch.optim.Optimizer):
+            for parameter, state in object_.state.items():
+                of = found.get(id(parameter), paths.get(id(parameter), "?"))
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    found.setdefault(id(value), f"{path}.state[{of}].{name}")
+    return found
+
+
+def in_state_dicts(objects: Iterable[Any]) -> dict[int, int]:
+    """Storage keys and bytes of what modules and optimizers give by `state_dict()`."""
+    every = list(objects)
+    found: dict[int, int] = {}
+    for module in outermost_modules(every):
+        for number in module.state_dict(keep_vars=True).values():
+            _add(found, number)
+    for said in every:
+        if isinstance(said, torch.optim.Optimizer):
+            _add(found, said.state_dict())
+    return found
+
+
+def _add(found: dict[int, int], value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                _add(found, getattr(value, name))
+        elif value.layout == torch.strided:
+            found[storage_key(value)] = value.untyped_storage().nbytes()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _add(found, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(found, item)
+
+
+def _variables(step: Callable[[], Any]) -> dict[str, Any]:
+    """Variables that the functions of a step know by a name: of closures, and of their module."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    waiting = [step.__func__ if isinstance(step, types.MethodType) else step]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if _filled(cell):
+                found.setdefault(name, cell.cell_contents)
+        for name in _mentioned(function.__code__):
+            if name in function.__globals__:
+                found.setdefault(name, function.__globals__[name])
+        waiting += [
+            found_item
+            for found_item in found.values()
+            if isinstance(found_item, types.FunctionType)
+            and found_item.__module__ == function.__module__
+        ]
+    return {
+        name: found_item
+        for name, found_item in found.items()
+        if not isinstance(found_item, (types.ModuleType, types.FunctionType, type))
+    }
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _mentioned(const)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, SkipBatchSampler
 
-from outlast.autosave.resume.randomness import random_states, set_random_states, source_of
+from outlast.autosave.resume.process import (
+    random_states,
+    set_random_states,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast.autosave.resume.randomness import set_random_states
+from outlast.autosave.resume.process import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError

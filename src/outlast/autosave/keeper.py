@@ -1,0 +1,475 @@
+"""Keeper of a running script's state: saves it to a checkpoint store, and restores it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.autosave.execute import SavedState
+from outlast.autosave.heap.capture import Captured
+from outlast.autosave.windows import CopyWindows
+from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
+from outlast.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_CRASHED,
+    EXIT_TO_BE_CONTINUED,
+    AutosaveError,
+    OutlastError,
+)
+from outlast.integrations.agreement import Agreement
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from outlast.autosave.run_folder import RunFolder
+    from outlast.integrations.pace import Pace
+    from outlast.integrations.stop import Stop
+
+
+TENSORS = "tensors"
+"""Name of the tensors in the state."""
+
+
+_SMALLEST_PROGRAM_BYTES = 1 << 16
+
+
+class RankState:
+    """State of one rank, as the store takes it and gives it back.
+
+    The bytes of the program are padded to a power of two: a state of the same sizes as the one
+    before is saved by the plan that is made already.
+    """
+
+    def __init__(self, saved: SavedState | None = None) -> None:
+        self.saved = saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as tensors and plain values."""
+        assert self.saved is not None
+        found = self.saved.captured
+        length = len(found.program)
+        size = max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length())
+        padded = bytearray(size)
+        padded[:length] = found.program
+        program = torch.frombuffer(padded, dtype=torch.uint8)
+        return {
+            "length": length,
+            "program": program,
+            TENSORS: found.tensors,
+            "logs": self.saved.logs,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        program = state["program"].numpy().tobytes()[: state["length"]]
+        self.saved = SavedState(Captured(program, state[TENSORS]), state["logs"])
+
+
+_SAVES_KEPT = 8
+
+
+_SYNCED = 2
+"""Steps after a save whose digests also outlive a machine."""
+
+
+class Digests:
+    """Those of one rank after one save, in a file of lines.
+
+    Args:
+        folder: Of all of the run.
+        rank: Of this process.
+        base: Step of the save.
+    """
+
+    def __init__(self, folder: Path, rank: int, base: int) -> None:
+        self._base = base
+        self._folder = folder
+        self._ending = f".rank{rank}.jsonl"
+        self._file = folder / f"{base}{self._ending}"
+        # A run that has come here before has done the same steps.
+        self._known = _read(self._file)
+
+    def keep(self, step: int, text: str) -> str | None:
+        """The digest of `step` that is kept already; else None, and `text` is kept."""
+        if step in self._known:
+            return self._known[step]
+        first = not self._file.exists()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([step, text]) + "\n")
+            file.flush()
+            # What is lost with the machine's power is a comparison, and disks are slow.
+            if step - self._base <= _SYNCED:
+                os.fsync(file.fileno())
+        if first:
+            self._prune()
+        return None
+
+    def _prune(self) -> None:
+        files = sorted(self._folder.glob(f"*{self._ending}"), key=lambda path: _base(path.name))
+        for file in files[:-_SAVES_KEPT]:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _read(file: Path) -> dict[int, str]:
+    known = {}
+    # The last line may have been cut short.
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            step, text = json.loads(line)
+            known[int(step)] = str(text)
+    return known
+
+
+def _base(name: str) -> int:
+    first = name.partition(".")[0]
+    return int(first) if first.isdigit() else -1
+
+
+_QUIET_SECONDS = 30.0
+"""Lines about saves come at most this often."""
+
+
+_STEP_WEIGHT = 0.1
+
+
+class ScriptKeeper:
+    """Decides at each step boundary whether to save, saves, and ends the program when asked to.
+
+    Whether ranks save together is seen when the first training loop is reached: with a default
+    process group they do, and without one each process keeps its own state.
+
+    Args:
+        folder: Of the run.
+        pace: When to save.
+        stop: Why to stop.
+        rank: Of this process, as its launcher says.
+        world_size: Number of processes, as their launcher says.
+        keep: Newest versions kept.
+
+    Attributes:
+        step: Steps done when the last boundary was reached.
+        stopped: Why the run was ended before its end; empty for a run that was not.
+        code: The exit code of a run that was.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        pace: Pace,
+        stop: Stop,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        keep: int = 2,
+    ) -> None:
+        self.step = 0
+        self.stopped = ""
+        self.code = EXIT_TO_BE_CONTINUED
+        self._folder = folder
+        self._pace = pace
+        self._stop = stop
+        self._rank = rank
+        self._world_size = world_size
+        self._keep = keep
+        self._store: CheckpointStore | None = None
+        self._agreement: Agreement | None = None
+        self._windows = CopyWindows()
+        self._handle: SaveHandle | None = None
+        self._digests: Digests | None = None
+        self._boundary: float | None = None
+        self._blocked_seconds = 0.0
+        self._looking_seconds = 0.0
+        self._step_seconds = 0.0
+        self._reason = ""
+        self._resumed = False
+        self._told = -_QUIET_SECONDS
+        self._untold = 0
+        self._notes: list[str] = []
+        self._problem: OutlastError | None = None
+
+    def saved(self) -> SavedState | None:
+        """The newest state that verifies, or None when there is none.
+
+        Raises:
+            CheckpointError: When there are versions, but none that can be used.
+        """
+        held = RankState()
+        restored = self._opened().restore({self._key: held})
+        if restored is None:
+            return None
+        for sentence in restored.skipped:
+            self.warn(f"passed over: {sentence}")
+        self.say(f"resumed at step {restored.step} from {restored.place}")
+        self.step = restored.step
+        self._resumed = True
+        self._pace.begun(restored.step, time.monotonic())
+        self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
+        return held.saved
+
+    def due(self, step: int) -> bool:
+        """Return True if the state is to be saved after `step` steps."""
+        # This is done at every step: where nothing is to be done, it must cost next to nothing.
+        if self.stopped or self._problem is not None:
+            self._refuse_to_go_on()
+        now = time.monotonic()
+        if self._boundary is None:
+            # The first boundary of this process.
+            self._stop.training_begins()
+            self._opened()
+            if _in_group() and dist.get_world_size() > 1:
+                self._agreement = Agreement(step)
+        else:
+            seconds = now - self._boundary - self._blocked_seconds
+            seconds = max(0.0, seconds)
+            weight = _STEP_WEIGHT if self._step_seconds else 1.0
+            self._step_seconds += weight * (seconds - self._step_seconds)
+            self._stop.observe_step(seconds)
+            self._pace.observe_step(seconds, saving=self._handle is not None)
+        self.step, self._boundary, self._blocked_seconds = step, now, 0.0
+        self._windows.close()
+        if self._handle is not None and self._handle.done():
+            self._settle()
+        save = self._pace.due(step, now)
+        if self._agreement is None:
+            self._reason = self._stop()
+        else:
+            save = self._agreed(step, save)
+        if not save and not self._reason:
+            return False
+        self._pace.begun(step, now)
+        return True
+
+    def left(self, step: int) -> None:
+        """A training loop has come to its end after `step` steps."""
+        # What follows may take long, and a save is durable only behind its last copy.
+        self._windows.hurry()
+        if self._agreement is not None:
+            self._agreement.left(step)
+
+    def note(self, sentence: str) -> None:
+        """Tell people of something that is not saved, and write it down for ``--explain``."""
+        if sentence not in self._notes:
+            self._notes.append(sentence)
+            self.warn(f"note: {sentence}")
+            if self._own_rank() == 0:
+                self._folder.keep_notes(self._notes)
+
+    def failed(self, error: OutlastError) -> None:
+        """Remember why the program must not go on; its script may catch the error itself."""
+        self._problem = error
+
+    def save(self, step: int, state: SavedState) -> None:
+        """Save; returns when the tensors may change again.
+
+        Raises:
+            CheckpointError: When the state cannot be saved.
+            SystemExit: When the run is to stop and is saved.
+        """
+        assert self._boundary is not None
+        self._settle()
+        # To look at the program's memory takes its time, too.
+        self._looking_seconds = time.monotonic() - self._boundary
+        try:
+            # Where the program ends here, there is no next step to copy in.
+            late = () if self._reason else self._windows.late(state.captured.tensors)
+            self._handle = self._opened().save_async(
+                step,
+                {self._key: RankState(state)},
+                late={f"{self._key}.{TENSORS}.{name}" for name in late},
+            )
+        except OutlastError as error:
+            self._problem = error
+            raise
+        self._windows.opened(self._handle)
+        self._blocked_seconds = time.monotonic() - self._boundary
+        self._digests = Digests(self._folder.digests, self._own_rank(), step)
+        if self._reason:
+            self._end(step)
+
+    def digest(self, step: int, text: str) -> str | None:
+        """Keep the digest of a step after the newest save.
+
+        Returns:
+            The digest that an earlier life of the run kept after the same save, if there is one.
+        """
+        # A script that has caught one difference is not asked for the next.
+        self._refuse_to_go_on()
+        if self._digests is None:
+            return None
+        return self._digests.keep(step, text)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for the save under way, and give up the store.
+
+        Args:
+            failed: The script has ended before its time, so that other ranks may wait for this one
+                elsewhere than in the save under way: they are not waited for.
+        """
+        if not failed:
+            if self._agreement is not None:
+                self._agreement.ended(self.step)
+            self._settle()
+        self._windows.remove()
+        if self._store is not None:
+            self._store.close(drain=False, failed=failed)
+            self._store = None
+
+    def raise_problem(self) -> None:
+        """At the end: raise what was to end the script earlier, and what it has caught.
+
+        Raises:
+            OutlastError: With what happened.
+        """
+        if not self.stopped and self._problem is not None:
+            raise self._caught(self._problem)
+
+    def say(self, text: str) -> None:
+        """Print a line for people, on rank 0."""
+        if self._own_rank() == 0:
+            print(f"outlast: {text}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line of what went wrong on this rank."""
+        rank = f"rank {self._own_rank()}: " if self._world_size > 1 else ""
+        print(f"outlast: {rank}{text}", file=sys.stderr, flush=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True if the training loops were reached, now or before the state was saved."""
+        return self._boundary is not None or self._resumed
+
+    @property
+    def _key(self) -> str:
+        return f"rank{self._own_rank()}"
+
+    def _own_rank(self) -> int:
+        return dist.get_rank() if _in_group() else self._rank
+
+    def _opened(self) -> CheckpointStore:
+        if self._store is None:
+            place = self._folder.checkpoints
+            alone = self._world_size > 1 and not _in_group()
+            self._store = CheckpointStore(
+                place / f"rank{self._rank}" if alone else place,
+                keep=self._keep,
+                collective=not alone,
+            )
+        return self._store
+
+    def _agreed(self, step: int, save: bool) -> bool:
+        """Agree with all ranks on this step; clocks and files are looked at on rank 0 alone."""
+        assert self._agreement is not None
+        why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
+        common = save and self._pace.is_common
+        self._agreement.back()
+        # A save waits for all ranks, so they see first that all have come to this step.
+        if not common and not self._agreement.is_due(step):
+            return False
+        try:
+            agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
+        except OutlastError as error:
+            self._problem = error
+            raise
+        if agreed.stop:
+            self._reason = why or "a signal to another rank"
+        return common or agreed.save
+
+    def _settle(self) -> None:
+        """See how the save before went, when it is done."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._windows.close()
+            self._observe_save(handle.result())
+
+    def _observe_save(self, result: SaveResult) -> None:
+        if result.error is not None:
+            self.warn(f"{result.error}; the run goes on, from the version before if it dies")
+            return
+        blocked = result.blocked_seconds + self._looking_seconds
+        result = replace(result, blocked_seconds=blocked)
+        self._pace.observe_save(result)
+        self._stop.observe_save(result.seconds)
+        if self._own_rank() == 0:
+            self._report(result)
+        now = time.monotonic()
+        if now - self._told < _QUIET_SECONDS and not self._reason:
+            self._untold += 1
+            return
+        others = f"; {self._untold} more since the last line" if self._untold else ""
+        self._told, self._untold = now, 0
+        self.say(
+            f"saved step {result.step} ({_size(result.bytes)}, blocked "
+            f"{1e3 * result.blocked_seconds:.0f} ms){others}"
+        )
+
+    def _report(self, result: SaveResult) -> None:
+        if "OUTLAST_CHAIN" in os.environ:
+            from outlast.cluster import report_progress
+
+            report_progress(result.step, save_seconds=result.seconds)
+
+    def _end(self, step: int) -> None:
+        """The state is saved, or cannot be: end the program at once.
+
+        Raises:
+            SystemExit: Always; the script's `finally` and `with` come to their ends.
+        """
+        assert self._handle is not None
+        result = self._handle.result()
+        self._handle = None
+        self._observe_save(result)
+        self.stopped = self._reason
+        if result.error is not None:
+            self.code = EXIT_CRASHED
+        self.say(
+            f"stopped at step {step} ({self._reason}); the same command goes on from there"
+            if result.error is None
+            else f"stopped at step {step} ({self._reason}) without a save"
+        )
+        raise SystemExit(self.code)
+
+    def _refuse_to_go_on(self) -> None:
+        """End a script that has caught what was to end it, and trains on."""
+        if self.stopped:
+            _leave(self.code)
+        if self._problem is not None:
+            self.warn(str(self._caught(self._problem)))
+            _leave(EXIT_BAD_INPUT)
+
+    @staticmethod
+    def _caught(problem: OutlastError) -> OutlastError:
+        return AutosaveError(
+            f"{problem}; the script caught this error: let OutlastError pass where it catches "
+            "Exception"
+        )
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _leave(code: int) -> None:
+    """End the process; what the script would do on the way has been done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _size(count: int) -> str:
+    """Bytes as a person says them."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000.0:
+            return f"{size:.3g} {unit}"
+        size /= 1000.0
+    return f"{size:.3g} TB"

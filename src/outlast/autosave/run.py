@@ -1,0 +1,427 @@
+"""``outlast run``: its start, the script in one process or several, and its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.autosave.rendezvous import Begun, rendezvous
+from outlast.autosave.run_folder import RunFolder, folder_of
+from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.integrations.pace import every_of, pace_of, seconds_of
+from outlast.integrations.stop import say_interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
+
+    from outlast.autosave.keeper import ScriptKeeper
+    from outlast.autosave.libraries import Library
+    from outlast.autosave.program.source import Rewritten
+    from outlast.autosave.run_folder import Word
+    from outlast.distributed.ranks import Ranks
+    from outlast.integrations.handed import HandedOver
+
+
+@dataclass
+class _Standing:
+    """Outcome of a run under way, to be written down when it ends."""
+
+    word: Word = "failed"
+    step: int = 0
+
+
+@dataclass
+class _Stepped:
+    """Record of an optimizer's first step."""
+
+    called: bool = False
+
+
+def work(
+    asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, begun: Begun
+) -> int:
+    """Run a script with training loops of its own; gives the exit code."""
+    from outlast.autosave.execute import execute
+    from outlast.autosave.keeper import ScriptKeeper
+    from outlast.autosave.resume.files import FirstSizes
+    from outlast.integrations.stop import Stop
+
+    pace = pace_of(every_of(asked.every), folder.pace, nodes=ranks.nodes, failed_before=begun.died)
+    with _under_way(folder, ranks) as standing, Stop(_limit_seconds(asked)) as stop:
+        keeper = ScriptKeeper(
+            folder, pace, stop, rank=ranks.rank, world_size=ranks.world_size, keep=asked.keep
+        )
+        try:
+            code = execute(
+                asked.script,
+                files,
+                asked.arguments,
+                keeper,
+                resuming=begun.resuming,
+                first_sizes=FirstSizes(folder.path, ranks.rank),
+            )
+            keeper.raise_problem()
+            code, standing.word = _ended(code, keeper, interrupted=stop.interrupted)
+        finally:
+            keeper.close(failed=standing.word == "failed")
+            standing.step = keeper.step
+    return code
+
+
+def work_of_library(
+    asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, library: Library
+) -> int:
+    """Run a script that is trained by a library's loop; gives the exit code."""
+    from outlast.autosave.execute import execute_plainly
+    from outlast.autosave.libraries import handing_over
+    from outlast.integrations.handed import HandedOver
+
+    handed = HandedOver(
+        every=every_of(asked.every),
+        stores=folder.library_stores,
+        root=files[0].source.path.parent,
+        limit_seconds=_limit_seconds(asked),
+    )
+    with _under_way(folder, ranks) as standing:
+        if ranks.is_first:
+            _say(f"{library.name} trains this script: it saves to Outlast's store and resumes")
+        try:
+            watching = _watching_steps(library, handed, speaks=ranks.is_first)
+            with handing_over(library, handed), watching as stepped:
+                code = execute_plainly(asked.script, files[0].source, asked.arguments)
+            if code == EXIT_TO_BE_CONTINUED:
+                standing.word = "stopped"
+            elif code == EXIT_DONE:
+                standing.word = "finished" if handed.trained else "stopped"
+        finally:
+            standing.step = handed.step
+    if code == EXIT_DONE and ranks.is_first:
+        if handed.trained:
+            _say(f"finished after {handed.step} steps")
+        else:
+            kind = "warning: " if stepped.called else ""
+            _say(
+                f"{kind}the script ended without a training by {library.name}, so nothing was saved"
+            )
+    return code
+
+
+@contextlib.contextmanager
+def _watching_steps(library: Library, handed: HandedOver, *, speaks: bool) -> Iterator[_Stepped]:
+    """Within, warn at once when the first step of an optimizer is none of the library's."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    stepped = _Stepped()
+
+    def first(*_: object) -> None:
+        watch.remove()
+        stepped.called = True
+        if speaks and not handed.trained:
+            _say(
+                f"warning: an optimizer steps before a training by {library.name} has begun; what "
+                "is trained so is not saved, and is done anew at the next start"
+            )
+
+    watch = register_optimizer_step_pre_hook(first)
+    try:
+        yield stepped
+    finally:
+        watch.remove()
+
+
+@contextlib.contextmanager
+def _under_way(folder: RunFolder, ranks: Ranks) -> Iterator[_Standing]:
+    """Within, the run is this process's, and is written down as running."""
+    before = folder.outcome(ranks.rank)
+    standing = _Standing(step=before.step if before else 0)
+    lock = folder.lock() if ranks.is_first else None
+    if lock is not None:
+        lock.acquire()
+    folder.record("running", standing.step, ranks.rank)
+    try:
+        yield standing
+    finally:
+        folder.record(standing.word, standing.step, ranks.rank)
+        if lock is not None:
+            lock.release()
+
+
+def _limit_seconds(asked: RunOptions) -> float | None:
+    limit = asked.time_limit
+    return None if limit is None else seconds_of("--time-limit", limit)
+
+
+def _ended(code: int, keeper: ScriptKeeper, *, interrupted: bool) -> tuple[int, Word]:
+    """The exit code of the run, and how it stands."""
+    if keeper.stopped:
+        return keeper.code, "stopped"
+    if code == EXIT_DONE and interrupted:
+        # The script has caught it, and ends in its own way before its time.
+        keeper.say(f"interrupted after {keeper.step} steps; the same command goes on")
+        return EXIT_TO_BE_CONTINUED, "stopped"
+    if code != EXIT_DONE:
+        return code, "failed"
+    if not keeper.has_begun:
+        keeper.say(
+            "the script ended without a step of the training loops that were found in it, so "
+            "nothing was saved; processes that it starts itself are not seen: start them with "
+            "--nproc or torchrun"
+        )
+        return code, "stopped"
+    keeper.say(f"finished after {keeper.step} steps")
+    return code, "finished"
+
+
+def _say(text: str) -> None:
+    print(f"outlast: {text}", file=sys.stderr, flush=True)
+
+
+_MONITOR_SECONDS = 0.1
+
+
+_interrupts: list[int] = []
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run ``outlast run ARGUMENTS`` in so many processes, and wait for them.
+
+    SIGTERM, SIGUSR1 and SIGINT are passed on to them, so that they save and end together.
+
+    Returns:
+        0 when all have come to their end, else the exit code of the first that has not.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if processes > 1:
+        # As torchrun does: the processes share the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The processes need not say again what this one has said.
+    os.environ["OUTLAST_LAUNCH"] = "nproc"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"outlast-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=_MONITOR_SECONDS,
+        # The stop signals are ours: elastic would end the processes before they have saved.
+        signals_to_handle="SIGQUIT",
+    )
+    previous = {
+        number: signal.signal(number, _forward)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
+    try:
+        elastic_launch(config, sys.executable)("-m", "outlast", "run", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return int(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        print(
+            f"outlast: rank {rank} was killed by {name}; the same command goes on from the newest "
+            "version",
+            file=sys.stderr,
+        )
+        return EXIT_CRASHED
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return EXIT_DONE
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    import psutil
+
+    if number == signal.SIGINT:
+        _interrupts.append(number)
+        if len(_interrupts) > 1:
+            # A person who presses Ctrl-C twice wants the end; elastic ends the processes.
+            raise KeyboardInterrupt
+        say_interrupted()
+    passed = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            child.send_signal(passed)
+
+
+_OWN = (
+    "--every",
+    "--directory",
+    "--keep",
+    "--time-limit",
+    "--nproc",
+    "--fresh",
+    "--accept-changes",
+    "--loop",
+    "--explain",
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of ``outlast run``; texts are as they stand there.
+
+    Attributes:
+        script: The script.
+        arguments: Of the script.
+        every: How often to save.
+        directory: Where to save; None for the usual place.
+        keep: Newest versions kept.
+        time_limit: After how long to stop, or None.
+        fresh: Whether to move an earlier run aside.
+        accept_changes: Whether to go on with a changed program.
+        loop: ``FILE:LINE`` of the script's step loop, or None.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    every: str = "auto"
+    directory: Path | None = None
+    keep: int = 2
+    time_limit: str | None = None
+    fresh: bool = False
+    accept_changes: bool = False
+    loop: str | None = None
+
+    def of_process(self) -> list[str]:
+        """Arguments of ``outlast run`` for a process whose launcher has prepared the folder."""
+        given = [f"--every={self.every}", f"--keep={self.keep}"]
+        if self.directory is not None:
+            given.append(f"--directory={self.directory}")
+        if self.time_limit is not None:
+            given.append(f"--time-limit={self.time_limit}")
+        if self.loop is not None:
+            given.append(f"--loop={self.loop}")
+        return [*given, str(self.script), *self.arguments]
+
+
+def run_script(asked: RunOptions, processes: int | None = None) -> int:
+    """Run a script as the environment says: one process of several, a launcher, or alone.
+
+    Returns:
+        The exit code.
+    """
+    from outlast.autosave.libraries import read_and_rewrite
+    from outlast.distributed.ranks import ALONE, Ranks, launched_by, ranks_from
+
+    every_of(asked.every)
+    if asked.time_limit is not None:
+        seconds_of("--time-limit", asked.time_limit)
+    files, library = read_and_rewrite(asked.script, asked.loop)
+    folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
+    # A library goes on with any number of processes.
+    look = functools.partial(_begun, asked, files, folder, malleable=library is not None)
+    alone = launched_by(os.environ) == "alone"
+    ranks = ALONE if alone else ranks_from(os.environ)
+    if ranks.launch == "srun":
+        _set_environment(ranks)
+    if ranks.is_first and (alone or ranks.launch != "nproc"):
+        texts = [file.source.text for file in files]
+        say_options_behind(asked.script, asked.arguments, _OWN, texts, "outlast run")
+    if alone and processes is not None:
+        ranks = Ranks(0, processes, 0, processes, "nproc")
+        begun = look(ranks)
+        if begun.finished:
+            return EXIT_DONE
+
+        return launch(ranks.world_size, asked.of_process())
+    begun = rendezvous(ranks, folder.path, lambda: look(ranks))
+    if begun.problem:
+        return EXIT_CRASHED if begun.crashed else EXIT_BAD_INPUT
+    if begun.finished:
+        return EXIT_DONE
+    if library is not None:
+        return work_of_library(asked, files, folder, ranks, library)
+    return work(asked, files, folder, ranks, begun)
+
+
+def _begun(
+    asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, *, malleable: bool
+) -> Begun:
+    """Prepare the run on rank 0, and see how it stands."""
+    if ranks.is_first:
+        _prepare(asked, files, folder, 1 if malleable else ranks.world_size)
+    elif asked.fresh:
+        # What is here is of the earlier run, which rank 0 may not have moved aside yet.
+        return Begun()
+    words = folder.words(ranks.world_size)
+    finished = all(word == "finished" for word in words)
+    if finished and ranks.is_first and (last := folder.outcome()) is not None:
+        _say(
+            f"this run has finished ({last.when}, {last.step} steps); --fresh moves it aside and "
+            "starts anew"
+        )
+    return Begun(finished=finished, resuming=folder.has_versions(), died="running" in words)
+
+
+def _set_environment(ranks: Ranks) -> None:
+    """Under srun, what torchrun would have set for the script; what is set stays."""
+    from outlast.distributed.ranks import rendezvous_address
+
+    address, port = rendezvous_address(os.environ)
+    values = {
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _prepare(asked: RunOptions, files: list[Rewritten], folder: RunFolder, world_size: int) -> None:
+    """On rank 0: see that the run may go on as this program.
+
+    Raises:
+        AutosaveError: When it is a run of another one.
+    """
+    import torch
+
+    from outlast.autosave.run_folder import identity_of
+
+    if asked.fresh and (old := folder.move_aside()) is not None:
+        _say(f"moved the earlier run to {old}")
+    now = identity_of(files, asked.arguments, world_size, str(torch.__version__))
+    root = files[0].source.path.parent
+    for sentence in folder.begin(now, root, accept_changes=asked.accept_changes):
+        _say(f"warning: {sentence}")
+
+
+def say_options_behind(
+    script: Path, arguments: Iterable[str], own: Sequence[str], texts: Sequence[str], command: str
+) -> None:
+    """Say which arguments of a script look like options of the command that runs it.
+
+    Not where the script's text mentions the option, which it then has, too.
+
+    Args:
+        script: The script.
+        arguments: Behind it.
+        own: Options of the command.
+        texts: Of the program.
+        command: As it is called, e.g. ``outlast run``.
+    """
+    given = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    found = [name for name in given if name in own and not any(name in text for text in texts)]
+    if found:
+        names = ", ".join(found)
+        stands = "stands" if len(found) == 1 else "stand"
+        print(
+            f"outlast: note: {names} {stands} behind {script} and so is for the script; options of "
+            f"{command} go before it: {command} {names} ... {script}",
+            file=sys.stderr,
+            flush=True,
+        )
